@@ -1,0 +1,1 @@
+"""Speed of flexhop against in-tree FlexAttention and SDPA: ``python -m benchmarks``."""

@@ -1,0 +1,123 @@
+"""The problems that are measured: shapes, mods, and which peers can do the same work."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+Mod = Callable[..., torch.Tensor]
+Pattern = Literal["full", "causal", "sliding", "document", "prefix"]
+Score = Literal["none", "softcap", "softcap_approx", "alibi", "rel_bias"]
+
+WINDOW = 1024
+PREFIX = 1024
+DOCUMENT_MEAN = 1024
+SOFTCAP = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: ``batch`` sequences of ``length`` queries and as many keys."""
+
+    name: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    pattern: Pattern = "full"
+    score: Score = "none"
+
+    @property
+    def shape(self) -> str:
+        """``(B,Hq,Hkv,S,D)``, as the tables print it."""
+        sizes = (self.batch, self.q_heads, self.kv_heads, self.length, self.head_dim)
+        return "(" + ",".join(map(str, sizes)) + ")"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether SDPA computes the same thing without a mask tensor."""
+        return self.pattern in ("full", "causal") and self.score == "none"
+
+    def shrunk(self) -> "Case":
+        """The same problem small enough for a CPU to run within seconds."""
+        group = self.q_heads // self.kv_heads
+        return replace(self, batch=1, q_heads=2 * group, kv_heads=2, length=256, head_dim=32)
+
+
+CASES: tuple[Case, ...] = (
+    Case("full-4k-d128", 4, 16, 16, 4096, 128),
+    Case("full-8k-d64", 4, 16, 16, 8192, 64),
+    Case("causal-2k-d128", 16, 16, 16, 2048, 128, "causal"),
+    Case("causal-8k-d128", 4, 16, 16, 8192, 128, "causal"),
+    Case("causal-16k-d128", 2, 16, 16, 16384, 128, "causal"),
+    Case("causal-8k-d64", 4, 16, 16, 8192, 64, "causal"),
+    Case("causal-8k-d256", 2, 16, 16, 8192, 256, "causal"),
+    Case("causal-8k-gqa", 4, 32, 8, 8192, 128, "causal"),
+    Case("softcap-8k", 4, 16, 16, 8192, 128, "causal", "softcap"),
+    Case("softcap-approx-8k", 4, 16, 16, 8192, 128, "causal", "softcap_approx"),
+    Case("sliding-16k", 2, 16, 16, 16384, 128, "sliding"),
+    Case("document-16k", 2, 16, 16, 16384, 128, "document"),
+    Case("prefix-8k", 4, 16, 16, 8192, 128, "prefix"),
+    Case("alibi-8k", 4, 16, 16, 8192, 128, "causal", "alibi"),
+    Case("rel-bias-4k", 4, 16, 16, 4096, 128, "full", "rel_bias"),
+)
+
+QUICK = ("causal-2k-d128", "causal-8k-d256", "document-16k", "rel-bias-4k")
+
+
+def document_ids(
+    length: int, device: torch.device | str, mean: int = DOCUMENT_MEAN
+) -> torch.Tensor:
+    """[length] int32: the document of each token; lengths are exponential with the given mean."""
+    generator = torch.Generator().manual_seed(1)
+    gaps = torch.empty(4 * length // mean + 16).exponential_(1 / mean, generator=generator)
+    ends = gaps.ceil().long().cumsum(0)
+    ids = torch.searchsorted(ends, torch.arange(length), right=True)
+    return ids.to(torch.int32).to(device)
+
+
+def make_mask_mod(case: Case, device: torch.device | str) -> Mod | None:
+    """The case's mask_mod, or None for full attention."""
+    documents = document_ids(case.length, device, min(DOCUMENT_MEAN, case.length // 4))
+    window, prefix = min(WINDOW, case.length // 4), min(PREFIX, case.length // 4)
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+    def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return documents[q_idx] == documents[kv_idx]
+
+    def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) | (kv_idx < prefix)
+
+    table = {"causal": causal, "sliding": sliding, "document": document, "prefix": prefix_lm}
+    return table.get(case.pattern)
+
+
+def make_score_mod(case: Case, device: torch.device | str) -> Mod | None:
+    """The case's score_mod as everybody writes it, or None for plain scores.
+
+    ``softcap_approx`` has the exact tanh here: it is what in-tree runs and what the answer is
+    compared with; only flexhop is given the approximate one (``benchmarks/implementations.py``).
+    """
+    heads, length = case.q_heads, case.length
+    slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+    generator = torch.Generator().manual_seed(2)
+    bias = torch.randn(heads, 2 * length - 1, generator=generator).to(device)
+
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    def rel_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[h, q_idx - kv_idx + length - 1]
+
+    table = {"softcap": softcap, "softcap_approx": softcap, "alibi": alibi, "rel_bias": rel_bias}
+    return table.get(case.score)

@@ -1,0 +1,90 @@
+"""Who is measured. An implementation takes [B, H, S, D] tensors and gives back the output."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import attention as sdpa
+from torch.nn.attention import flex_attention as intree
+from torch.nn.functional import scaled_dot_product_attention
+
+import flexhop
+import flexhop.mods
+from benchmarks.cases import SOFTCAP, Case, make_mask_mod, make_score_mod
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+NAMES = ("flexhop", "in-tree", "cudnn", "flash")
+
+
+def build(name: str, case: Case, device: torch.device | str) -> Attention | None:
+    """The implementation of that name for a case, or None where it cannot do the case."""
+    if name == "flexhop":
+        return build_flexhop(case, device)
+    if name == "in-tree":
+        return build_intree(case, device)
+    if not case.is_dense:
+        return None
+    if name == "cudnn":
+        return build_sdpa(case, sdpa.SDPBackend.CUDNN_ATTENTION)
+    return build_sdpa(case, sdpa.SDPBackend.FLASH_ATTENTION)
+
+
+def build_flexhop(case: Case, device: torch.device | str) -> Attention:
+    """flexhop, compiled, default options; the approximate softcap where the case asks for it."""
+    mask_mod, score_mod = make_mask_mod(case, device), make_score_mod(case, device)
+    if case.score == "softcap_approx":
+        score_mod = flexhop.mods.softcap(SOFTCAP, approximate=True)
+    length = case.length
+    block_mask = mask_mod and flexhop.create_block_mask(
+        mask_mod, None, None, length, length, device=str(device)
+    )
+    compiled = torch.compile(flexhop.flex_attention, fullgraph=True)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return compiled(
+            query,
+            key,
+            value,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            enable_gqa=case.q_heads != case.kv_heads,
+        )
+
+    return attend
+
+
+def build_intree(case: Case, device: torch.device | str) -> Attention:
+    """PyTorch's FlexAttention, compiled, default options, its own block mask."""
+    mask_mod, score_mod = make_mask_mod(case, device), make_score_mod(case, device)
+    length = case.length
+    block_mask = mask_mod and intree.create_block_mask(
+        mask_mod, None, None, length, length, device=str(device)
+    )
+    compiled = torch.compile(intree.flex_attention, fullgraph=True)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return compiled(
+            query,
+            key,
+            value,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            enable_gqa=case.q_heads != case.kv_heads,
+        )
+
+    return attend
+
+
+def build_sdpa(case: Case, backend: sdpa.SDPBackend) -> Attention:
+    """One fused backend of scaled_dot_product_attention; it raises where it does not exist."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa.sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=case.pattern == "causal",
+                enable_gqa=case.q_heads != case.kv_heads,
+            )
+
+    return attend

@@ -1,0 +1,95 @@
+"""Numbers to text: TFLOP/s by unmasked area, ratios, the geometric mean, a Markdown table."""
+
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.area import flops
+
+Result = dict[str, Any]
+
+
+def tflops(result: Result, direction: str, name: str) -> float | None:
+    """TFLOP/s of an implementation: the median over its rounds, or None if it was not timed."""
+    rounds = result.get("milliseconds", {}).get(direction, {}).get(name)
+    if not rounds:
+        return None
+    work = flops(direction, result["area"], result["head_dim"])
+    return work / (statistics.median(rounds) * 1e-3) / 1e12
+
+
+def ratio(result: Result, direction: str, peer: str) -> float | None:
+    """How many times faster flexhop is than a peer."""
+    own, other = tflops(result, direction, "flexhop"), tflops(result, direction, peer)
+    return None if own is None or other is None else own / other
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Geometric mean of what is there; None of nothing."""
+    logs = [math.log(value) for value in values if value is not None]
+    return math.exp(statistics.fmean(logs)) if logs else None
+
+
+def cell(value: float | None, digits: int = 0, suffix: str = "") -> str:
+    """A number for a table, or a dash."""
+    return "–" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def row(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def direction_table(results: list[Result], direction: str, names: tuple[str, ...]) -> list[str]:
+    """Lines of the table of one direction; ratios are flexhop's speed over the peer's."""
+    peers = [name for name in names if name != "flexhop"]
+    digits = 0 if max_tflops(results, direction) >= 10 else 3
+    head = ["case", "(B,Hq,Hkv,S,D)", *names, *(f"x {peer}" for peer in peers)]
+    lines = [row(head), row(["---"] * 2 + ["---:"] * (len(head) - 2))]
+    for result in results:
+        speeds = [cell(tflops(result, direction, name), digits) for name in names]
+        ratios = [cell(ratio(result, direction, peer), 2) for peer in peers]
+        lines.append(row([result["case"], result.get("shape", "–"), *speeds, *ratios]))
+    means = [geometric_mean(ratio(r, direction, peer) for r in results) for peer in peers]
+    blank = [""] * len(names)
+    lines.append(row(["geometric mean", "", *blank, *(cell(mean, 2) for mean in means)]))
+    return lines
+
+
+def max_tflops(results: list[Result], direction: str) -> float:
+    """The fastest flexhop or in-tree speed, to choose the number of digits."""
+    speeds = [tflops(r, direction, name) for r in results for name in ("flexhop", "in-tree")]
+    return max((speed for speed in speeds if speed is not None), default=0.0)
+
+
+def first_call_table(results: list[Result]) -> list[str]:
+    """Lines of the table of cold first calls, forward plus backward, in seconds."""
+    lines = [row(["case", "flexhop", "in-tree"]), row(["---", "---:", "---:"])]
+    for result in results:
+        first = result.get("first_call", {})
+        seconds = [cell(first.get(name), 1) for name in ("flexhop", "in-tree")]
+        lines.append(row([result["case"], *seconds]))
+    return lines
+
+
+def failures(results: list[Result]) -> list[str]:
+    """One line for everything that failed or was wrong."""
+    lines = [f"- {r['case']}: {r['error']}" for r in results if "error" in r]
+    for result in results:
+        lines += [f"- {result['case']}, {n}: {why}" for n, why in result.get("failed", {}).items()]
+    return lines
+
+
+def markdown(results: list[Result], machine: str, names: tuple[str, ...]) -> str:
+    """The whole report."""
+    shown = {d for result in results for d in result.get("milliseconds", {})}
+    titles = {"fwd": "Forward, TFLOP/s", "bwd": "Backward, TFLOP/s"}
+    lines = [machine, ""]
+    for direction, title in titles.items():
+        if direction in shown:
+            lines += [f"## {title}", "", *direction_table(results, direction, names), ""]
+    lines += ["## First call, cold, seconds", "", *first_call_table(results), ""]
+    if failed := failures(results):
+        lines += ["## Not measured", "", *failed, ""]
+    return "\n".join(lines)

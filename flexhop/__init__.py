@@ -1,0 +1,35 @@
+"""Attention with your own score and mask functions, as one fused kernel.
+
+A superset of torch.nn.attention.flex_attention: the same names, signatures and meaning.
+"""
+
+from flexhop import errors, masks, mods
+from flexhop.attention import AuxOutput, AuxRequest, flex_attention
+from flexhop.block_mask import BlockMask
+from flexhop.errors import FlexhopError
+from flexhop.mask_creation import create_block_mask, create_mask
+from flexhop.mods import and_masks, noop_mask, or_masks
+from flexhop.options import KernelOptions, Tile
+from flexhop.plugin import install
+
+__version__ = "0.1.0"
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexhopError",
+    "KernelOptions",
+    "Tile",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "errors",
+    "flex_attention",
+    "install",
+    "masks",
+    "mods",
+    "noop_mask",
+    "or_masks",
+]
+
+install()

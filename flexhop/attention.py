@@ -1,0 +1,118 @@
+"""The front door: flex_attention."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop import errors
+from flexhop.block_mask import BlockMask
+from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
+from flexhop.ops.args import AttentionArgs, BlockTensors
+from flexhop.ops.call import Call, MaskFacts
+from flexhop.ops.dispatch import run_operator
+
+
+class AuxRequest(NamedTuple):
+    """Which statistics to return beside the output.
+
+    Source: torch.nn.attention.flex_attention.AuxRequest.
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """The requested statistics; None where not requested.
+
+    lse: [B, Hq, M] fp32, natural logarithm of the sum of exponentials, differentiable.
+    max_scores: [B, Hq, M] fp32, largest score after score_mod and mask, without gradient.
+
+    Source: torch.nn.attention.flex_attention.AuxOutput.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention whose scores and mask are your functions.
+
+    Inside `torch.compile` it becomes one fused kernel; outside it runs the specification in plain
+    PyTorch, for debugging.
+
+    Args:
+        query: [B, Hq, M, D], fp16, bf16, fp32 or fp64.
+        key: [B or 1, Hkv, N, D], dtype and device of query.
+        value: [B or 1, Hkv, N, Dv].
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, applied to every scaled score.
+        block_mask: which blocks of keys each query visits, and the mask_mod of its partial blocks;
+            a flexhop or a PyTorch BlockMask. None: every key.
+        scale: multiplies q·k before score_mod; 1/sqrt(D) by default.
+        enable_gqa: allow Hq to be a multiple of Hkv; query head h then reads key head h // (Hq // Hkv).
+        return_lse: deprecated, use return_aux.
+        kernel_options: KernelOptions, or a dict with PyTorch's keys.
+        return_aux: statistics to return beside the output.
+
+    Returns:
+        out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
+        return_aux (out, AuxOutput). A query that sees no key has out 0 and lse -inf.
+
+    Raises:
+        FlexhopError: see flexhop.errors; each also derives from PyTorch's class for the mistake.
+
+    Source: torch.nn.attention.flex_attention.flex_attention (torch 2.13).
+    """
+    if return_lse and return_aux is not None:
+        raise errors.AuxConflictError()
+    if return_lse and not torch.compiler.is_dynamo_compiling():
+        warnings.warn(errors.ReturnLseDeprecationWarning(), stacklevel=2)
+    wants_max = return_aux is not None and return_aux.max_scores
+    blocks, mask_mod, facts = _mask_operands(block_mask)
+    score_mod = noop_score if score_mod is None else score_mod
+    call = Call(scale, enable_gqa, kernel_options, wants_max, facts)
+    out, lse, max_scores = run_operator(
+        AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}), call
+    )
+    if return_lse:
+        return out, lse
+    if return_aux is None:
+        return out
+    return out, AuxOutput(lse if return_aux.lse else None, max_scores if wants_max else None)
+
+
+def _mask_operands(
+    block_mask: Any,
+) -> tuple[tuple[Tensor, ...], MaskMod, MaskFacts | None]:
+    """Operands of a flexhop or PyTorch block mask: tensors, mask_mod, facts."""
+    if block_mask is None:
+        return (), noop_mask, None
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise errors.BlockMaskTypeError(found=type(block_mask).__name__)
+    mask = block_mask
+    partial = (mask.kv_num_blocks, mask.kv_indices)
+    has_full = mask.full_kv_num_blocks is not None
+    has_queries = mask.q_num_blocks is not None
+    full = (mask.full_kv_num_blocks, mask.full_kv_indices) if has_full else partial
+    queries = (mask.q_num_blocks, mask.q_indices) if has_queries else partial
+    full_queries = queries
+    if has_queries and mask.full_q_num_blocks is not None:
+        full_queries = (mask.full_q_num_blocks, mask.full_q_indices)
+    facts = MaskFacts(*mask.seq_lengths, *mask.BLOCK_SIZE, has_full, has_queries)
+    return BlockTensors(*partial, *full, *queries, *full_queries), mask.mask_mod, facts

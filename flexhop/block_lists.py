@@ -1,0 +1,88 @@
+"""Lists of blocks and their dense form: the tensor arithmetic under BlockMask.
+
+A pair (num_blocks [..., R], indices [..., R, W]) says for each of R rows which columns it visits:
+the first num_blocks entries of its row of indices. Nothing here waits for the device or lets a
+shape depend on data, so all of it can be traced and captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_count(length: int, block: int) -> int:
+    """Number of blocks that cover `length` positions; the last one may overhang."""
+    return (length + block - 1) // block
+
+
+def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Mark the visited columns of each row.
+
+    Args:
+        num_blocks: [..., R] int32, live entries per row.
+        indices: [..., R, W] int32; entries at and after num_blocks mean nothing, whatever their
+            value. A live entry that names no column of the grid is ignored.
+        columns: C, the width of the grid; independent of W.
+
+    Returns:
+        [..., R, C] bool.
+    """
+    position = torch.arange(indices.shape[-1], device=indices.device, dtype=torch.int32)
+    named = (position < num_blocks[..., None]) & (indices >= 0) & (indices < columns)
+    # Entries to ignore land in an extra column that is cut off: no shape depends on data.
+    target = torch.where(named, indices, columns).long()
+    dense = torch.zeros(
+        (*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device
+    )
+    return dense.scatter(-1, target, True)[..., :columns]
+
+
+def dense_to_lists(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """List the marked columns of each row, ascending, then the unmarked ones, ascending.
+
+    Args:
+        dense: [..., R, C] bool.
+
+    Returns:
+        num_blocks [..., R] and indices [..., R, C], both int32 and contiguous.
+    """
+    column = torch.arange(dense.shape[-1], device=dense.device, dtype=torch.int32)
+    marked = dense.cumsum(-1, dtype=torch.int32)
+    num_blocks = dense.sum(-1, dtype=torch.int32)
+    # Each row of `slot` is a permutation, so the scatter has no collisions to order.
+    slot = torch.where(dense, marked - 1, num_blocks[..., None] + column - marked)
+    indices = torch.zeros(dense.shape, dtype=torch.int32, device=dense.device)
+    return num_blocks, indices.scatter(-1, slot.long(), column.expand(dense.shape))
+
+
+def transpose_lists(num_blocks: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """For each column the rows that visit it, ascending: ([..., C], [..., C, R]), int32."""
+    return dense_to_lists(lists_to_dense(num_blocks, indices, columns).mT)
+
+
+def real_sizes(length: int, block: int, blocks: int, device: torch.device) -> Tensor:
+    """How many positions below `length` each of `blocks` blocks holds: [blocks] int64."""
+    start = torch.arange(blocks, device=device) * block
+    return (length - start).clamp(0, block)
+
+
+def write_order(visited: Tensor, q_indices: Tensor, descending: bool) -> Tensor:
+    """When each key block adds to the dQ of each query block, if additions must keep an order.
+
+    Args:
+        visited: [..., R, C] bool, partial and full blocks together.
+        q_indices: [..., C, W] int32, the query blocks of each key block.
+        descending: the last key block of a row adds first; else the first one does.
+
+    Returns:
+        [..., C, W] int32: for entry w of column c, the turn (from 0) of c in row q_indices[c, w].
+    """
+    earlier = visited.cumsum(-1, dtype=torch.int32) - visited.int()
+    if descending:
+        earlier = visited.sum(-1, keepdim=True, dtype=torch.int32) - 1 - earlier
+    batch = torch.broadcast_shapes(visited.shape[:-2], q_indices.shape[:-2])
+    # Dead entries may hold any number, -1 for example; what they read is never used.
+    rows = q_indices.clamp(0, visited.shape[-2] - 1).long()
+    turns = earlier.mT.expand(*batch, -1, -1)
+    return turns.gather(-1, rows.expand(*batch, -1, -1))

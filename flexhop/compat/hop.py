@@ -1,0 +1,220 @@
+"""Operator class and dispatch helpers.
+
+All names below exist with these signatures on torch 2.11 to 2.15; the exceptions say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._C import DispatchKey, DispatchKeySet
+from torch._dispatch.python import suspend_functionalization
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.utils import (
+    _has_potential_branch_input_mutation,
+    autograd_not_implemented,
+    redirect_to_mode,
+    reenter_make_fx,
+    register_fake,
+    setup_compilation_env,
+)
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.flop_counter import _FlopCounterMode, flop_registry
+
+__all__ = [
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "Operator",
+    "autograd_not_implemented",
+    "below_autograd",
+    "capture_like",
+    "has_input_mutation",
+    "isolated_trace",
+    "is_tracing",
+    "make_fx",
+    "pytree",
+    "register_autocast",
+    "register_checkpoint",
+    "register_dense",
+    "register_fake",
+    "register_flops",
+    "register_functionalize",
+    "register_proxy",
+    "setup_compilation_env",
+    "trace_callable",
+]
+
+_OPERATORS: dict[str, Operator] = {}
+
+
+def _find_operator(name: str) -> Operator:
+    return _OPERATORS[name]
+
+
+class Operator(HigherOrderOperator):
+    """A higher-order operator with the operands of a NamedTuple.
+
+    `cacheable=True` lets Inductor's and AOTAutograd's caches store graphs that hold the operator.
+    A rule added by `py_functionalize_impl` makes the object unpicklable; `__reduce__` finds it by name.
+    """
+
+    def __init__(self, name: str, args_type: type[Any], callables: Sequence[str]) -> None:
+        super().__init__(name, cacheable=True)
+        self.args_type = args_type
+        self.callable_positions = tuple(args_type._fields.index(field) for field in callables)
+        _OPERATORS[name] = self
+
+    def __call__(self, *operands: Any) -> Any:
+        """Dispatch one call; operands as in `args_type`, defaults filled."""
+        return super().__call__(*self.args_type(*operands))
+
+    def __reduce__(self) -> tuple[Callable[[str], Operator], tuple[str]]:
+        """Pickle by name."""
+        return _find_operator, (self._name,)
+
+
+def register_dense(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: what the operator computes when nothing traces or differentiates it."""
+    return op.py_impl(DispatchKey.CompositeExplicitAutograd)
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Dispatch below the autograd keys."""
+    with torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def register_autocast(op: Operator, cast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Under autocast: cast the operands with `cast(dtype, operands)`, then dispatch without autocast."""
+    for device, key in (("cpu", DispatchKey.AutocastCPU), ("cuda", DispatchKey.AutocastCUDA)):
+
+        def rule(*operands: Any, device: str = device, key: DispatchKey = key) -> Any:
+            operands = cast(torch.get_autocast_dtype(device), operands)
+            with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)):
+                return op(*operands)
+
+        op.py_impl(key)(rule)
+
+
+def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
+    """Unwrap, `check(pre_dispatch, *operands)`, functionalize the callables, dispatch, wrap."""
+
+    def rule(ctx: Any, *operands: Any) -> Any:
+        plain = [
+            operand if position in op.callable_positions else ctx.unwrap_tensors(operand)
+            for position, operand in enumerate(operands)
+        ]
+        with ctx.redispatch_to_next():
+            check(hasattr(ctx, "mode") and ctx.mode.pre_dispatch, *plain)
+            for position in op.callable_positions:
+                plain[position] = ctx.functionalize(plain[position])
+            return ctx.wrap_tensors(op(*plain))
+
+    op.py_functionalize_impl(rule)
+
+
+def has_input_mutation(function: Callable[..., Any], inputs: Sequence[Any], pre_dispatch: bool) -> bool:
+    """Whether `function` writes to one of its inputs."""
+    return _has_potential_branch_input_mutation(function, list(inputs), pre_dispatch)
+
+
+def register_proxy(op: Operator, names: Sequence[str], examples: Callable[..., Sequence[Sequence[Any]]]) -> None:
+    """Write one node whose callables are named submodules, traced on `examples(*operands)`."""
+
+    def rule(mode: ProxyTorchDispatchMode, *operands: Any) -> Any:
+        result = op(*operands)
+        traced = list(operands)
+        for position, name, example in zip(op.callable_positions, names, examples(*operands), strict=True):
+            graph = reenter_make_fx(operands[position])(*example)
+            qualified = mode.tracer.get_fresh_qualname(name)
+            mode.tracer.root.register_module(qualified, graph)
+            traced[position] = graph
+        proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(traced))
+        node = mode.tracer.create_proxy("call_function", op, proxies, {}, name=op._name)
+        return track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
+
+    op.py_impl(ProxyTorchDispatchMode)(rule)
+
+
+def register_checkpoint(op: Operator) -> None:
+    """Let selective activation checkpointing see the operator."""
+    redirect_to_mode(op, _CachingTorchDispatchMode)
+    redirect_to_mode(op, _CachedTorchDispatchMode)
+
+
+def register_flops(op: Operator, formula: Callable[..., int]) -> None:
+    """Count the operator in FlopCounterMode.
+
+    2.11 to 2.14 hand a NotImplemented of the mode to the caller and `register_flop_formula` of 2.11
+    refuses operators, hence the registry and a rule of our own; 2.15 would look in the registry.
+    """
+    flop_registry[op] = formula
+
+    def rule(mode: Any, *operands: Any) -> Any:
+        result = op(*operands)
+        mode.counter._count_flops(op, result, operands, {})
+        return result
+
+    op.py_impl(_FlopCounterMode)(rule)
+
+
+def is_tracing(*tensors: torch.Tensor) -> bool:
+    """Whether a tracer below Dynamo (make_fx, non-strict export) records what is called now."""
+    return get_proxy_mode() is not None or any(isinstance(t, FunctionalTensor) for t in tensors)
+
+
+@contextlib.contextmanager
+def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
+    """Switch off every mode around us and enter a fake mode, to trace a user function on the side.
+
+    Without it a selective-checkpoint mode would count the traced operations, functionalization would
+    wrap them, and `checkpoint(use_reentrant=False)` would pack the fakes of this trace into its own
+    storage and hand them out as gradients (hence the identity hooks).
+    """
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # torch.func.grad disables them
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with (
+        hooks,
+        temporarily_clear_interpreter_stack(),
+        suspend_functionalization(),
+        disable_functional_mode(),
+        disable_proxy_modes_tracing(),
+    ):
+        mode = detect_fake_mode(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
+        with _disable_current_modes(), mode:
+            yield mode
+
+
+def capture_like(value: Any) -> Any:
+    """A fresh tensor with the metadata of `value`; anything that is no tensor stays."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """FX graph of `function`; call inside `isolated_trace`."""
+    return make_fx(function, tracing_mode="real")(*inputs)
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has metadata only."""
+    return isinstance(tensor, FakeTensor)

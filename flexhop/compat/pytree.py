@@ -1,0 +1,55 @@
+"""Telling PyTorch's trees about a class of ours.
+
+`torch.utils._pytree` is private, but Dynamo, export, checkpointing and vmap look containers up in
+it and there is no public door. 2.11 to 2.15: `register_pytree_node` and `GetAttrKey` as used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils import _pytree
+
+Leaves = tuple[Any, ...]
+Context = tuple[Any, ...]
+
+
+class Serializer(NamedTuple):
+    """How torch.export writes the context of a container into a file, and reads it back."""
+
+    name: str
+    dump: Callable[[Context], Any]  # context -> what json can write
+    load: Callable[[Any], Context]
+
+
+def attribute_key(name: str) -> Any:
+    """The path element that names attribute `name` of a container, as in error messages."""
+    return _pytree.GetAttrKey(name)
+
+
+def register_container(
+    cls: type[Any],
+    flatten: Callable[[Any], tuple[Leaves, Context]],
+    unflatten: Callable[[Leaves, Context], Any],
+    flatten_with_keys: Callable[[Any], tuple[tuple[tuple[Any, Any], ...], Context]],
+    serializer: Serializer,
+) -> None:
+    """Make instances of `cls` branches of a tree; call once for each class."""
+
+    def rebuild(leaves: Any, context: Any) -> Any:
+        return unflatten(tuple(leaves), context)
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        pairs, context = flatten_with_keys(value)
+        return list(pairs), context
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        rebuild,
+        serialized_type_name=serializer.name,
+        to_dumpable_context=serializer.dump,
+        from_dumpable_context=serializer.load,
+        flatten_with_keys_fn=with_keys,
+    )

@@ -1,0 +1,164 @@
+"""Generate the GPU kernels of a function on a machine without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import fake_gpu
+from flexhop.offline.kernel import Kernel, kernels_of
+
+__all__ = ["Generated", "Graph", "generate", "trace"]
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Inductor's output for one function.
+
+    Args:
+        forward: the wrapper with the forward kernels, as Python source.
+        backward: likewise for the backward pass; None when it was not asked for.
+        result: what the function returned, computed on the CPU.
+    """
+
+    forward: str
+    backward: str | None
+    result: Any
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Every kernel, forward first, in the order in which the wrappers define them."""
+        return [kernel for code in (self.forward, self.backward or "") for kernel in kernels_of(code)]
+
+    @property
+    def templates(self) -> list[Kernel]:
+        """The kernels that come from templates: ours."""
+        return [kernel for kernel in self.kernels if kernel.is_template]
+
+    def kernel(self, contains: str) -> Kernel:
+        """The one kernel whose name contains a text.
+
+        Raises:
+            LookupError: there is none, or there are several.
+        """
+        names = [kernel.name for kernel in self.kernels]
+        found = [kernel for kernel in self.kernels if contains in kernel.name]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} kernels have {contains!r} in their names: {names}.")
+        return found[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """One graph that reached Inductor.
+
+    Args:
+        code: Inductor's output for the GPU.
+        module: the same graph on the CPU.
+    """
+
+    code: str
+    module: torch.fx.GraphModule
+
+
+Runner = Callable[[Graph], Callable[[list[Any]], Sequence[Any]]]
+
+
+def generate(
+    function: Callable[..., Any],
+    *args: Any,
+    capability: tuple[int, int] = (9, 0),
+    grad: bool | Loss = False,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Generated:
+    """Compile a function for a GPU that need not be there, and run it on the CPU.
+
+    Args:
+        function: traced without graph breaks; may call `flexhop.flex_attention`.
+        *args: its arguments, with tensors on the CPU.
+        capability: compute capability of the GPU, e.g. (9, 0); see `flexhop.compat.fake_gpu.GPUS`.
+        grad: whether to run backward too, so that `.grad` of the arguments is filled. A function
+            of the result gives the scalar to differentiate; True stands for the sum of its first
+            tensor.
+        options: Inductor configuration.
+        dynamic: as in `torch.compile`.
+
+    Returns:
+        The generated code and the CPU's result.
+    """
+    graphs: list[Graph] = []
+
+    def run_on_cpu(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+        graphs.append(graph)
+        interpreter = torch.fx.Interpreter(graph.module)
+        return lambda values: interpreter.run(*values)
+
+    compiled = trace(function, run_on_cpu, capability, options=options, dynamic=dynamic)
+    with operator_kept():
+        result = compiled(*args)
+        if grad:
+            differentiate(result, grad)
+    codes = [canonical(graph.code) for graph in graphs]
+    if not codes:
+        raise ValueError("The function has no tensor operation: nothing was generated.")
+    return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
+
+
+def trace(
+    function: Callable[..., Any],
+    runner: Runner,
+    capability: tuple[int, int],
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile` on CPU tensors with GPU code, whose graphs run as `runner` says.
+
+    Call the result inside `operator_kept()`.
+    """
+
+    def compile_graph(
+        module: torch.fx.GraphModule, inputs: Sequence[Any], keywords: dict[str, Any]
+    ) -> Callable[..., Any]:
+        code = fake_gpu.gpu_code(module, inputs, capability, keywords)
+        return fake_gpu.on_cpu(runner(Graph(code, module)))
+
+    return fake_gpu.compile_graphs(function, compile_graph, options or {}, dynamic)
+
+
+def differentiate(result: Any, grad: bool | Loss) -> None:
+    """Run backward from the sum of the first tensor of `result`, or from `grad(result)`."""
+    if callable(grad):
+        loss = grad(result)
+    else:
+        first = result if isinstance(result, torch.Tensor) else result[0]
+        loss = first.sum()
+    loss.backward()
+
+
+def operator_kept() -> contextlib.AbstractContextManager[Any]:
+    """Keep flexhop's operators in graphs of CPU tensors.
+
+    On the CPU the operators are decomposed before Inductor sees them, and a graph that is to be
+    moved to a GPU must still hold them. `flexhop.ops.cpu` owns that decision; without that room
+    nothing decomposes them.
+    """
+    if importlib.util.find_spec("flexhop.ops.cpu") is None:
+        return contextlib.nullcontext()
+    return importlib.import_module("flexhop.ops.cpu").keep_operator()
+
+
+def canonical(code: str) -> str:
+    """The code without what differs between two runs: graph numbers, cache paths and hashes."""
+    code = re.sub(r"(?m)^# AOT ID: .*\n", "", code)
+    code = re.sub(r"(?m)^# kernel path: .*\n", "", code)
+    return re.sub(r"'backend_hash': '[0-9A-F]*'", "'backend_hash': ''", code)

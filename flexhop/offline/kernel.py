@@ -1,0 +1,168 @@
+"""One generated Triton or Gluon kernel: its text, what Inductor decided about it, and the function."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import linecache
+import types
+from typing import Any
+
+__all__ = ["Kernel", "kernels_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel as Inductor wrote it.
+
+    Args:
+        name: of the kernel function, e.g. "triton_tem_fused_flexhop_attention_0".
+        source: the whole module text, with imports and Inductor's decorator.
+        kind: Inductor's decorator: "template", "pointwise", "reduction", "persistent_reduction", ...
+        meta: `triton_meta`: "signature" (argument name -> type), "constants", "configs".
+        inductor_meta: grid, mutated arguments and what else Inductor notes.
+        size_hints: e.g. {"x": 2048, "r0_": 64}; empty for templates.
+        num_warps: warps of one program; None where Inductor chooses it when the kernel first runs.
+        num_stages: depth of the software pipeline; None likewise.
+    """
+
+    name: str
+    source: str
+    kind: str
+    meta: dict[str, Any]
+    inductor_meta: dict[str, Any]
+    size_hints: dict[str, int]
+    num_warps: int | None
+    num_stages: int | None
+
+    @property
+    def is_template(self) -> bool:
+        """Whether a template of ours (or of Inductor) made it, rather than Inductor's own codegen."""
+        return self.kind == "template"
+
+    @property
+    def is_gluon(self) -> bool:
+        """Whether it is in the Gluon dialect; Triton's interpreter does not know that one."""
+        return "@gluon.jit" in self.source
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the run-time arguments, in order: pointers and scalars."""
+        return [name for name in self._arguments if name not in self.constexprs]
+
+    @property
+    def constexprs(self) -> list[str]:
+        """Names of the compile-time arguments of the signature, e.g. ["XBLOCK"]."""
+        return [name for name in self._arguments if self.meta["signature"].get(name) == "constexpr"]
+
+    @property
+    def _arguments(self) -> list[str]:
+        return [argument.arg for argument in self._function().args.args]
+
+    def text(self) -> str:
+        """The kernel and its device functions, without imports and Inductor's decorator."""
+        tree = ast.parse(self.source)
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        return "\n\n\n".join(self._cut(function) for function in functions) + "\n"
+
+    def function_text(self, name: str) -> str:
+        """The text of one function, e.g. `score_mod` or the kernel itself.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        return self._cut(self._function(name)) + "\n"
+
+    def module(self) -> types.ModuleType:
+        """Execute the source without Inductor's decorator.
+
+        Returns:
+            A new module whose attribute `name` is what `@triton.jit` or `@gluon.jit` makes of it.
+        """
+        tree = ast.parse(self.source)
+        kernel = self._function(self.name, tree)
+        kernel.decorator_list = [d for d in kernel.decorator_list if not _is_inductor(d)]
+        # It would ask for a driver; without a GPU there is none.
+        tree.body = [node for node in tree.body if "set_driver_to_gpu" not in ast.unparse(node)]
+        text = ast.unparse(tree)
+        filename = f"<{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+        # Triton reads a kernel's source back through inspect, which asks linecache.
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        module = types.ModuleType(self.name)
+        exec(compile(text, filename, "exec"), module.__dict__)
+        return module
+
+    def _function(self, name: str = "", tree: ast.Module | None = None) -> ast.FunctionDef:
+        name = name or self.name
+        for node in (tree or ast.parse(self.source)).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return node
+        raise KeyError(f"{self.name} has no function {name}.")
+
+    def _cut(self, function: ast.FunctionDef) -> str:
+        kept = [d.lineno for d in function.decorator_list if not _is_inductor(d)]
+        first = min([function.lineno, *kept])
+        return "\n".join(self.source.splitlines()[first - 1 : function.end_lineno])
+
+
+def kernels_of(code: str) -> list[Kernel]:
+    """The kernels of an Inductor output code, in the order in which it defines them."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton"
+    ]
+    return [read_kernel(*(ast.literal_eval(a) for a in call.args[:2])) for call in calls]
+
+
+def read_kernel(name: str, source: str) -> Kernel:
+    """Read a kernel from the two arguments of `async_compile.triton`."""
+    tree = ast.parse(source)
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    function = next(node for node in functions if node.name == name)
+    decorator = next(d for d in function.decorator_list if _is_inductor(d))
+    assert isinstance(decorator, ast.Call)
+    facts = {keyword.arg: keyword.value for keyword in decorator.keywords}
+
+    def read(key: str, default: Any) -> Any:
+        return _evaluate(facts[key]) if key in facts else default
+
+    return Kernel(
+        name=name,
+        source=source,
+        kind=ast.unparse(decorator.func).rpartition(".")[2],
+        meta=read("triton_meta", {}),
+        inductor_meta=read("inductor_meta", {}),
+        size_hints=read("size_hints", {}),
+        num_warps=read("num_warps", None),
+        num_stages=read("num_stages", None),
+    )
+
+
+def _is_inductor(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Call) and "triton_heuristics." in ast.unparse(decorator.func)
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """Literals, and enums or records such as `DeviceProperties(...)` as plain values."""
+    return eval(ast.unparse(node), {"__builtins__": {"set": set}}, _Names())
+
+
+class _Names(dict[str, Any]):
+    """Stands for the classes that Inductor's decorators mention."""
+
+    def __missing__(self, name: str) -> Any:
+        return _Name(name)
+
+
+class _Name(str):
+    """A class known by name only: calling it gives its arguments, an attribute is its text."""
+
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        return fields or args
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self}.{name}")

@@ -1,0 +1,92 @@
+"""The operands of both operators, named once.
+
+On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional operands in
+the order of the fields below. Every container among them is homogeneous, because export refuses to
+serialise a tuple that mixes tensors and callables. Everywhere else the fields are used by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Capture = Any  # Tensor | int | SymInt | SymFloat: whatever a user function closed over
+
+
+class BlockTensors(NamedTuple):
+    """The block lists of one mask, every pair present.
+
+    A pair that the mask lacks repeats another pair; `Options` says which pairs are real. All are
+    int32; counts are [B', H', rows], indices [B', H', rows, columns], B' and H' broadcast.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+
+
+class AttentionArgs(NamedTuple):
+    """Operands of `flexhop_attention`."""
+
+    query: Tensor  # [B, Hq, M, D]
+    key: Tensor  # [B or 1, Hkv, N, D]
+    value: Tensor  # [B or 1, Hkv, N, Dv]
+    score_mod: Callable[..., Tensor]
+    mask_mod: Callable[..., Tensor]
+    blocks: tuple[Tensor, ...]  # () or the fields of BlockTensors
+    scale: float
+    options: dict[str, int | str | bool | float]
+    score_captures: tuple[Capture, ...] = ()
+    mask_captures: tuple[Capture, ...] = ()
+
+
+class BackwardArgs(NamedTuple):
+    """Operands of `flexhop_attention_backward`.
+
+    joint(score, b, h, q_idx, kv_idx, grad_score, *score_captures) returns the gradient of the
+    unmodified score, then one value per scatter site, then the indices of every site. `sites` holds
+    one (capture position, number of indices) pair per site, flattened.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    score_mod: Callable[..., Tensor]
+    joint: Callable[..., tuple[Tensor, ...]]
+    mask_mod: Callable[..., Tensor]
+    blocks: tuple[Tensor, ...]
+    scale: float
+    options: dict[str, int | str | bool | float]
+    score_captures: tuple[Capture, ...] = ()
+    mask_captures: tuple[Capture, ...] = ()
+    sites: tuple[int, ...] = ()
+
+
+class Site(NamedTuple):
+    """One place where a captured tensor that needs a gradient is read."""
+
+    capture: int  # position among score_captures
+    value: int  # position of its gradient value among the joint graph's outputs
+    indices: tuple[int, ...]  # positions of its indices among the joint graph's outputs
+
+
+def unpack_sites(sites: tuple[int, ...]) -> tuple[Site, ...]:
+    """Read the flat `sites` operand: outputs are [grad_score, values..., indices...]."""
+    pairs = list(zip(sites[::2], sites[1::2], strict=True))
+    first_index = 1 + len(pairs)
+    found = []
+    for position, (capture, count) in enumerate(pairs):
+        found.append(Site(capture, 1 + position, tuple(range(first_index, first_index + count))))
+        first_index += count
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""Check one call and write its static operands; plain Python over real or fake tensors.
+
+Under `torch.compile` Dynamo does not trace this module: the operator's tracker calls it on fake tensors,
+so a mistake raises the same error, compiled or not, and sizes compared here become guards.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop import errors
+from flexhop.fingerprint import source_fingerprint
+from flexhop.options import KernelOptions
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 512
+Wire = dict[str, int | str | bool | float]
+
+
+class MaskFacts(NamedTuple):
+    """What a block mask says about itself beside its tensors."""
+
+    query_length: int
+    key_length: int
+    q_block_size: int
+    kv_block_size: int
+    has_full_blocks: bool
+    has_q_blocks: bool
+
+
+class Call(NamedTuple):
+    """The choices of one call of flex_attention that are no tensors."""
+
+    scale: float | None
+    enable_gqa: bool
+    kernel_options: Any
+    return_max: bool
+    mask: MaskFacts | None
+
+
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Tensor, ...], call: Call
+) -> tuple[float, Wire]:
+    """Check a call and return the operator's scale and options.
+
+    Args:
+        query: [B, Hq, M, D]; key: [B or 1, Hkv, N, D]; value: [B or 1, Hkv, N, Dv].
+        blocks: as in AttentionArgs.
+        call: everything else.
+
+    Raises:
+        FlexhopError: one of its subclasses, for each mistake named in flexhop.errors.
+    """
+    options = KernelOptions.of(call.kernel_options)
+    _check_operands(query, key, value)
+    _check_heads(query, key, value, call.enable_gqa)
+    wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint()}
+    if call.return_max:
+        wire["return_max"] = True
+    if torch.are_deterministic_algorithms_enabled():
+        wire["deterministic"] = True
+    if call.mask is not None:
+        _check_mask(query, key, blocks, call.mask)
+        wire.update(_mask_options(call.mask))
+    return _scale(call.scale, query), wire
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(query.size(-1))
+    if isinstance(scale, Tensor) or isinstance(scale, complex):
+        raise errors.OptionValueError(name="scale", value=scale, allowed="a float or None")
+    return float(scale)
+
+
+def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if tensor.is_nested:
+            raise errors.NestedTensorError(argument=name)
+        if tensor.dim() != 4:
+            raise errors.RankError(argument=name, rank=tensor.dim(), expected=4)
+    devices = {name: str(tensor.device) for name, tensor in named.items()}
+    if len(set(devices.values())) > 1:
+        raise errors.DeviceError(**devices)
+    if query.device.type not in ("cpu", "cuda", "meta"):
+        raise errors.UnsupportedDeviceError(device=devices["query"])
+    dtypes = {name: tensor.dtype for name, tensor in named.items()}
+    if len(set(dtypes.values())) > 1 and not torch.is_autocast_enabled(query.device.type):
+        raise errors.DtypeError(**dtypes)
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise errors.UnsupportedDtypeError(argument=name, dtype=dtype)
+    _check_sizes(query, key, value)
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.size(2) == 0:
+            raise errors.SequenceLengthError(argument=name, length=0)
+    if query.size(3) != key.size(3):
+        raise errors.HeadDimError(query_dim=int(query.size(3)), key_dim=int(key.size(3)))
+    if key.size(2) != value.size(2):
+        raise errors.LengthMismatchError(key_len=int(key.size(2)), value_len=int(value.size(2)))
+    for name, tensor in (("query", query), ("value", value)):
+        if not 1 <= tensor.size(3) <= MAX_HEAD_DIM:
+            raise errors.HeadDimRangeError(
+                argument=name, dim=int(tensor.size(3)), maximum=MAX_HEAD_DIM
+            )
+    batch = query.size(0)
+    shared = key.size(0) == 1 and value.size(0) == 1
+    if not (shared or (key.size(0) == batch and value.size(0) == batch)):
+        raise errors.BatchError(
+            query_batch=int(batch), key_batch=int(key.size(0)), value_batch=int(value.size(0))
+        )
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    heads, key_heads, value_heads = int(query.size(1)), int(key.size(1)), int(value.size(1))
+    if key_heads != value_heads:
+        raise errors.KeyValueHeadsError(key_heads=key_heads, value_heads=value_heads)
+    if heads == key_heads:
+        return
+    if not enable_gqa:
+        raise errors.HeadCountError(query_heads=heads, key_heads=key_heads)
+    if key_heads == 0 or heads % key_heads != 0:
+        raise errors.GroupSizeError(query_heads=heads, key_heads=key_heads)
+
+
+def _check_mask(query: Tensor, key: Tensor, blocks: tuple[Tensor, ...], mask: MaskFacts) -> None:
+    counts = blocks[0]
+    if counts.device != query.device:
+        raise errors.BlockMaskDeviceError(
+            mask_device=str(counts.device), query_device=str(query.device)
+        )
+    if query.size(2) != mask.query_length or key.size(2) != mask.key_length:
+        raise errors.BlockMaskLengthError(
+            mask_q=int(mask.query_length), mask_kv=int(mask.key_length),
+            query_len=int(query.size(2)), key_len=int(key.size(2)),
+        )  # fmt: skip
+    if counts.size(0) != 1 and counts.size(0) != query.size(0):
+        raise errors.BlockMaskBatchError(mask_batch=int(counts.size(0)), batch=int(query.size(0)))
+    if counts.size(1) != 1 and counts.size(1) != query.size(1):
+        raise errors.BlockMaskHeadsError(mask_heads=int(counts.size(1)), heads=int(query.size(1)))
+
+
+def _mask_options(mask: MaskFacts) -> Wire:
+    return {
+        "q_block_size": int(mask.q_block_size),
+        "kv_block_size": int(mask.kv_block_size),
+        "has_full_blocks": mask.has_full_blocks,
+        "has_q_blocks": mask.has_q_blocks,
+    }
+
+
+def check_query_blocks(needs_backward: bool, options: Wire) -> None:
+    """Refuse a mask without query lists where a backward pass will need them."""
+    if needs_backward and "q_block_size" in options and not options["has_q_blocks"]:
+        raise errors.MissingQueryBlocksError()
+
+
+def check_captures(query: Tensor, mod: str, captures: tuple[Any, ...]) -> None:
+    """Captured tensors live where the query lives."""
+    for position, capture in enumerate(captures):
+        if isinstance(capture, Tensor) and capture.device != query.device and capture.dim() > 0:
+            raise errors.CaptureDeviceError(
+                mod=mod, index=position,
+                capture_device=str(capture.device), query_device=str(query.device),
+            )  # fmt: skip

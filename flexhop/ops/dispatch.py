@@ -1,0 +1,71 @@
+"""From a checked call to a result: eagerly, as one operator of a graph, or under a tracer."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from flexhop import errors
+from flexhop.compat import hop
+from flexhop.mods import check_arity
+from flexhop.ops.args import AttentionArgs
+from flexhop.ops.call import Call, check_query_blocks, prepare
+from flexhop.ops.eager import attend
+from flexhop.ops.forward import attention
+from flexhop.ops.layout import ordered
+
+
+def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Evaluate one call whose `scale` and `options` are still open.
+
+    Dynamo meets the operator itself, with `call` in place of options: its tracker (compat.dynamo)
+    calls `prepare` and writes the node.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return attention(*args[:6], args.scale, call)
+    if hop.is_tracing(args.query, args.key, args.value):
+        return _run_traced(args, call)
+    return _run_eagerly(args, call)
+
+
+def _run_traced(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """make_fx and non-strict export do not lift captured tensors; Dynamo does, so it goes first."""
+    with hop.setup_compilation_env() as backend:
+        compiled = torch.compile(run_operator, backend=backend, fullgraph=True)
+        return compiled(args, call)
+
+
+def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    args = _autocast(args)
+    check_arity(args.score_mod, "score_mod")
+    check_arity(args.mask_mod, "mask_mod")
+    scale, options = prepare(args.query, args.key, args.value, args.blocks, call)
+    check_query_blocks(
+        torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options
+    )
+    _warn_once()
+    out, lse, max_scores = attend(args._replace(scale=scale, options=options))
+    return ordered(out, args.query), lse, max_scores
+
+
+def _autocast(args: AttentionArgs) -> AttentionArgs:
+    device = args.query.device.type
+    if not torch.is_autocast_enabled(device):
+        return args
+    dtype = torch.get_autocast_dtype(device)
+    return args._replace(
+        query=args.query.to(dtype), key=args.key.to(dtype), value=args.value.to(dtype)
+    )
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(errors.EagerWarning(), stacklevel=5)
+
+
+def reset_warnings() -> None:
+    """Let the eager warning appear again."""
+    _warn_once.cache_clear()

@@ -1,0 +1,340 @@
+"""What users may choose about the kernels: KernelOptions, and the tiles in it.
+
+    flex_attention(q, k, v, kernel_options=KernelOptions(forward=Tile(128, 64, num_warps=8)))
+
+Options never change what is computed, only how fast and with which rounding. Nothing has to be
+chosen: every field has a default that lets flexhop decide. The dictionary that PyTorch's
+flex_attention takes is understood as well (`KernelOptions.of`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Self
+
+from flexhop.errors import (
+    OptionConflictError,
+    OptionIgnoredWarning,
+    OptionValueError,
+    UnknownOptionError,
+)
+
+Pass = Literal["forward", "grad_query", "grad_key_value"]
+WireValue = int | str | bool | float
+
+PASSES: tuple[Pass, ...] = ("forward", "grad_query", "grad_key_value")
+
+
+class _Rule(NamedTuple):
+    """The values that an option may have, and the same in words for the error."""
+
+    values: tuple[object, ...]
+    allowed: str
+
+
+# A tensor core instruction is 16 wide, and no kernel holds a tile beyond 1024 rows. A program has
+# at most 16 warps on any architecture; 8 stages fill shared memory at every head size.
+_BLOCK = _Rule((16, 32, 64, 128, 256, 512, 1024), "a power of two from 16 to 1024")
+_FLAG = _Rule((False, True), "True or False")
+_TILE_RULES = {
+    "block_m": _BLOCK,
+    "block_n": _BLOCK,
+    "num_warps": _Rule((1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"),
+    "num_stages": _Rule(tuple(range(1, 9)), "an integer from 1 to 8"),
+}
+_FIELD_RULES = {
+    "backend": _Rule(("auto", "triton"), "'auto' or 'triton'"),
+    "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
+    "prescale_qk": _FLAG,
+    "rows_guaranteed_safe": _FLAG,
+}
+
+
+def _check(name: str, value: object, rule: _Rule) -> None:
+    # Types are compared too: True == 1, but one warp is not a flag.
+    if not any(type(value) is type(v) and value == v for v in rule.values):
+        raise OptionValueError(name=name, value=value, allowed=rule.allowed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """The share of the work that one program of a kernel does at a time.
+
+    Args:
+        block_m: queries per tile, a power of two from 16.
+        block_n: keys per tile, a power of two from 16. Both must divide the mask's blocks.
+        num_warps: groups of 32 threads that share a tile: 1, 2, 4, 8 or 16.
+        num_stages: loads in flight ahead of the arithmetic, 1 to 8; each costs shared memory.
+
+    Raises:
+        OptionValueError: a value outside these ranges.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, rule in _TILE_RULES.items():
+            _check(name, getattr(self, name), rule)
+
+    def fill(self, default: Tile) -> Tile:
+        """This tile; a TileRequest takes what it leaves open from `default`."""
+        del default
+        return self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileRequest:
+    """Some fields of a Tile; None leaves a field to flexhop's table for the device.
+
+    Args and errors: as in Tile.
+    """
+
+    block_m: int | None = None
+    block_n: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.chosen().items():
+            _check(name, value, _TILE_RULES[name])
+
+    def chosen(self) -> dict[str, int]:
+        """The fields that are not None."""
+        values = {name: getattr(self, name) for name in _TILE_RULES}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def fill(self, default: Tile) -> Tile:
+        """The tile with this request's choices and otherwise `default`'s."""
+        return dataclasses.replace(default, **self.chosen())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOptions:
+    """Choices about the kernels of one call; frozen, checked, comparable and hashable.
+
+    Args:
+        backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton.
+        forward: tile of the forward kernel; None lets flexhop choose.
+        grad_query: tile of the kernel that computes the gradient of query.
+        grad_key_value: tile of the kernel that computes the gradients of key and value.
+        float32_precision: products of float32 operands, "ieee" or "tf32"; None follows
+            torch's float32 matmul precision.
+        prescale_qk: multiply query by the scale before the product: a little faster, and rounded
+            once more in half precision.
+        rows_guaranteed_safe: your promise that every query sees at least one key, which saves
+            the check for empty rows. A broken promise gives NaN.
+
+    Raises:
+        OptionValueError: a value outside its range.
+        TypeError: a name that does not exist.
+    """
+
+    backend: Literal["auto", "triton"] = "auto"
+    forward: Tile | TileRequest | None = None
+    grad_query: Tile | TileRequest | None = None
+    grad_key_value: Tile | TileRequest | None = None
+    float32_precision: Literal["ieee", "tf32"] | None = None
+    prescale_qk: bool = False
+    rows_guaranteed_safe: bool = False
+
+    def __post_init__(self) -> None:
+        for name, rule in _FIELD_RULES.items():
+            _check(name, getattr(self, name), rule)
+        for name in PASSES:
+            # One form for one meaning, so that equal options compare equal and share kernels.
+            object.__setattr__(self, name, _normal_tile(name, getattr(self, name)))
+
+    @classmethod
+    def of(cls, value: KernelOptions | Mapping[str, Any] | None) -> KernelOptions:
+        """Options from whatever `kernel_options=` may be.
+
+        Args:
+            value: KernelOptions; None for the defaults; or a mapping with these field names or
+                with the names of torch 2.13's FlexKernelOptions. There `num_warps`, `num_stages`
+                and `BLOCK_M`, `BLOCK_N` speak to the forward kernel, `BLOCK_M1`, `BLOCK_N1` to
+                the gradients of key and value, `BLOCK_M2`, `BLOCK_N2` to the gradient of query;
+                warps and stages without a prefix speak to all. `fwd_` and `bwd_` before a name
+                restrict it to one direction and win over the bare name.
+
+        Raises:
+            UnknownOptionError: a name that no kernel reads.
+            OptionValueError: a value outside its range.
+            OptionConflictError: two names that contradict each other.
+
+        Warns:
+            OptionIgnoredWarning: names that tune only PyTorch's kernels; results do not depend
+                on them.
+        """
+        if isinstance(value, KernelOptions):
+            return value
+        fields, ignored = _translate(value or {})
+        if ignored:
+            warnings.warn(OptionIgnoredWarning(names=", ".join(ignored)), stacklevel=3)
+        return cls(**fields)
+
+    def to_wire(self) -> dict[str, WireValue]:
+        """What differs from the defaults, flat, for a graph to carry.
+
+        A tile's fields stand under the pass and the field: "forward.block_m".
+        """
+        wire: dict[str, WireValue] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (Tile, TileRequest)):
+                wire |= {f"{field.name}.{k}": v for k, v in _chosen(value).items()}
+            elif value != field.default:
+                wire[field.name] = value
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, WireValue]) -> Self:
+        """The options that `to_wire` described."""
+        fields: dict[str, Any] = {}
+        tiles: dict[str, dict[str, Any]] = {}
+        for name, value in wire.items():
+            owner, _, part = name.partition(".")
+            if part:
+                tiles.setdefault(owner, {})[part] = value
+            else:
+                fields[owner] = value
+        fields |= {owner: TileRequest(**parts) for owner, parts in tiles.items()}
+        return cls(**fields)
+
+
+def _chosen(tile: Tile | TileRequest) -> dict[str, int]:
+    return tile.chosen() if isinstance(tile, TileRequest) else dataclasses.asdict(tile)
+
+
+def _normal_tile(name: str, tile: object) -> Tile | TileRequest | None:
+    """None for a request that asks nothing, a Tile for one that asks everything."""
+    if not isinstance(tile, (Tile, TileRequest, type(None))):
+        raise OptionValueError(name=name, value=tile, allowed="a Tile, a TileRequest or None")
+    if not isinstance(tile, TileRequest):
+        return tile
+    chosen = tile.chosen()
+    return Tile(**chosen) if len(chosen) == len(_TILE_RULES) else tile if chosen else None
+
+
+# PyTorch's names, and where each goes in ours.
+
+_GRADS: tuple[Pass, ...] = ("grad_query", "grad_key_value")
+_TORCH_TILE_NAMES: dict[str, tuple[str, tuple[Pass, ...]]] = {
+    "BLOCK_M": ("block_m", ("forward",)),
+    "BLOCK_N": ("block_n", ("forward",)),
+    "BLOCK_M1": ("block_m", ("grad_key_value",)),
+    "BLOCK_N1": ("block_n", ("grad_key_value",)),
+    "BLOCK_M2": ("block_m", ("grad_query",)),
+    "BLOCK_N2": ("block_n", ("grad_query",)),
+    "num_warps": ("num_warps", PASSES),
+    "num_stages": ("num_stages", PASSES),
+}
+_TORCH_FLAGS = {
+    "PRESCALE_QK": "prescale_qk",
+    "ROWS_GUARANTEED_SAFE": "rows_guaranteed_safe",
+    "FLOAT32_PRECISION": "float32_precision",
+}
+_TORCH_BACKEND = _Rule(("AUTO", "TRITON"), "'AUTO' or 'TRITON', the backends of flexhop")
+_TORCH_IGNORED = (
+    "BLOCKS_ARE_CONTIGUOUS",
+    "WRITE_DQ",
+    "FORCE_USE_FLEX_ATTENTION",
+    "USE_TMA",
+    "kpack",
+    "matrix_instr_nonkdim",
+    "waves_per_eu",
+)
+_DIRECTIONS: dict[str, tuple[Pass, ...]] = {"fwd_": ("forward",), "bwd_": _GRADS}
+
+
+def _tile_words() -> dict[str, tuple[str, tuple[Pass, ...]]]:
+    """Bare names first: a prefixed name comes later and wins."""
+    words = dict(_TORCH_TILE_NAMES)
+    for prefix, direction in _DIRECTIONS.items():
+        for name, (field, passes) in _TORCH_TILE_NAMES.items():
+            common: tuple[Pass, ...] = tuple(p for p in passes if p in direction)
+            if common:
+                words[prefix + name] = (field, common)
+    return words
+
+
+def _with_prefixes(names: Mapping[str, str]) -> dict[str, str]:
+    return {prefix + n: m for prefix in ("", *_DIRECTIONS) for n, m in names.items()}
+
+
+_TILE_WORDS = _tile_words()
+_FLAG_WORDS = _with_prefixes(_TORCH_FLAGS)
+_IGNORED_WORDS = _with_prefixes({name: name for name in _TORCH_IGNORED})
+_OWN_WORDS = tuple(field.name for field in dataclasses.fields(KernelOptions))
+_KNOWN = (*_OWN_WORDS, "BACKEND", *_TORCH_TILE_NAMES, *_TORCH_FLAGS, *_TORCH_IGNORED)
+_ALL_WORDS = (*_OWN_WORDS, "BACKEND", *_TILE_WORDS, *_FLAG_WORDS, *_IGNORED_WORDS)
+
+
+def _translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of KernelOptions from a user's mapping, and the names that were ignored."""
+    for name in options:
+        if name not in _ALL_WORDS:
+            raise _unknown(name)
+    fields: dict[str, Any] = {name: options[name] for name in _OWN_WORDS if name in options}
+    _translate_backend(options, fields)
+    _translate_flags(options, fields)
+    _translate_tiles(options, fields)
+    return fields, [name for name in _IGNORED_WORDS if name in options]
+
+
+def _unknown(name: object) -> UnknownOptionError:
+    """The error, with the known name that looks most like it."""
+    by_folded = {word.lower(): word for word in reversed(_ALL_WORDS)}
+    close = difflib.get_close_matches(str(name).lower(), by_folded, n=1)
+    return UnknownOptionError(
+        name=name, close=by_folded[close[0]] if close else None, known=", ".join(_KNOWN)
+    )
+
+
+def _translate_backend(options: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    if "BACKEND" not in options:
+        return
+    if options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise OptionConflictError(
+            first="BACKEND",
+            second="legacy FORCE_USE_FLEX_ATTENTION",
+            reason="BACKEND alone says which kernel to use",
+        )
+    _check("BACKEND", options["BACKEND"], _TORCH_BACKEND)
+    _put(fields, "backend", options["BACKEND"].lower(), "BACKEND")
+
+
+def _translate_flags(options: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    for name, field in _FLAG_WORDS.items():
+        if name in options:
+            value = options[name]
+            if field == "float32_precision" and isinstance(value, str):
+                value = value.strip("'")  # PyTorch pastes it as source text: "'ieee'"
+            _check(name, value, _FIELD_RULES[field])
+            _put(fields, field, value, name)
+
+
+def _put(fields: dict[str, Any], field: str, value: object, name: str) -> None:
+    """Set a field once, or twice to the same value."""
+    if fields.setdefault(field, value) != value:
+        reason = f"they set {field} to {fields[field]!r} and {value!r}, and all kernels share it"
+        raise OptionConflictError(first=name, second=f"another {field}", reason=reason)
+
+
+def _translate_tiles(options: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    tiles: dict[Pass, dict[str, int]] = {}
+    for name, (field, passes) in _TILE_WORDS.items():
+        if name not in options:
+            continue
+        _check(name, options[name], _TILE_RULES[field])
+        for target in passes:
+            if fields.get(target) is not None:
+                reason = f"{target} already says the whole tile"
+                raise OptionConflictError(first=name, second=target, reason=reason)
+            tiles.setdefault(target, {})[field] = options[name]
+    fields |= {target: TileRequest(**chosen) for target, chosen in tiles.items()}

@@ -1,0 +1,29 @@
+"""Kernel sources: Jinja files that are Python once their holes are filled. See README.md here."""
+
+from __future__ import annotations
+
+import functools
+from importlib.resources import files
+
+# Every kernel is its own file, then the device functions it calls.
+_PARTS = {
+    "forward": ("forward", "tile", "mods"),
+    "grad_query": ("grad_query", "grad_tile", "tile", "mods", "mod_grads"),
+    "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
+}
+KERNELS = tuple(_PARTS)
+
+
+def part(name: str) -> str:
+    """Text of one template file."""
+    return files(__name__).joinpath(f"{name}.py.jinja").read_text(encoding="utf-8")
+
+
+@functools.cache
+def source(kernel: str) -> str:
+    """Text of one kernel with the device functions it calls.
+
+    Args:
+        kernel: one of KERNELS.
+    """
+    return "\n\n".join(part(name).strip("\n") for name in _PARTS[kernel]) + "\n"

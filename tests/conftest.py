@@ -1,0 +1,43 @@
+"""What every test shares: the GPU marker, fixed seeds, a clean compiler between tests."""
+
+import importlib.util
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+
+def missing_for_gpu() -> str | None:
+    """Why GPU tests cannot run here, or None when they can."""
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU: torch.cuda.is_available() is False"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is none, saying why."""
+    reason = missing_for_gpu()
+    if reason is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """Give each test Dynamo's limits and caches anew, if anything was compiled before it."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    yield

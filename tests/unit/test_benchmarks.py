@@ -1,0 +1,125 @@
+"""The benchmark's arithmetic: areas, operations, documents, budgets and tables."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import area, correctness, report
+from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod, make_score_mod
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_NAME = {case.name: case for case in CASES}
+
+
+def closed_form(pattern: str, s: int) -> int:
+    triangle = s * (s + 1) // 2
+    window, prefix = min(WINDOW, s // 4), min(PREFIX, s // 4)
+    return {
+        "full": s * s,
+        "causal": triangle,
+        "sliding": triangle - (s - window) * (s - window + 1) // 2,
+        "prefix": triangle + prefix * (prefix - 1) // 2,
+    }[pattern]
+
+
+@pytest.mark.parametrize("name", ["full-4k-d128", "causal-2k-d128", "sliding-16k", "prefix-8k"])
+def test_counted_area_is_the_closed_form(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(area, "CHUNK_ELEMENTS", 1 << 14)  # many chunks
+    case = BY_NAME[name].shrunk()
+    counted = area.unmasked_area(case, make_mask_mod(case, "cpu"), "cpu")
+    assert counted == case.batch * case.q_heads * closed_form(case.pattern, case.length)
+
+
+def test_document_area_is_the_sum_of_squares():
+    case = BY_NAME["document-16k"].shrunk()
+    lengths = document_ids(case.length, "cpu", case.length // 4).bincount()
+    counted = area.unmasked_area(case, make_mask_mod(case, "cpu"), "cpu")
+    assert counted == case.batch * case.q_heads * int(lengths.square().sum())
+
+
+def test_documents_have_the_mean_they_promise():
+    ids = document_ids(1 << 18, "cpu")
+    assert ids[0] == 0
+    assert set(ids.diff().unique().tolist()) <= {0, 1}
+    assert 900 < ids.numel() / (int(ids[-1]) + 1) < 1150
+
+
+def test_operations():
+    assert area.forward_flops(10, 64, 32) == 2 * 10 * 96
+    assert area.backward_flops(10, 64, 32) == 2 * 10 * (3 * 64 + 2 * 32)
+    assert area.flops("bwd", 10, 64) == 2.5 * area.flops("fwd", 10, 64)
+
+
+@pytest.mark.parametrize("name", ["causal-8k-gqa", "alibi-8k", "document-16k", "rel-bias-4k"])
+def test_reference_in_chunks_is_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(correctness, "ROWS", 96)  # does not divide the length
+    case = BY_NAME[name].shrunk()
+    q_shape = (case.batch, case.q_heads, case.length, case.head_dim)
+    kv_shape = (case.batch, case.kv_heads, case.length, case.head_dim)
+    query, key, value, grad_out = (torch.randn(s) for s in (q_shape, kv_shape, kv_shape, q_shape))
+    found = correctness.reference(case, (query, key, value, grad_out), with_grads=True)
+
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    group = case.q_heads // case.kv_heads
+    spread = [leaves[0], *(leaf.repeat_interleave(group, 1) for leaf in leaves[1:])]
+    index = [torch.arange(n) for n in q_shape[:3]] + [torch.arange(case.length)]
+    b, h, q_idx, kv_idx = torch.meshgrid(*index, indexing="ij")
+    scores = spread[0] @ spread[1].mT / math.sqrt(case.head_dim)
+    if score_mod := make_score_mod(case, "cpu"):
+        scores = score_mod(scores, b, h, q_idx, kv_idx)
+    if mask_mod := make_mask_mod(case, "cpu"):
+        scores = scores.masked_fill(~mask_mod(b, h, q_idx, kv_idx), -math.inf)
+    out = torch.softmax(scores, -1) @ spread[2]
+    grads = torch.autograd.grad(out, leaves, grad_out.double())
+    results = dict(zip(correctness.NAMES, (out, *grads), strict=True))
+    for name_of, tensor in correctness.cut(case, results).items():
+        torch.testing.assert_close(found[name_of], tensor)
+
+
+def test_budget_accepts_the_peer_and_refuses_nan_and_thrice_the_peer():
+    case, rounding = BY_NAME["causal-8k-d128"], {"out": 0.001}
+    assert correctness.misses(case, {"out": 0.01}, {"out": 0.01}, rounding) == []
+    assert correctness.misses(case, {"out": 0.03}, {"out": 0.01}, rounding)
+    wrong = correctness.largest_errors(
+        {"out": torch.zeros(2).double()}, {"out": torch.tensor([0.0, math.nan]).double()}
+    )
+    assert correctness.misses(case, wrong, {"out": 0.01}, rounding)
+
+
+def test_table_and_geometric_mean():
+    results = [
+        {
+            "case": name,
+            "shape": "(1,1,1,1,1)",
+            "area": 10**9,
+            "head_dim": 128,
+            "milliseconds": {"fwd": {"flexhop": [1.0, 1.0, 9.0], "in-tree": [peer] * 3}},
+            "first_call": {"flexhop": 1.5},
+            "failed": {},
+        }
+        for name, peer in (("a", 2.0), ("b", 8.0))
+    ]
+    assert report.tflops(results[0], "fwd", "flexhop") == pytest.approx(512.0)
+    text = report.markdown(results, "a machine", ("flexhop", "in-tree"))
+    assert "| a | (1,1,1,1,1) | 512 | 256 | 2.00 |" in text
+    assert "| geometric mean |  |  |  | 4.00 |" in text
+    assert "Backward" not in text
+
+
+@pytest.mark.slow
+def test_the_program_runs_on_a_cpu(tmp_path: Path):
+    command = "-m benchmarks --device cpu --cases causal-2k --workers 1 --rounds 3 --peers in-tree"
+    result = subprocess.run(
+        [sys.executable, *command.split(), "--json", str(tmp_path / "numbers.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "causal-2k-d128" in result.stdout
+    assert (tmp_path / "numbers.json").exists()

@@ -1,0 +1,54 @@
+"""What `import flexhop` brings in, in a fresh interpreter, and who may know private PyTorch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = ROOT / "scripts" / "check_private_imports.py"
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_import_is_light():
+    """Inductor costs seconds; it waits for the first compiled graph."""
+    result = run_python(
+        "-c", "import sys, flexhop; print('torch._inductor.select_algorithm' in sys.modules)"
+    )
+    assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr
+
+
+def test_import_is_silent():
+    result = run_python("-W", "error::UserWarning:flexhop", "-c", "import flexhop")
+    assert (result.stdout, result.returncode) == ("", 0), result.stderr
+
+
+def test_private_torch_lives_in_compat_only():
+    result = run_python(str(CHECK))
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._inductor.config",
+        "from torch import _dynamo",
+        "from torch._higher_order_ops import flex_attention",
+        "def f():\n    import torch\n    return torch._C._cuda_getDevice()",
+    ],
+)
+def test_the_check_finds_private_torch(line: str, tmp_path: Path):
+    offender = tmp_path / "offender.py"
+    offender.write_text(line + "\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(CHECK.parent)!r});"
+        f"from check_private_imports import private_uses;"
+        f"print(len(private_uses(open({str(offender)!r}).read())))"
+    )
+    assert int(run_python("-c", code).stdout) > 0

@@ -1,0 +1,113 @@
+"""The import law: which room may import which (docs/walk.md). Arrows point downwards only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "flexhop"
+
+# Room -> rooms that it may import. A room is a folder or a file directly under flexhop/; the files
+# of the block mask are one room.
+LAW: dict[str, set[str]] = {
+    "errors": set(),
+    "fingerprint": set(),
+    "indexing": {"errors"},
+    "compat": {"errors"},
+    "tanh": {"errors", "compat"},
+    "options": {"errors"},
+    "mods": {"errors", "tanh"},
+    "masks": {"mods", "errors"},
+    "block_lists": set(),
+    "block_mask": {"block_lists", "mods", "errors", "indexing", "compat"},
+    "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
+    | {"tanh"},
+    "attention": {"ops", "block_mask", "mods", "options", "errors"},
+    "templates": set(),
+    "lowering": {
+        "ops",
+        "tanh",
+        "options",
+        "mods",
+        "errors",
+        "indexing",
+        "templates",
+        "compat",
+    },
+    "plugin": {"ops", "lowering", "mods", "indexing", "errors", "compat"},
+    "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
+    | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
+    "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
+    | {"offline"},
+}
+
+
+def room_of_module(parts: tuple[str, ...]) -> str:
+    """Room of a module, from the parts of its name below flexhop."""
+    is_mask = parts[0].startswith("block_") and parts[0] != "block_lists"
+    return "block_mask" if is_mask or parts[0] == "mask_creation" else parts[0]
+
+
+def room_of(path: Path) -> str:
+    return room_of_module(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imported_modules(node: ast.AST, package: str) -> list[str]:
+    """Absolute names of the modules (or members) that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        parts = package.split(".")
+        base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+        module = ".".join(part for part in (base, node.module) if part)
+        return [f"{module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms of flexhop that a file imports, at any depth of the file."""
+    package = ".".join(("flexhop", *path.relative_to(PACKAGE).parts[:-1]))
+    names = [
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported_modules(node, package)
+    ]
+    below = [tuple(name.split(".")[1:]) for name in names if name.startswith("flexhop.")]
+    return {room_of_module(parts) for parts in below}
+
+
+def local_imports(path: Path) -> list[int]:
+    """Lines of flexhop imports that hide inside functions."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    package = ".".join(("flexhop", *path.relative_to(PACKAGE).parts[:-1]))
+    return [
+        inner.lineno
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, functions)
+        for inner in ast.walk(outer)
+        for name in imported_modules(inner, package)
+        if name.startswith("flexhop")
+    ]
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards(path: Path):
+    room = room_of(path)
+    assert room in LAW, f"flexhop/{room} has no place in the import law; give it one here"
+    known = imported_rooms(path) & LAW.keys()  # members of flexhop/__init__ are not rooms
+    assert known <= LAW[room] | {room}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_stand_at_the_top(path: Path):
+    if (
+        path.name != "plugin.py"
+    ):  # its callback imports the lowering when the first graph is traced
+        assert local_imports(path) == []
+
+
+def test_the_law_has_no_stale_rooms():
+    assert {room_of(path) for path in SOURCES} >= LAW.keys()
