@@ -42,7 +42,7 @@ class CaseProcess:
         caches = {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / case),
             "TRITON_CACHE_DIR": str(folder / case / "triton"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of the kernels of one case
         }
         request = json.dumps(asdict(settings) | {"case": case})
         with self.log.open("w") as log:

@@ -73,7 +73,7 @@ class Worker:
         try:
             return action()
         except Exception as error:
-            self.failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            self.failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.attentions.pop(name, None)
             return None
 

@@ -45,7 +45,7 @@ class Settings:
 
 
 ON_GPU = Settings("cuda", length=2048, batch=8, width=512, heads=8, layers=6, steps=200)
-ON_CPU = Settings("cpu", length=256, batch=8, width=128, heads=4, layers=2, steps=120)
+ON_CPU = Settings("cpu", length=256, batch=8, width=128, heads=4, layers=2, steps=80)
 
 
 @dataclass(frozen=True)

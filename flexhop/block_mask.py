@@ -7,6 +7,7 @@ docs/block_mask.md draws the format.
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -130,25 +131,25 @@ class BlockMask(MaskFields):
         Args:
             kv_num_blocks: as above, as are the other fields.
             kv_indices: [B, H, R, W]. Without seq_lengths, W is taken for the number of key blocks.
-            full_kv_num_blocks: or None.
-            full_kv_indices: or None.
+            full_kv_num_blocks, full_kv_indices: or None.
             BLOCK_SIZE: an int stands for a square.
             mask_mod: None keeps everything in partial blocks.
             seq_lengths: None: whole blocks, as many as the index tensor has room for.
             compute_q_blocks: also list the query blocks of each key block; needed for gradients.
-            dq_write_order: or None.
-            dq_write_order_full: or None.
+            dq_write_order, dq_write_order_full: or None.
             dq_kv_order: a flag or a tensor.
 
         Raises:
             BlockMaskFieldError, BlockSizeError: as for the class.
         """
-        if dq_kv_order is not None and not isinstance(dq_kv_order, (bool, Tensor)):
+        if not isinstance(dq_kv_order, (bool, Tensor, NoneType)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BlockMaskFieldError(
                 field="dq_kv_order",
                 reason=f"dq_kv_order must be a bool, a tensor or None, not {dq_kv_order!r}",
             )
         block_size = block_size_pair(BLOCK_SIZE)
+        if kv_indices.dim() < 2:
+            raise BlockMaskFieldError(field="kv_indices", reason="it must have 2 dimensions")
         if seq_lengths is None:
             rows, columns = kv_indices.shape[-2], kv_indices.shape[-1]
             seq_lengths = (rows * block_size[0], columns * block_size[1])
@@ -176,12 +177,13 @@ class BlockMask(MaskFields):
     @classmethod
     def from_torch(cls, mask: Any) -> BlockMask:
         """Take over PyTorch's own BlockMask, of any version; the tensors are shared."""
-        absent = {name: getattr(mask, name, None) for name in (*TENSOR_FIELDS, "dq_kv_order_spt")}
+        # The dq fields came with 2.13.
+        fields = {name: getattr(mask, name, None) for name in (*TENSOR_FIELDS, "dq_kv_order_spt")}
         return cls(
             seq_lengths=mask.seq_lengths,
             BLOCK_SIZE=mask.BLOCK_SIZE,
             mask_mod=mask.mask_mod,
-            **cast(dict[str, Any], absent),
+            **cast(dict[str, Any], fields),
         )
 
     @classmethod
@@ -197,21 +199,12 @@ class BlockMask(MaskFields):
             raise BlockMaskTypeError(found=type(value).__name__)
         return cls.from_torch(value)
 
-    def numel(self) -> int:
-        """Number of (query, key) pairs, visited or not."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
-
     def visited_area(self) -> int:
         """(query, key) pairs in visited blocks, overhang not counted; waits for the device."""
         visited = self._visited()
-        heights = real_sizes(
-            self.seq_lengths[0], self.BLOCK_SIZE[0], visited.shape[-2], self.device
-        )
-        widths = real_sizes(
-            self.seq_lengths[1], self.BLOCK_SIZE[1], visited.shape[-1], self.device
+        heights, widths = (
+            real_sizes(self.seq_lengths[i], self.BLOCK_SIZE[i], visited.shape[i - 2], self.device)
+            for i in (0, 1)
         )
         return int((visited * heights[:, None] * widths).sum().item())
 
@@ -274,12 +267,9 @@ class BlockMask(MaskFields):
         self._refuse_explicit_order("Indexing")
         selection, lengths, whole = select_blocks(self, index)
         full = self.full_kv_num_blocks, self.full_kv_indices
-        return self._rebuilt(
-            (self.kv_num_blocks[selection], self.kv_indices[selection]),
-            tuple(None if field is None else field[selection] for field in full),
-            lengths,
-            self.mask_mod if whole else sliced_mask_mod,
-        )
+        full = tuple(None if field is None else field[selection] for field in full)
+        partial = self.kv_num_blocks[selection], self.kv_indices[selection]
+        return self._rebuilt(partial, full, lengths, self.mask_mod if whole else sliced_mask_mod)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Crop to shorter lengths, or grow by blocks that nobody visits.
@@ -350,8 +340,12 @@ class BlockMask(MaskFields):
                 self.full_kv_num_blocks, self.full_kv_indices, columns
             )
 
-    def _order_writes(self, descending: bool) -> None:
-        """Fill dq_write_order and dq_write_order_full; needs the query side."""
+    def compute_dq_write_order(self, descending: bool) -> None:
+        """Fill dq_write_order and dq_write_order_full; needs the query side.
+
+        Raises:
+            BlockMaskFieldError: there is no query side.
+        """
         visited = self._visited()
         if self.q_indices is None:
             raise BlockMaskFieldError(
@@ -381,7 +375,7 @@ class BlockMask(MaskFields):
         lengths: tuple[int, int],
         mask_mod: MaskMod,
     ) -> BlockMask:
-        """Another selection of blocks, with the same derived fields as this mask."""
+        """Other blocks, with the same derived fields as this mask."""
         mask = BlockMask.from_kv_blocks(
             *partial,
             *full,
@@ -392,14 +386,14 @@ class BlockMask(MaskFields):
         )
         mask.dq_kv_order_spt = self.dq_kv_order_spt
         if self.dq_write_order is not None:
-            mask._order_writes(bool(self.dq_kv_order_spt))
+            mask.compute_dq_write_order(bool(self.dq_kv_order_spt))
         return mask
 
 
 register_container(
     BlockMask,
-    BlockMask._flatten,
-    BlockMask._unflatten,
-    BlockMask._flatten_with_keys,
+    BlockMask._flatten,  # pyright: ignore[reportPrivateUsage]
+    BlockMask._unflatten,  # pyright: ignore[reportPrivateUsage]
+    BlockMask._flatten_with_keys,  # pyright: ignore[reportPrivateUsage]
     Serializer("flexhop.BlockMask", dump_context, load_context),
 )

@@ -71,6 +71,13 @@ class MaskFields:
         """Where the lists are."""
         return self.kv_indices.device
 
+    def numel(self) -> int:
+        """Number of (query, key) pairs, visited or not."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """All fields in PyTorch's order; lengths and block size as two numbers each if flatten."""
         lengths = self.seq_lengths if flatten else (self.seq_lengths,)
@@ -113,7 +120,10 @@ class MaskFields:
     def _unflatten(cls, leaves: tuple[Any, ...], context: tuple[Any, ...]) -> Self:
         """Put leaves back, whatever they are: trees also carry axes, shapes and None."""
         mask = cls.__new__(cls)
-        mask.seq_lengths, mask.BLOCK_SIZE, key, mask.dq_kv_order_spt, absent = context
+        lengths, block_size, key, spt, absent = context
+        plain = {"seq_lengths": lengths, "BLOCK_SIZE": block_size, "dq_kv_order_spt": spt}
+        for name, value in plain.items():
+            setattr(mask, name, value)
         mask.mask_mod = key.mask_mod
         present = [name for name in TENSOR_FIELDS if name not in absent]
         for name in absent:
@@ -129,10 +139,10 @@ def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         BlockSizeError: not one or two positive ints.
     """
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(pair) != 2:
         raise BlockSizeError(block_size=block_size, reason="it must be one or two ints")
-    if not all(isinstance(size, int) and not isinstance(size, bool) for size in pair):
+    if not all(isinstance(size, (int, torch.SymInt)) for size in pair):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BlockSizeError(block_size=block_size, reason="sizes must be ints")
     if pair[0] <= 0 or pair[1] <= 0:
         raise BlockSizeError(block_size=block_size, reason="sizes must be greater than 0")

@@ -30,6 +30,7 @@ class _Worded(BaseException):
         if self._names != set(words):
             names = sorted(self._names)
             raise TypeError(f"{type(self).__name__} tells {names}, not {sorted(words)}")
+        # Not super().__init__(...), which Dynamo cannot trace for an exception.
         self.args = (self.message.format(**words),)
 
     def words(self) -> dict[str, object]:
@@ -293,7 +294,7 @@ class UnknownOptionError(FlexhopError, TypeError, ValueError):
 class OptionValueError(FlexhopError, ValueError):
     """An option with a value outside its range."""
 
-    message = "Invalid {name} value {value!r} in kernel_options: it must be {allowed}."
+    message = "Invalid {name} value {value!r}: it must be {allowed}."
 
 
 class OptionConflictError(FlexhopError, ValueError, RuntimeError):

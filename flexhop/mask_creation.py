@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from flexhop.mods import MaskMod, ScoreMod, check_arity, is_score_mod
 # Elements of the mask that eager creation looks at together. A mask of a few comparisons holds
 # about 16 bytes of temporaries for each, so this is about 64 MiB.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
-# Longest side of what is looked at as one; blocks with longer sides are looked at in pieces.
-PIECE = 1024
+# Longest side of what it looks at as one; longer blocks are looked at in pieces.
+LONGEST = 1024
 # vmap's in_dims for mapping over kv_idx, q_idx, h and b in turn; the last one is outermost.
 MAPPED = (
     (None, None, None, 0),
@@ -103,7 +103,7 @@ def create_block_mask(
         ModLoweringError: mask_mod branches on the value of an index.
         BlockMaskFieldError: dq_kv_order is not a bool.
     """
-    if not isinstance(dq_kv_order, bool):
+    if not isinstance(dq_kv_order, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BlockMaskFieldError(
             field="dq_kv_order", reason="dq_kv_order must be a bool for create_block_mask"
         )
@@ -112,7 +112,7 @@ def create_block_mask(
     build = torch.compile(_block_mask) if _compile else _block_mask
     mask = build(mask_mod, grid, separate_full_blocks, compute_q_blocks)
     if compute_dq_write_order:
-        mask._order_writes(dq_kv_order)
+        mask.compute_dq_write_order(dq_kv_order)
     return mask
 
 
@@ -138,7 +138,10 @@ def create_mask(
         SequenceLengthError, ModArityError, ModResultError, ModLoweringError: as create_block_mask.
     """
     grid = _grid(B, H, (Q_LEN, KV_LEN), (1, 1), device)
-    keep = _keep_of_scores(mod_fn) if is_score_mod(mod_fn) else _checked(mod_fn)
+    if is_score_mod(mod_fn):
+        keep = _keep_of_scores(cast(ScoreMod, mod_fn))
+    else:
+        keep = _checked(cast(MaskMod, mod_fn))
     sizes = (grid.batch, grid.heads, Q_LEN, KV_LEN)
     return _evaluate(keep, *(_indices(size, grid.device) for size in sizes))
 
@@ -196,13 +199,27 @@ def _whole_blocks(grid: Grid) -> Tensor:
 
 
 def _coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Whether each block keeps something, and everything: [B, H, R, C] bool each."""
-    batch, heads = _indices(grid.batch, grid.device), _indices(grid.heads, grid.device)
-    queries = _positions(grid.q_len, grid.block[0], grid.device)
-    keys = _positions(grid.kv_len, grid.block[1], grid.device)
-    area = queries.shape[1] * keys.shape[1]
-    # One sum says both, so that no second reader tempts Inductor to store the mask.
-    kept = _evaluate_blocks(keep, batch, heads, queries, keys)
+    """Whether each block keeps something, and everything: [B, H, R, C] bool each.
+
+    Two things keep Inductor from storing the mask. All indices have the shape of the whole, so
+    that whatever it computes on the way has the loops of the final sum and fuses with it. And one
+    sum says both facts, so that the mask has one reader.
+    """
+    device = grid.device
+    queries = _pieces(grid.q_len, grid.block[0], device)
+    keys = _pieces(grid.kv_len, grid.block[1], device)
+    shape = (grid.batch, grid.heads, len(queries), len(keys), queries.shape[1], keys.shape[1])
+    indices = (
+        _indices(grid.batch, device)[:, None, None, None, None, None],
+        _indices(grid.heads, device)[:, None, None, None, None],
+        queries[:, None, :, None],
+        keys[:, None, :],
+    )
+    for _ in shape:
+        keep = torch.vmap(keep)
+    with torch.no_grad(), IndexMode():
+        kept = keep(*(index.expand(shape) for index in indices))
+    area = shape[4] * shape[5]
     count = kept.sum((4, 5), dtype=torch.int32 if area < 2**31 else torch.int64)
     return count > 0, count == area
 
@@ -210,38 +227,36 @@ def _coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
 def _coverage_by_chunks(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
     """The same as `_coverage`, looking at CHUNK_ELEMENTS at a time."""
     batch, heads = _indices(grid.batch, grid.device), _indices(grid.heads, grid.device)
-    queries = _pieces(grid.q_len, grid.block[0], grid.device)
-    keys = _pieces(grid.kv_len, grid.block[1], grid.device)
-    q_pieces, kv_pieces = queries.flatten(0, 1), keys.flatten(0, 1)
-    shape = (grid.batch, grid.heads, len(q_pieces), len(kv_pieces))
+    queries = _pieces(grid.q_len, grid.block[0], grid.device, LONGEST)
+    keys = _pieces(grid.kv_len, grid.block[1], grid.device, LONGEST)
+    shape = (grid.batch, grid.heads, len(queries), len(keys))
     some = torch.empty(shape, dtype=torch.bool, device=grid.device)
     every = torch.empty_like(some)
-    for b, h, q, kv in _chunks(shape, queries.shape[-1] * keys.shape[-1]):
-        kept = _evaluate(keep, batch[b], heads[h], q_pieces[q].flatten(), kv_pieces[kv].flatten())
-        tiles = kept.unflatten(3, (-1, keys.shape[-1])).unflatten(2, (-1, queries.shape[-1]))
+    for b, h, q, kv in _chunks(shape, queries.shape[1] * keys.shape[1]):
+        kept = _evaluate(keep, batch[b], heads[h], queries[q].flatten(), keys[kv].flatten())
+        tiles = kept.unflatten(3, (-1, keys.shape[1])).unflatten(2, (-1, queries.shape[1]))
         some[b, h, q, kv] = tiles.any(5).any(3)
         every[b, h, q, kv] = tiles.all(5).all(3)
     some, every = (
-        table.unflatten(3, keys.shape[:2]).unflatten(2, queries.shape[:2])
+        table.unflatten(3, (grid.columns, -1)).unflatten(2, (grid.rows, -1))
         for table in (some, every)
     )
     return some.any(5).any(3), every.all(5).all(3)
 
 
-def _pieces(length: int, block: int, device: torch.device) -> Tensor:
-    """Positions by block and piece of a block: [blocks, pieces, size] int32.
+def _pieces(length: int, block: int, device: torch.device, longest: int | None = None) -> Tensor:
+    """Positions in order, a row for each block, or for each piece of a block: [P, size] int32.
 
-    Only huge blocks have several pieces. What a piece lacks at the end of its block, or a block
-    at the end of the sequence, is filled by repeating the last position, which changes neither
-    "some" nor "every" and keeps captured tables from being read out of range.
+    What a piece lacks at the end of its block, or a block at the end of the sequence, is filled
+    by repeating the last position, which changes neither "some" nor "every" and keeps captured
+    tables from being read out of range.
     """
     reach = min(block, length)
-    size = min(reach, PIECE)
-    start = torch.arange(0, length, block, device=device)[:, None, None]
-    within = torch.arange(0, reach, size, device=device)[:, None] + torch.arange(
-        size, device=device
-    )
-    return (start + within.clamp(max=reach - 1)).clamp(max=length - 1).int()
+    size = reach if longest is None else min(reach, longest)
+    within = torch.arange(block_count(reach, size) * size, device=device, dtype=torch.int32)
+    start = torch.arange(block_count(length, block), device=device, dtype=torch.int32) * block
+    position = (start[:, None] + within.clamp(max=reach - 1)).clamp(max=length - 1)
+    return position.view(-1, size)
 
 
 def _chunks(shape: tuple[int, ...], area: int) -> Iterator[tuple[slice, ...]]:
@@ -253,20 +268,6 @@ def _chunks(shape: tuple[int, ...], area: int) -> Iterator[tuple[slice, ...]]:
         room = max(1, room // step)
         spans.insert(0, [slice(start, start + step) for start in range(0, size, step)])
     return itertools.product(*spans)
-
-
-def _positions(length: int, block: int, device: torch.device) -> Tensor:
-    """Positions by block, the last one repeated where a block overhangs: [blocks, size] int32."""
-    start = torch.arange(block_count(length, block), device=device, dtype=torch.int32) * block
-    within = torch.arange(min(block, length), device=device, dtype=torch.int32)
-    return (start[:, None] + within).clamp(max=length - 1)
-
-
-def _evaluate_blocks(mod, b, h, q_idx, kv_idx):
-    for dims in (3, 2, 3, 2, 1, 0):
-        mod = torch.vmap(mod, in_dims=tuple(0 if i == dims else None for i in range(4)))
-    with torch.no_grad(), IndexMode():
-        return mod(b, h, q_idx, kv_idx)
 
 
 def _evaluate(

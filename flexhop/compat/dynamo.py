@@ -6,6 +6,7 @@ operator's name in one private table (the same in 2.11 to 2.15).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 from torch.fx import Graph, GraphModule, Proxy
 
 from flexhop.errors import FlexhopError
@@ -59,13 +61,17 @@ def as_dynamo_error(error: FlexhopError) -> FlexhopError:
     return twin
 
 
-def _python_value(variable: VariableTracker) -> Any:
-    """Constant, SymInt, or nested tuple of them behind a variable."""
+def _python_value(tx: Any, variable: VariableTracker) -> Any:
+    """Constant, SymInt, frozen dataclass, or nested tuple of them behind a variable."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.sym_num
     if isinstance(variable, BaseListVariable):
-        return tuple(_python_value(item) for item in variable.items)
+        return tuple(_python_value(tx, item) for item in variable.items)
+    if isinstance(variable, FrozenDataClassVariable):
+        kind = variable.python_type()
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{n: _python_value(tx, variable.var_getattr(tx, n)) for n in names})
     return variable.as_python_constant()
 
 
@@ -102,7 +108,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         (q, k, v, lists), _ = hops.proxy_args_kwargs(operands, {})
         fakes = [_fake(proxy) for proxy in (q, k, v)]
         fake_lists = tuple(_fake(proxy) for proxy in lists)
-        scale, options = self.rules.prepare(*fakes, fake_lists, _python_value(call))
+        scale, options = self.rules.prepare(*fakes, fake_lists, _python_value(tx, call))
         score = self._trace_mod(tx, query, score_mod, "score_mod")
         mask = self._trace_mod(tx, query, mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):

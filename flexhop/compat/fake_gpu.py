@@ -1,7 +1,7 @@
 """An NVIDIA GPU that is not there, for code generation only.
 
-Inductor asks torch.cuda, Dynamo's device interface and Triton's driver about the GPU it generates
-code for. `fake_gpu()` answers for them. Works on CPU-only and on CUDA builds of torch 2.11 to 2.15.
+Inductor asks torch.cuda, Dynamo's device interface and Triton's driver about the GPU that it
+generates code for. `fake_gpu()` answers for them, on CPU-only and CUDA builds of torch alike.
 
 AOTAutograd cannot trace on fake "cuda" tensors without a GPU: the C++ autograd engine asks the
 device. So graphs are traced on CPU tensors, and `gpu_code()` moves the finished graph to the GPU.
@@ -31,12 +31,11 @@ import triton
 from torch._guards import detect_fake_mode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
-from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
-__all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "launch_grid", "on_cpu"]
+__all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu"]
 
 GraphModule = torch.fx.GraphModule
 CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], Callable[..., Any]]
@@ -181,7 +180,7 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
 def _answer(
     owner: Any, answers: dict[str, Any], static: bool = False, create: bool = False
 ) -> Iterator[Any]:
-    """Patches that make functions of `owner` return constants; those that a version lacks are left out."""
+    """Patches that make functions of `owner` return constants, if this version has them."""
     for name, value in answers.items():
         if create or hasattr(owner, name):
             function = _constant(value)
@@ -232,6 +231,7 @@ def _fresh_device_answers() -> Iterator[None]:
         for function in vars(module).values()
         if hasattr(function, "cache_clear")
     ]
+    cached.append(inductor_hints.DeviceProperties.create)
     try:
         for function in cached:
             function.cache_clear()
@@ -261,21 +261,17 @@ def compile_graphs(
     """
     config = {"force_disable_caches": True, "compile_threads": 1, **options}
 
+    # Inside the backend, not around the call: the backward graph may be compiled by backward().
     def inner(graph: GraphModule, inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
-        return compile_graph(graph, inputs, keywords)
+        with inductor_config.patch(config):
+            return compile_graph(graph, inputs, keywords)
 
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         with inductor_config.patch(config):
             return inductor.compile_fx(graph, list(inputs), inner_compile=inner)
 
-    def call(*args: Any) -> Any:
-        # The backward graph may be compiled when backward() runs, so the options stay for it too.
-        with inductor_config.patch(config):
-            return compiled(*args)
-
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
-    return call
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def on_cpu(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], list[Any]]:
@@ -360,21 +356,3 @@ def _move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any
                     node.meta[key] = pytree.tree_map(move_tensor, node.meta[key])
             module.recompile()
     return _values(graph)
-
-
-def launch_grid(
-    inductor_meta: dict[str, Any], sizes: dict[str, int], blocks: dict[str, int]
-) -> tuple[int, int, int]:
-    """The grid that Inductor launches one of its own kernels with.
-
-    Args:
-        inductor_meta: of the kernel's decorator; holds the kind of grid.
-        sizes: the kernel's scalar arguments, e.g. {"xnumel": 2048}.
-        blocks: the block sizes, e.g. {"XBLOCK": 64}.
-
-    Returns:
-        Number of programs along x, y and z.
-    """
-    grid = GridExpr.from_meta(inductor_meta, dict(blocks), mode="python")
-    x, y, z = grid.eval_slow({**sizes, **blocks})
-    return x, y, z

@@ -135,14 +135,20 @@ def has_input_mutation(function: Callable[..., Any], inputs: Sequence[Any], pre_
     return _has_potential_branch_input_mutation(function, list(inputs), pre_dispatch)
 
 
-def register_proxy(op: Operator, names: Sequence[str], examples: Callable[..., Sequence[Sequence[Any]]]) -> None:
+def register_proxy(
+    op: Operator,
+    names: Sequence[str],
+    examples: Callable[..., Sequence[Sequence[Any]]],
+    mode_of_mods: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> None:
     """Write one node whose callables are named submodules, traced on `examples(*operands)`."""
 
     def rule(mode: ProxyTorchDispatchMode, *operands: Any) -> Any:
         result = op(*operands)
         traced = list(operands)
         for position, name, example in zip(op.callable_positions, names, examples(*operands), strict=True):
-            graph = reenter_make_fx(operands[position])(*example)
+            with mode_of_mods():
+                graph = reenter_make_fx(operands[position])(*example)
             qualified = mode.tracer.get_fresh_qualname(name)
             mode.tracer.root.register_module(qualified, graph)
             traced[position] = graph

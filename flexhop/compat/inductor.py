@@ -248,6 +248,28 @@ def output_meta() -> Any:
     return V.graph.current_node.meta["val"]
 
 
+def register_tanh_approx(op: Any) -> None:
+    """Lower an approximate tanh to one PTX instruction on the GPU, and to tanh elsewhere."""
+
+    def lower(x: Any) -> Any:
+        on_gpu = x.get_device().type == "cuda"
+        loader = x.make_loader()
+
+        def inner(index: Any) -> Any:
+            value = ops.to_dtype(loader(index), torch.float32)
+            if not on_gpu:
+                return ops.tanh(value)
+            return ops.inline_asm_elementwise(
+                value, asm="tanh.approx.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
+            )
+
+        return ir.Pointwise.create(
+            device=x.get_device(), dtype=torch.float32, inner_fn=inner, ranges=x.get_size()
+        )
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
 def is_autotuning() -> bool:
     """Whether the user asked to search among configurations."""
     return bool(config.max_autotune or config.max_autotune_gemm)

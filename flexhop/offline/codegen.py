@@ -37,7 +37,7 @@ class Generated:
     @property
     def kernels(self) -> list[Kernel]:
         """Every kernel, forward first, in the order in which the wrappers define them."""
-        return [kernel for code in (self.forward, self.backward or "") for kernel in kernels_of(code)]
+        return kernels_of(self.forward) + kernels_of(self.backward or "")
 
     @property
     def templates(self) -> list[Kernel]:
@@ -50,10 +50,24 @@ class Generated:
         Raises:
             LookupError: there is none, or there are several.
         """
-        names = [kernel.name for kernel in self.kernels]
         found = [kernel for kernel in self.kernels if contains in kernel.name]
+        return self._only(found, f"{contains!r} in their names")
+
+    def kernel_with(self, function: str) -> Kernel:
+        """The one kernel that holds a device function, e.g. "grad_query_blocks".
+
+        Inductor names kernels by their order; their functions tell which template they are.
+
+        Raises:
+            LookupError: there is none, or there are several.
+        """
+        found = [kernel for kernel in self.kernels if function in kernel.functions]
+        return self._only(found, f"a function {function!r}")
+
+    def _only(self, found: list[Kernel], what: str) -> Kernel:
         if len(found) != 1:
-            raise LookupError(f"{len(found)} kernels have {contains!r} in their names: {names}.")
+            names = [kernel.name for kernel in self.kernels]
+            raise LookupError(f"{len(found)} kernels have {what}: {names}.")
         return found[0]
 
 

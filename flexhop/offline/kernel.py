@@ -1,4 +1,4 @@
-"""One generated Triton or Gluon kernel: its text, what Inductor decided about it, and the function."""
+"""One generated Triton or Gluon kernel: its text, Inductor's decisions about it, the function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Kernel:
     Args:
         name: of the kernel function, e.g. "triton_tem_fused_flexhop_attention_0".
         source: the whole module text, with imports and Inductor's decorator.
-        kind: Inductor's decorator: "template", "pointwise", "reduction", "persistent_reduction", ...
+        kind: Inductor's decorator: "template", "pointwise", "persistent_reduction", ...
         meta: `triton_meta`: "signature" (argument name -> type), "constants", "configs".
         inductor_meta: grid, mutated arguments and what else Inductor notes.
         size_hints: e.g. {"x": 2048, "r0_": 64}; empty for templates.
@@ -38,7 +38,7 @@ class Kernel:
 
     @property
     def is_template(self) -> bool:
-        """Whether a template of ours (or of Inductor) made it, rather than Inductor's own codegen."""
+        """Whether a template made it, rather than Inductor's own code generation."""
         return self.kind == "template"
 
     @property
@@ -49,16 +49,23 @@ class Kernel:
     @property
     def parameters(self) -> list[str]:
         """Names of the run-time arguments, in order: pointers and scalars."""
-        return [name for name in self._arguments if name not in self.constexprs]
+        return [a.arg for a in self._function().args.args if not _is_constexpr(a)]
 
     @property
     def constexprs(self) -> list[str]:
-        """Names of the compile-time arguments of the signature, e.g. ["XBLOCK"]."""
-        return [name for name in self._arguments if self.meta["signature"].get(name) == "constexpr"]
+        """Names of the arguments that a launch configuration sets, e.g. ["XBLOCK"]."""
+        return [a.arg for a in self._function().args.args if _is_constexpr(a)]
 
     @property
-    def _arguments(self) -> list[str]:
-        return [argument.arg for argument in self._function().args.args]
+    def constants(self) -> dict[str, Any]:
+        """The constants that a template was filled with, e.g. {"BLOCK_M": 128}; else empty."""
+        return self.inductor_meta.get("config_args", {})
+
+    @property
+    def functions(self) -> list[str]:
+        """Names of the kernel and its device functions, in the order of the text."""
+        body = ast.parse(self.source).body
+        return [node.name for node in body if isinstance(node, ast.FunctionDef)]
 
     def text(self) -> str:
         """The kernel and its device functions, without imports and Inductor's decorator."""
@@ -138,6 +145,10 @@ def read_kernel(name: str, source: str) -> Kernel:
         num_warps=read("num_warps", None),
         num_stages=read("num_stages", None),
     )
+
+
+def _is_constexpr(argument: ast.arg) -> bool:
+    return argument.annotation is not None and "constexpr" in ast.unparse(argument.annotation)
 
 
 def _is_inductor(decorator: ast.expr) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.indexing import IndexMode
 from flexhop.ops.args import BackwardArgs
 from flexhop.ops.eager import attend_backward
 from flexhop.ops.layout import empty_ordered, ordered
@@ -53,7 +54,7 @@ def _examples(*operands: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 hop.register_proxy(
-    attention_backward, ("flexhop_score", "flexhop_joint", "flexhop_mask"), _examples
+    attention_backward, ("flexhop_score", "flexhop_joint", "flexhop_mask"), _examples, IndexMode
 )
 hop.register_functionalize(attention_backward, lambda *_: None)  # the forward call was checked
 hop.register_checkpoint(attention_backward)

@@ -25,7 +25,9 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     calls `prepare` and writes the node.
     """
     if torch.compiler.is_dynamo_compiling():
-        return attention(*args[:6], args.scale, call)
+        # Plain tuples: Dynamo's variables for named ones differ between versions.
+        facts = None if call.mask is None else tuple(call.mask)
+        return attention(*args[:6], args.scale, (*call[:4], facts))
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(args, call)
     return _run_eagerly(args, call)

@@ -54,7 +54,7 @@ def _fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, max_scores
 
 
-hop.register_proxy(attention, ("flexhop_score", "flexhop_mask"), _examples)
+hop.register_proxy(attention, ("flexhop_score", "flexhop_mask"), _examples, IndexMode)
 
 
 def _refuse_mutation(pre_dispatch: bool, *operands: Any) -> None:

@@ -242,7 +242,7 @@ ERRORS = [
         errors.OptionValueError,
         {"name": "BACKEND", "value": "INVALID", "allowed": "'AUTO' or 'TRITON'"},
         (ValueError,),
-        "Invalid BACKEND value 'INVALID' in kernel_options: it must be 'AUTO' or 'TRITON'.",
+        "Invalid BACKEND value 'INVALID': it must be 'AUTO' or 'TRITON'.",
     ),
     (
         errors.OptionConflictError,

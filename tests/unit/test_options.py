@@ -62,8 +62,7 @@ def test_blocks_are_powers_of_two_from_16(kind, field, value):
     with pytest.raises(OptionValueError) as caught:
         kind(**{"block_m": 64, "block_n": 64, field: value})
     assert str(caught.value) == (
-        f"Invalid {field} value {value!r} in kernel_options: "
-        "it must be a power of two from 16 to 1024."
+        f"Invalid {field} value {value!r}: it must be a power of two from 16 to 1024."
     )
 
 
@@ -243,7 +242,7 @@ def test_backends_that_do_not_exist(backend):
     with pytest.raises(OptionValueError) as caught:
         KernelOptions.of({"BACKEND": backend})
     assert str(caught.value) == (
-        f"Invalid BACKEND value {backend!r} in kernel_options: "
+        f"Invalid BACKEND value {backend!r}: "
         "it must be 'AUTO' or 'TRITON', the backends of flexhop."
     )
 
@@ -251,7 +250,7 @@ def test_backends_that_do_not_exist(backend):
 def test_errors_name_the_option_as_the_user_wrote_it():
     with pytest.raises(OptionValueError, match="Invalid bwd_BLOCK_M1 value 48"):
         KernelOptions.of({"bwd_BLOCK_M1": 48})
-    with pytest.raises(OptionValueError, match="Invalid PRESCALE_QK value 1 "):
+    with pytest.raises(OptionValueError, match="Invalid PRESCALE_QK value 1:"):
         KernelOptions.of({"PRESCALE_QK": 1})
 
 

@@ -1,0 +1,166 @@
+"""Lowering of `flexhop_attention_backward`: two kernels and the reductions around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexhop.compat import inductor
+from flexhop.errors import DeterminismError
+from flexhop.lowering import kernels
+from flexhop.lowering.forward import query_tiles
+from flexhop.lowering.mods import ModBuffers, index_dependence, lower_joint, lower_mods
+from flexhop.lowering.operands import (
+    benchmark_inputs,
+    block_inputs,
+    read_problem,
+    user_options,
+)
+from flexhop.ops.args import BackwardArgs, unpack_sites
+from flexhop.templates import source
+
+aten = torch.ops.aten
+
+
+def _query_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any
+) -> tuple[Any, int, int]:
+    """One program per tile of queries, batch and query head, all on one axis."""
+    return (query_tiles(length, meta, cdiv) * batch * heads, 1, 1)
+
+
+def _key_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any
+) -> tuple[Any, int, int]:
+    """One program per tile of keys, batch and key head of K, all on one axis."""
+    if meta["SPARSE_KV_BLOCK_SIZE"] == meta["BLOCK_N"] * meta["TILES_PER_KV_BLOCK"]:
+        tiles = cdiv(length, meta["BLOCK_N"])
+    else:
+        tiles = cdiv(length, meta["SPARSE_KV_BLOCK_SIZE"]) * meta["TILES_PER_KV_BLOCK"]
+    return (tiles * batch * heads, 1, 1)
+
+
+_templates = {
+    "grad_query": inductor.make_template("flexhop_grad_query", _query_grid, source("grad_query")),
+    "grad_key_value": inductor.make_template(
+        "flexhop_grad_key_value", _key_grid, source("grad_key_value")
+    ),
+}
+
+
+def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """Emit both backward kernels: (grad_query, grad_key, grad_value, captured gradients)."""
+    args = BackwardArgs(*operands)
+    device = args.query.get_device()
+    score_captures = inductor.realize(args.score_captures)
+    mask_captures = inductor.realize(args.mask_captures)
+    mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
+    joint = lower_joint(device, args.joint, score_captures)
+    grads, scatters, written = _scatter_sites(args, joint)
+    delta = _delta(args)
+    tensors = inductor.realize([args.query, args.key, args.value, args.grad_out])
+    query, key, value, grad_out = tensors
+    args = args._replace(query=query, key=key, value=value)
+    statistics = [inductor.contiguous(args.lse), delta, grad_out]
+    problem = read_problem(args, mods)
+    call = _Call(args, problem, mods, joint[0], [*score_captures, *mask_captures])
+
+    inputs = [query, key, value, *statistics, *block_inputs(args, "kv", delta, query)]
+    grad_query = call.emit("grad_query", inputs, written, query, scatters)
+    grad_value = inductor.empty(value.get_size(), _strides(2), value.get_dtype(), device)
+    inputs = [query, key, value, *statistics, grad_value, *block_inputs(args, "q", delta, query)]
+    grad_key = call.emit("grad_key_value", inputs, [grad_value], key, [])
+    return grad_query, grad_key, grad_value, grads
+
+
+def _strides(position: int) -> list[Any]:
+    return inductor.as_expressions(inductor.output_meta()[position].stride())
+
+
+def _delta(args: BackwardArgs) -> Any:
+    """rowsum(out * grad_out) - grad_lse, fused by Inductor into one reduction."""
+    as_float = lambda t: inductor.call_lowering(  # noqa: E731
+        torch.ops.prims.convert_element_type.default, t, torch.float32
+    )
+    product = inductor.call_lowering(aten.mul.Tensor, as_float(args.out), as_float(args.grad_out))
+    delta = inductor.call_lowering(aten.sum.dim_IntList, product, [-1])
+    if args.grad_lse is not None:
+        delta = inductor.call_lowering(aten.sub.Tensor, delta, args.grad_lse)
+    return inductor.contiguous(delta)
+
+
+def _scatter_sites(args: BackwardArgs, joint: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Zero-filled buffers for captured gradients: (gradients, what the kernel adds where, buffers)."""
+    sites = unpack_sites(args.sites)
+    if sites and args.options.get("deterministic"):
+        raise DeterminismError(
+            capture=sites[0].capture, reason="its gradient is summed by atomic additions"
+        )
+    buffers: dict[int, Any] = {}
+    scatters: list[Any] = []
+    for site in sites:
+        capture = args.score_captures[site.capture]
+        if site.capture not in buffers:
+            buffers[site.capture] = inductor.zeros(
+                capture.get_size(), torch.float32, capture.get_device()
+            )
+        buffer = buffers[site.capture]
+        uses_q_idx, uses_kv_idx = index_dependence(args.joint, site)
+        # Subgraphs of the kernel: score, mask, gradient of score, then values and indices of all sites.
+        scatters.append(
+            inductor.ScatterSite(
+                buffer.get_name(), tuple(buffer.get_stride()), 2 + site.value,
+                tuple(2 + i for i in site.indices), uses_q_idx, uses_kv_idx,
+                not inductor.fits_int32(buffer.get_numel()),
+            )
+        )  # fmt: skip
+    scatters = [*joint[1:], *scatters]
+    ordered = [buffers[i] for i in sorted(buffers)]
+    grads = [
+        inductor.call_lowering(
+            torch.ops.prims.convert_element_type.default, buffers[i], args.score_captures[i].get_dtype()
+        )
+        for i in sorted(buffers)
+    ]
+    return grads, scatters, ordered
+
+
+class _Call:
+    """What both kernels of one backward call share."""
+
+    def __init__(
+        self, args: BackwardArgs, problem: Any, mods: ModBuffers, grad_score: Any, captures: list[Any]
+    ) -> None:
+        self.args, self.problem, self.mods = args, problem, mods
+        self.grad_score, self.captures = grad_score, captures
+        self.options = user_options(args.options)
+
+    def emit(self, kernel: Any, inputs: Any, written: Any, like: Any, sites: list[Any]) -> Any:
+        """Emit one kernel whose output has the sizes of `like`."""
+        position = 0 if kernel == "grad_query" else 1
+        layout = inductor.fixed_layout(
+            like.get_device(), like.get_dtype(), like.get_size(), _strides(position)
+        )
+        subgraphs = [self.mods.score, self.mods.mask, self.grad_score, *sites]
+        choices: list[Any] = []
+        search = inductor.is_autotuning() and not self.problem.has_captured_grads
+        for tile in kernels.choose_tiles(kernel, self.problem, self.options, search=search):
+            error = _templates[kernel].maybe_append_choice(
+                choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs,
+                mutated_inputs=written, call_sizes=like.get_size(),
+                num_stages=tile.num_stages, num_warps=tile.num_warps,
+                **kernels.constants(kernel, self.problem, self.options, tile),
+            )  # fmt: skip
+            if error is not None:
+                raise error
+        generators = {}
+        if self.problem.blocks is not None:
+            generators = benchmark_inputs(inputs, first_list=len(inputs) - 4)
+        captures = [*self.captures, *(written if kernel == "grad_query" else ())]
+        result = inductor.select(
+            f"flexhop_{kernel}", choices, [*inputs, *captures], layout, generators
+        )
+        buffers = [s for s in subgraphs if not isinstance(s, inductor.ScatterSite)]
+        inductor.note_subgraphs(result, self.captures, buffers)
+        return result

@@ -1,0 +1,281 @@
+"""Which tile a problem gets, and the constants of each kernel: pure functions of Problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from flexhop.errors import TileError, TileResourceError
+from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
+from flexhop.lowering.tiles import Kernel, search_tiles, smaller_tiles, table_tile
+from flexhop.options import KernelOptions, Tile
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedConstants:
+    """Constants that every kernel reads; names as in templates/README.md."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    SPARSE_Q_BLOCK_SIZE: int
+    SPARSE_KV_BLOCK_SIZE: int
+    TILES_PER_Q_BLOCK: int
+    TILES_PER_KV_BLOCK: int
+    HAS_BLOCKS: bool
+    HAS_FULL_BLOCKS: bool
+    PARTIAL_IS_FULL: bool
+    CHECK_Q: bool
+    CHECK_KV: bool
+    QK_HEAD_DIM: int
+    QK_HEAD_DIM_ROUNDED: int
+    V_HEAD_DIM: int
+    V_HEAD_DIM_ROUNDED: int
+    Q_HEADS: int
+    GQA_GROUP: int
+    KV_BATCH_SHARED: bool
+    HAS_SCORE_MOD: bool
+    SCALE_SCORES: bool
+    SM_SCALE: float
+    EXP_SCALE: float
+    FLOAT32_PRECISION: str
+    OFFSET_DTYPE: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardConstants(SharedConstants):
+    """Constants of forward.py.jinja."""
+
+    HEADS_PER_SECTION: int
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    RETURN_MAX: bool
+    LN_2: float = LN_2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradQueryConstants(SharedConstants):
+    """Constants of grad_query.py.jinja."""
+
+    HEADS_PER_SECTION: int
+    CHECK_RANGE: bool
+    HAS_CAPTURED_GRADS: bool
+    LOG2_E: float = LOG2_E
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradKeyValueConstants(SharedConstants):
+    """Constants of grad_key_value.py.jinja."""
+
+    KV_HEADS: int
+    CHECK_RANGE: bool
+    LOG2_E: float = LOG2_E
+
+
+def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> ForwardConstants:
+    """Constants of the forward kernel."""
+    prescale = options.prescale_qk
+    shared = _shared(problem, options, tile)
+    if prescale:
+        shared |= {"SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
+    return ForwardConstants(
+        **shared,
+        HEADS_PER_SECTION=_heads_per_section(problem),
+        PRESCALE_QK=prescale,
+        ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
+        RETURN_MAX=problem.returns_max,
+    )
+
+
+def grad_query_constants(problem: Problem, options: KernelOptions, tile: Tile) -> GradQueryConstants:
+    """Constants of the kernel for the gradient of query."""
+    shared = _shared(problem, options, tile)
+    # Rows that do not exist have weight 0 by their lse, unless a mod makes a NaN of their score.
+    check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.has_score_mod)
+    return GradQueryConstants(
+        **shared,
+        HEADS_PER_SECTION=_heads_per_section(problem),
+        CHECK_RANGE=check,
+        HAS_CAPTURED_GRADS=problem.has_captured_grads,
+    )
+
+
+def grad_key_value_constants(
+    problem: Problem, options: KernelOptions, tile: Tile
+) -> GradKeyValueConstants:
+    """Constants of the kernel for the gradients of key and value."""
+    shared = _shared(problem, options, tile)
+    return GradKeyValueConstants(
+        **shared,
+        KV_HEADS=problem.kv_heads,
+        CHECK_RANGE=shared["CHECK_Q"] and problem.has_score_mod,
+    )
+
+
+_CONSTANTS = {
+    "forward": forward_constants,
+    "grad_query": grad_query_constants,
+    "grad_key_value": grad_key_value_constants,
+}
+
+
+def constants(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
+    """Constants of a kernel as the template wants them: Triton source text by name."""
+    values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
+    return {name: _as_source(name, value) for name, value in values.items()}
+
+
+def _as_source(name: str, value: Any) -> Any:
+    # Template constants are pasted as source: a string must bring its quotes, a dtype must not.
+    return repr(value) if name == "FLOAT32_PRECISION" else value
+
+
+def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
+    blocks = problem.blocks or MaskBlocks(tile.block_m, tile.block_n, has_full=False)
+    # exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
+    # between; the running maximum then needs a positive factor.
+    scale_scores = problem.has_score_mod or problem.scale <= 0
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_size,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_size,
+        "TILES_PER_Q_BLOCK": _cdiv(blocks.q_size, tile.block_m),
+        "TILES_PER_KV_BLOCK": _cdiv(blocks.kv_size, tile.block_n),
+        "HAS_BLOCKS": problem.blocks is not None,
+        "HAS_FULL_BLOCKS": blocks.has_full,
+        "PARTIAL_IS_FULL": not problem.has_mask_mod,
+        "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),
+        "CHECK_KV": not _is_aligned(blocks.kv_size, tile.block_n, problem.is_key_multiple),
+        "QK_HEAD_DIM": problem.head_dim,
+        "QK_HEAD_DIM_ROUNDED": round_head_dim(problem.head_dim),
+        "V_HEAD_DIM": problem.value_head_dim,
+        "V_HEAD_DIM_ROUNDED": round_head_dim(problem.value_head_dim),
+        "Q_HEADS": problem.query_heads,
+        "GQA_GROUP": problem.group,
+        "KV_BATCH_SHARED": problem.kv_batch_shared,
+        "HAS_SCORE_MOD": problem.has_score_mod,
+        "SCALE_SCORES": scale_scores,
+        "SM_SCALE": problem.scale,
+        "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
+        "FLOAT32_PRECISION": _float32_precision(options),
+        "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
+    }
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _is_aligned(block: int, tile: int, is_multiple: Any) -> bool:
+    """Whether every row of every tile exists: tiles divide blocks, and blocks divide the length."""
+    return block % tile == 0 and is_multiple(block)
+
+
+def _float32_precision(options: KernelOptions) -> str:
+    if options.float32_precision is not None:
+        return options.float32_precision
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _heads_per_section(problem: Problem) -> int:
+    """Query heads whose keys and values fill half of the L2 cache together."""
+    per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
+    kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
+    return min(kv_heads * problem.group, max(1, problem.batch * problem.query_heads))
+
+
+def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
+    """Upper bound of the shared memory in bytes that a kernel with this tile asks for.
+
+    Operands of a loop are held once per stage; operands that stay are held once; a result that feeds
+    the next product passes through shared memory when its layout changes.
+    """
+    qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
+    item, stages = problem.itemsize, tile.num_stages
+    staying, passing = (tile.block_n, tile.block_m) if kernel == "grad_key_value" else (
+        tile.block_m,
+        tile.block_n,
+    )  # fmt: skip
+    loop = passing * (qk + v) * item * stages
+    scores = tile.block_m * tile.block_n * item
+    if kernel == "forward":
+        return max(staying * qk * item + loop + scores, staying * v * 4) + _SLACK
+    if kernel == "grad_query":
+        return staying * (qk + v) * item + loop + scores + _SLACK
+    return staying * (qk + v) * item + loop + 2 * scores + _SLACK
+
+
+# Barriers, reductions across warps and the statistics of rows.
+_SLACK = 4096
+
+
+def choose_tiles(
+    kernel: Kernel, problem: Problem, options: KernelOptions, *, search: bool
+) -> list[Tile]:
+    """Tiles that fit the device and the mask, best guess first; never empty.
+
+    Raises:
+        TileError: the user's tile does not divide the blocks of the mask.
+        TileResourceError: the user's tile does not fit the device.
+    """
+    default = _fit(kernel, problem, table_tile(kernel, problem))
+    wanted = getattr(options, kernel)
+    if wanted is not None:
+        tile = wanted.fill(default)
+        _check_user_tile(kernel, problem, tile)
+        return [tile]
+    found = [default]
+    for tile in search_tiles(kernel) if search else ():
+        fitted = _fit(kernel, problem, tile)
+        if fitted not in found:
+            found.append(fitted)
+    return found
+
+
+def _fit(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
+    """The largest step of the ladder down from `tile` that fits."""
+    tile = _within_blocks(problem, tile)
+    for smaller in smaller_tiles(tile):
+        if shared_memory(kernel, problem, smaller) <= problem.device.shared_memory:
+            return smaller
+    return smaller
+
+
+def _within_blocks(problem: Problem, tile: Tile) -> Tile:
+    """Shrink a tile to divide the blocks of the mask and not to exceed the lengths."""
+    rows, columns = tile.block_m, tile.block_n
+    if problem.blocks is not None:
+        rows = _divisor(rows, problem.blocks.q_size)
+        columns = _divisor(columns, problem.blocks.kv_size)
+    rows = min(rows, round_head_dim(problem.query_len))
+    columns = min(columns, round_head_dim(problem.key_len))
+    warps = min(tile.num_warps, 4) if rows * columns <= 64 * 64 else tile.num_warps
+    return Tile(rows, columns, warps, tile.num_stages)
+
+
+def _divisor(tile: int, block: int) -> int:
+    """Largest power of two from 16 to `tile` that divides the block; 16 if none does."""
+    while tile > 16 and block % tile != 0:
+        tile //= 2
+    return tile
+
+
+def _check_user_tile(kernel: Kernel, problem: Problem, tile: Tile) -> None:
+    blocks = problem.blocks
+    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+        raise TileError(
+            kernel=kernel, block_m=tile.block_m, block_n=tile.block_n,
+            q_block=blocks.q_size, kv_block=blocks.kv_size,
+        )  # fmt: skip
+    needed = shared_memory(kernel, problem, tile)
+    if needed > problem.device.shared_memory:
+        raise TileResourceError(
+            kernel=kernel, tile=tile, needed=needed,
+            available=problem.device.shared_memory, device=problem.device.name,
+        )  # fmt: skip

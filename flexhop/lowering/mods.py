@@ -1,0 +1,93 @@
+"""User functions: FX graphs to Inductor buffers for the holes of the templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from flexhop.compat import inductor
+from flexhop.ops.args import Site
+from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
+
+aten = torch.ops.aten
+_INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
+# Operators that hand on their first argument's value.
+_TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+class ModBuffers(NamedTuple):
+    """The user functions of one kernel, lowered.
+
+    score and mask are scalar buffers for the holes; has_score_mod and has_mask_mod say whether the
+    functions do anything.
+    """
+
+    score: Any
+    mask: Any
+    has_score_mod: bool
+    has_mask_mod: bool
+
+
+def lower_mods(
+    device: torch.device, score: Any, mask: Any, captures: tuple[Sequence[Any], Sequence[Any]]
+) -> ModBuffers:
+    """Lower score_mod and mask_mod."""
+    score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
+    indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
+    first = inductor.placeholder("score", torch.float32, device)
+    (score_buffer,) = inductor.lower_pointwise(score_graph, [first, *indices, *captures[0]])
+    (mask_buffer,) = inductor.lower_pointwise(mask_graph, [*indices, *captures[1]])
+    return ModBuffers(
+        score_buffer, mask_buffer, not is_identity(score_graph), not is_all_true(mask_graph)
+    )
+
+
+def lower_joint(device: torch.device, joint: Any, captures: Sequence[Any]) -> list[Any]:
+    """Lower the joint graph: gradient of the score, then values and indices of the sites."""
+    names = ("score", *_INDEX_NAMES, "grad_score")
+    inputs = [
+        inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device) for n in names
+    ]
+    return inductor.lower_pointwise(inductor.graph_module(joint), [*inputs, *captures])
+
+
+def _output(graph: fx.GraphModule) -> Any:
+    result = graph.graph.output_node().args[0]
+    if isinstance(result, (tuple, list)):
+        (result,) = result
+    while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
+        result = result.args[0]
+    return result
+
+
+def is_identity(graph: fx.GraphModule) -> bool:
+    """Whether a score_mod returns its score."""
+    return _output(graph) is graph.graph.find_nodes(op="placeholder")[0]
+
+
+def is_all_true(graph: fx.GraphModule) -> bool:
+    """Whether a mask_mod returns the constant True."""
+    result = _output(graph)
+    if not isinstance(result, fx.Node):
+        return result is True
+    return result.target is aten.full.default and result.args[1] is True
+
+
+def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
+    """Whether a site's indices depend on q_idx, and on kv_idx."""
+    graph = inductor.graph_module(joint).graph
+    placeholders = graph.find_nodes(op="placeholder")
+    outputs = graph.output_node().args[0]
+    reached: set[fx.Node] = set()
+    pending = [outputs[i] for i in site.indices]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, fx.Node) and node not in reached:
+            reached.add(node)
+            pending.extend(node.all_input_nodes)
+    score = placeholders[0] in reached
+    q_idx, kv_idx = placeholders[NUM_SCORE_INPUTS - 2 : NUM_SCORE_INPUTS]
+    return score or q_idx in reached, score or kv_idx in reached

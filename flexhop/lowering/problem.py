@@ -1,0 +1,88 @@
+"""The facts of one call, read from the IR once and never changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """What a kernel may use of a GPU.
+
+    shared_memory: bytes that one program can ask for. multiprocessors: programs that run side by side.
+    """
+
+    capability: tuple[int, int]
+    shared_memory: int
+    multiprocessors: int
+    l2_bytes: int
+    name: str = "GPU"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaskBlocks:
+    """Blocks of the mask: their sizes, and whether some are listed as full."""
+
+    q_size: int
+    kv_size: int
+    has_full: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One call as plain values.
+
+    Lengths are hints: the sizes seen at this compile; what must hold for every size is in
+    `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
+    """
+
+    device: Device
+    dtype: torch.dtype
+    batch: int
+    query_heads: int
+    kv_heads: int
+    query_len: int
+    key_len: int
+    head_dim: int
+    value_head_dim: int
+    scale: float
+    kv_batch_shared: bool
+    blocks: MaskBlocks | None
+    has_score_mod: bool
+    has_mask_mod: bool
+    has_captured_grads: bool
+    returns_max: bool
+    large_output: bool
+    is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
+    is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of query, key and value."""
+        return self.dtype.itemsize
+
+
+def read_device(device: torch.device) -> Device:
+    """Facts of the GPU that the graph is compiled for."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Device(
+        capability=(properties.major, properties.minor),
+        shared_memory=properties.shared_memory_per_block_optin,
+        multiprocessors=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        name=properties.name,
+    )
+
+
+def round_head_dim(size: int) -> int:
+    """Width of a tile that holds `size` columns: a power of two that the tensor cores take."""
+    return max(16, 1 << (size - 1).bit_length())

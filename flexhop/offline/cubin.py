@@ -1,0 +1,210 @@
+"""Compile generated kernels to machine code for a GPU that need not be there, and look at it.
+
+Every function here takes and returns picklable values, so a process pool compiles kernels for
+several architectures at once. Triton caches what it compiled on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from flexhop.offline.kernel import Kernel
+
+__all__ = ["ARCHITECTURES", "Cubin", "compile_kernel", "compile_source"]
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+
+_MATRIX_PRODUCTS = {
+    "mma": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cubin:
+    """The machine code of one kernel and what it costs.
+
+    Args:
+        name: of the kernel.
+        architecture: 90 for sm_90.
+        registers: per thread.
+        stack: bytes of local memory per thread: arrays that no register could hold, and spills.
+        local: bytes of local memory per thread that the loader sets aside besides the stack.
+        shared: bytes of shared memory per program.
+        spills: register spills: loads from and stores to local memory in the machine code.
+        mma: warp-level matrix products in the PTX (sm_80 and later).
+        wgmma: warp-group-level matrix products (sm_90).
+        tcgen05: tensor-memory matrix products (sm_100).
+        ptx: assembly text.
+        binary: the cubin.
+    """
+
+    name: str
+    architecture: int
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    spills: int
+    mma: int
+    wgmma: int
+    tcgen05: int
+    ptx: str = dataclasses.field(repr=False)
+    binary: bytes = dataclasses.field(repr=False)
+
+    def sass(self) -> str:
+        """The machine code as text, with one instruction a line."""
+        return _sass(self.binary)
+
+    def loops(self) -> list[str]:
+        """The bodies of the loops in order of their first instruction: from a jump's target to it.
+
+        A jump to itself is no loop: it fills the space after the last instruction.
+        """
+        lines = self.sass().splitlines()
+        labels = {m[1]: n for n, line in enumerate(lines) if (m := _LABEL.match(line.strip()))}
+        jumps = ((n, m[1]) for n, line in enumerate(lines) if (m := _JUMP.search(line)))
+        spans = sorted((labels[target], n) for n, target in jumps if labels.get(target, n) < n - 1)
+        return ["\n".join(lines[start : end + 1]) for start, end in spans]
+
+
+_LABEL = re.compile(r"(\.L_x_\d+):$")
+_JUMP = re.compile(r"\bBRA(?:\.\w+)*\s.*?\(?(\.L_x_\d+)\)?")
+_LOCAL_ACCESS = re.compile(r"\b(?:LDL|STL)\b")
+
+
+def compile_kernel(
+    kernel: Kernel,
+    architecture: int,
+    constants: Mapping[str, Any] | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> Cubin:
+    """Compile a generated kernel.
+
+    Args:
+        kernel: Triton or Gluon. For Gluon, the architecture it was written for.
+        architecture: 90 for sm_90; see `ARCHITECTURES`.
+        constants: for the kernel's `constexprs`, e.g. {"XBLOCK": 1024}; kernels of Inductor's own
+            have some, templates have none.
+        num_warps: overrides the kernel's own.
+        num_stages: overrides the kernel's own.
+
+    Raises:
+        ValueError: a constant is missing.
+    """
+    constants = dict(constants or {})
+    missing = set(kernel.constexprs) - set(constants)
+    if missing:
+        raise ValueError(f"{kernel.name} needs values for {sorted(missing)}.")
+    function = getattr(kernel.module(), kernel.name)
+    configs = kernel.meta.get("configs") or [{}]
+    options = {
+        "num_warps": num_warps or kernel.num_warps or 4,
+        "num_stages": num_stages or kernel.num_stages or 2,
+        "enable_fp_fusion": kernel.meta.get("enable_fp_fusion", True),
+    }
+    return compile_source(
+        function,
+        kernel.meta["signature"] | dict.fromkeys(constants, "constexpr"),
+        kernel.meta.get("constants", {}) | constants,
+        architecture,
+        attributes=configs[0],
+        **options,
+    )
+
+
+def compile_source(
+    function: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    architecture: int,
+    *,
+    attributes: Mapping[Any, Any] | None = None,
+    **options: Any,
+) -> Cubin:
+    """Compile a function decorated with `@triton.jit` or `@gluon.jit`.
+
+    Args:
+        function: what the decorator made, outside of the interpreter.
+        signature: argument name -> type, e.g. {"q": "*bf16", "n": "i32", "BLOCK": "constexpr"}.
+        constants: values of the constexpr arguments.
+        architecture: 90 for sm_90.
+        attributes: argument position as a 1-tuple -> facts about it, e.g.
+            {(0,): [["tt.divisibility", 16]]}.
+        **options: of Triton's compiler, e.g. num_warps=4, num_stages=2.
+    """
+    # Triton's default is about to change; Inductor sets it explicitly, too.
+    options.setdefault("enable_fp_fusion", True)
+    source = _source_class(function)(
+        fn=function,
+        signature=dict(signature),
+        constexprs=dict(constants),
+        attrs={_position(key): value for key, value in (attributes or {}).items()},
+    )
+    target = GPUTarget("cuda", architecture, 32)
+    return _inspect(triton.compile(source, target=target, options=options), architecture)
+
+
+def _source_class(function: Any) -> Any:
+    if not function.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def _position(key: Any) -> tuple[int, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _inspect(compiled: CompiledKernel, architecture: int) -> Cubin:
+    binary, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    usage = _run_tool("cuobjdump", binary, "--dump-resource-usage")
+    counts = {
+        name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)
+    }
+    return Cubin(
+        name=compiled.metadata.name,
+        architecture=architecture,
+        registers=counts["REG"],
+        stack=counts["STACK"],
+        local=counts["LOCAL"],
+        shared=compiled.metadata.shared,
+        spills=len(_LOCAL_ACCESS.findall(_sass(binary))),
+        ptx=ptx,
+        binary=binary,
+        **{name: len(re.findall(text, ptx)) for name, text in _MATRIX_PRODUCTS.items()},
+    )
+
+
+def _sass(binary: bytes) -> str:
+    text = _run_tool("nvdisasm", binary, "--print-code", "--no-dataflow")
+    return "\n".join(line for line in text.splitlines() if line.strip())
+
+
+def _run_tool(name: str, binary: bytes, *options: str) -> str:
+    """Run one of NVIDIA's tools on a cubin; they come with Triton's wheel or the CUDA toolkit."""
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    tool = str(bundled) if bundled.exists() else shutil.which(name)
+    if tool is None:
+        raise FileNotFoundError(f"{name} is neither in Triton's package nor on PATH.")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        done = subprocess.run([tool, *options, file.name], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} {' '.join(options)} failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,131 @@
+"""Run generated GPU code on CPU tensors: template kernels and Inductor's own around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flexhop.compat.cpu_wrapper import launch_grid, load_wrapper
+from flexhop.offline import interpreter
+from flexhop.offline.codegen import (
+    Generated,
+    Graph,
+    Loss,
+    canonical,
+    differentiate,
+    operator_kept,
+    trace,
+)
+from flexhop.offline.kernel import Kernel, read_kernel
+from flexhop.offline.memory import Memory, OutOfBoundsError
+
+__all__ = ["Memory", "OutOfBoundsError", "interpret", "load", "run_kernel"]
+
+# One numpy operation costs the same for few elements and for many, so blocks are large.
+_BLOCK_ELEMENTS = 1 << 15
+
+
+def interpret(
+    function: Callable[..., Any],
+    *args: Any,
+    grad: bool | Loss = False,
+    memory: Memory | None = None,
+    **generation: Any,
+) -> Generated:
+    """Compile a function for a GPU and run the kernels in Triton's interpreter.
+
+    Args:
+        function: as in `generate`.
+        *args: its arguments, with tensors on the CPU.
+        grad: as in `generate`: the kernels of the backward pass then fill `.grad`.
+        memory: what to watch; see `Memory`.
+        **generation: `capability`, `options`, `dynamic` as in `generate`.
+
+    Returns:
+        The generated code, and the result that the kernels computed.
+
+    Raises:
+        NotImplementedError: a Gluon kernel, or an instruction without a numpy counterpart.
+        OutOfBoundsError: if `memory` checks bounds.
+    """
+    graphs: list[Graph] = []
+
+    def run_kernels(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+        graphs.append(graph)
+        return load(graph.code, memory)
+
+    compiled = trace(function, run_kernels, generation.pop("capability", (9, 0)), **generation)
+    with operator_kept():
+        result = compiled(*args)
+        if grad:
+            differentiate(result, grad)
+    codes = [canonical(graph.code) for graph in graphs]
+    return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
+
+
+def load(code: str, memory: Memory | None = None) -> Callable[[list[Any]], Sequence[Any]]:
+    """Make generated code callable on CPU tensors.
+
+    Args:
+        code: `Generated.forward` or `Generated.backward`.
+        memory: what to watch.
+
+    Returns:
+        A function of the list of graph inputs that returns the graph outputs.
+    """
+    watched = memory or Memory()
+
+    def make_kernel(name: str, source: str) -> Callable[..., None]:
+        kernel = read_kernel(name, source)
+        return lambda *args: _launch(kernel, args, watched)
+
+    return load_wrapper(code, make_kernel, watched.allocate)
+
+
+def run_kernel(
+    kernel: Kernel, grid: tuple[int, ...], arguments: dict[str, Any], memory: Memory | None = None
+) -> None:
+    """Run one kernel in Triton's interpreter.
+
+    Args:
+        kernel: in Triton's dialect.
+        grid: number of programs along up to three axes.
+        arguments: by name: CPU tensors for pointers, numbers, and constants such as XBLOCK.
+        memory: what to watch.
+    """
+    if kernel.is_gluon:
+        raise NotImplementedError(f"{kernel.name} is a Gluon kernel; Triton cannot interpret it.")
+    watched = memory or Memory()
+    with interpreter.interpreting(watched):
+        module = kernel.module()
+        if hasattr(module, "libdevice"):
+            setattr(module, "libdevice", interpreter.libdevice)  # noqa: B010
+        watched.enter_kernel(kernel.name, arguments)
+        interpreter.launch(getattr(module, kernel.name), grid, arguments)
+
+
+def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory) -> None:
+    """Launch as Inductor's wrapper asks: run-time arguments, then what the grid is made of."""
+    extra = kernel.inductor_meta.get("extra_launcher_args", [])
+    named = dict(zip([*kernel.parameters, *extra], args, strict=True))
+    blocks = _blocks(kernel, named)
+    grid = launch_grid(kernel.inductor_meta, named, blocks)
+    arguments = {name: named[name] for name in kernel.parameters} | blocks
+    run_kernel(kernel, grid, arguments, memory)
+
+
+def _blocks(kernel: Kernel, named: dict[str, Any]) -> dict[str, int]:
+    """Block sizes for a kernel of Inductor's own, which tunes them when it first runs."""
+    left = _BLOCK_ELEMENTS
+    blocks: dict[str, int] = {}
+    # Reductions first: a program should cover them in one go.
+    for axis in ("r0_", "r1_", "x", "y", "z"):
+        length = named.get(f"{axis}numel", kernel.size_hints.get(axis))
+        if length is not None:
+            block = min(1 << (max(int(length), 1) - 1).bit_length(), left)
+            left = max(left // block, 1)
+            blocks[f"{axis.upper()}BLOCK"] = block
+    missing = [name for name in kernel.constexprs if name not in blocks]
+    if missing:
+        raise NotImplementedError(f"No launch configuration known for {missing} of {kernel.name}.")
+    return {name: blocks[name] for name in kernel.constexprs}

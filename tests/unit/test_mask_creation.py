@@ -1,0 +1,273 @@
+"""create_block_mask and create_mask against the definition: look at every element of a block."""
+
+import functools
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexhop import mask_creation
+from flexhop.block_mask import BlockMask
+from flexhop.errors import (
+    BlockMaskFieldError,
+    BlockSizeError,
+    ModArityError,
+    ModLoweringError,
+    ModResultError,
+    SequenceLengthError,
+)
+from flexhop.mask_creation import create_block_mask, create_mask
+
+LISTS = [name for name in BlockMask._TENSOR_ATTRS if not name.startswith("dq")]
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def table_mask(table: Tensor):
+    """The mask that a table [B, H, M, N] holds, read in one step."""
+    return lambda b, h, q_idx, kv_idx: table[b, h, q_idx, kv_idx]
+
+
+def blocks_by_definition(table: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Partial and full blocks of a mask, by looking at each block; [B, H, R, C] bool."""
+    rows = [part for part in table.split(block[0], dim=2)]
+    some, full = [], []
+    for row in rows:
+        tiles = row.split(block[1], dim=3)
+        some.append(torch.stack([tile.flatten(2).any(2) for tile in tiles], -1))
+        whole = [tile.shape[2:] == torch.Size(block) for tile in tiles]
+        full.append(
+            torch.stack([t.flatten(2).all(2) & w for t, w in zip(tiles, whole, strict=True)], -1)
+        )
+    visited, full_blocks = torch.stack(some, 2), torch.stack(full, 2)
+    return visited & ~full_blocks, full_blocks
+
+
+def assert_lists(counts: Tensor, indices: Tensor, expected: Tensor) -> None:
+    """Each row of the lists names the marked columns of `expected`, ascending."""
+    assert counts.dtype == indices.dtype == torch.int32
+    flat = zip(counts.flatten(), indices.flatten(0, -2), expected.flatten(0, -2), strict=True)
+    for count, row, marked in flat:
+        assert row[: int(count)].tolist() == marked.nonzero().flatten().tolist()
+
+
+def assert_matches(mask: BlockMask, table: Tensor) -> None:
+    partial, full = blocks_by_definition(table, mask.BLOCK_SIZE)
+    assert_lists(mask.kv_num_blocks, mask.kv_indices, partial)
+    assert_lists(mask.full_kv_num_blocks, mask.full_kv_indices, full)
+    assert_lists(mask.q_num_blocks, mask.q_indices, partial.mT)
+    assert_lists(mask.full_q_num_blocks, mask.full_q_indices, full.mT)
+
+
+def assert_same_lists(first: BlockMask, second: BlockMask) -> None:
+    for name in LISTS:
+        a, b = getattr(first, name), getattr(second, name)
+        assert (a is None and b is None) or torch.equal(a, b), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 70)),
+    block=st.tuples(st.sampled_from([1, 8, 16, 100]), st.sampled_from([1, 8, 16, 100])),
+    dense=st.sampled_from([0.0, 0.01, 0.99, 1.0]),
+    seed=st.integers(0, 99),
+    chunk=st.sampled_from([1, 500, 10**6]),
+)
+def test_random_masks(shape, block, dense, seed, chunk):
+    table = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < dense
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mask_creation, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(mask_creation, "LONGEST", 13)
+        mask = create_block_mask(table_mask(table), *shape, "cpu", block)
+    assert mask.shape == shape
+    assert_matches(mask, table)
+
+
+@pytest.mark.parametrize("length", [1, 100, 257])
+@pytest.mark.parametrize("block", [16, 128, 256, (32, 64), (64, 32)])
+def test_causal_of_ragged_lengths(length, block):
+    mask = create_block_mask(causal, None, None, length, length + 3, "cpu", block)
+    assert mask.shape == (1, 1, length, length + 3)
+    assert_matches(mask, create_mask(causal, 1, 1, length, length + 3, "cpu"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1024, 1024), (3, 5, 7, 11), (64, 32, 4, 4)])
+@pytest.mark.parametrize("area", [1, 128 * 128, 1024 * 1024])
+def test_chunks_are_bounded_and_cover_everything(shape, area):
+    covered = torch.zeros(shape, dtype=torch.int32)
+    for chunk in mask_creation._chunks(shape, area):
+        covered[chunk] += 1
+        assert covered[chunk].numel() * area <= mask_creation.CHUNK_ELEMENTS
+    assert bool((covered == 1).all())
+
+
+def test_full_blocks_need_not_be_separated():
+    mask = create_block_mask(causal, 1, 1, 64, 64, "cpu", 16, separate_full_blocks=False)
+    assert mask.full_kv_indices is None and mask.full_q_indices is None
+    assert mask.num_partial_blocks() == 10
+
+
+def test_the_query_side_can_be_left_out():
+    mask = create_block_mask(causal, 1, 1, 64, 64, "cpu", 16, compute_q_blocks=False)
+    assert mask.q_indices is None and mask.full_q_num_blocks is None
+
+
+def test_mods_see_only_indices_in_range():
+    seen = torch.ones(100, 90, dtype=torch.bool)  # reading past it would raise
+    mask = create_block_mask(
+        lambda b, h, q_idx, kv_idx: seen[q_idx, kv_idx], 1, 1, 100, 90, "cpu", 64
+    )
+    assert (mask.num_full_blocks(), mask.num_partial_blocks()) == (1, 3)
+
+
+KEEP = torch.arange(600).view(2, 300) % 7 != 3
+
+
+def two_steps(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & KEEP[b][q_idx]
+
+
+def factory(b, h, q_idx, kv_idx):
+    return KEEP[h.new_zeros(h.shape), q_idx] | (q_idx >= kv_idx)
+
+
+def many_reads(b, h, q_idx, kv_idx):
+    """More reads than Inductor lets one loop collect; b joins late."""
+    same = KEEP[0, q_idx] & KEEP[0, kv_idx] & KEEP[1, q_idx] & KEEP[1, kv_idx]
+    near = KEEP[0, (q_idx + 1) % 300] & KEEP[0, (kv_idx + 1) % 300] & KEEP[1, (q_idx + 2) % 300]
+    far = KEEP[1, (kv_idx + 2) % 300] & KEEP[0, (kv_idx + 3) % 300] & KEEP[0, (q_idx + 3) % 300]
+    return (same & near & far) | ((q_idx == kv_idx) & (b == 0))
+
+
+def shifted(b, h, q_idx, kv_idx, offset):
+    return q_idx + offset >= kv_idx
+
+
+class Window:
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() < 9 + h
+
+
+MODS = {
+    "causal": causal,
+    "two_steps": two_steps,
+    "factory": factory,
+    "many_reads": many_reads,
+    "callable": Window(),
+    "partial": functools.partial(shifted, offset=31),
+    "partial_tensor": functools.partial(shifted, offset=torch.tensor(3.0)),
+}
+
+
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+def test_compiled_equals_eager(mod):
+    def create():
+        return create_block_mask(mod, 2, 2, 300, 257, "cpu", (32, 64))
+
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")()
+    assert type(compiled) is BlockMask and compiled.mask_mod is mod
+    assert_same_lists(compiled, create())
+    assert_matches(create(), create_mask(mod, 2, 2, 300, 257, "cpu"))
+
+
+def test_two_step_indexing_by_loops():
+    expected = torch.tensor(
+        [[[bool(KEEP[b, q]) and q >= k for k in range(40)] for q in range(40)] for b in range(2)]
+    )
+    assert torch.equal(create_mask(two_steps, 2, None, 40, 40, "cpu")[:, 0], expected)
+
+
+def buffer_sizes(code: str) -> list[int]:
+    """Elements of the tensors that generated code allocates."""
+    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", code)
+    return [functools.reduce(lambda a, b: a * int(b), re.findall(r"\d+", s), 1) for s in shapes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mod", [causal, many_reads])
+def test_inductor_does_not_store_the_mask(mod):
+    from torch._inductor.utils import run_and_get_code
+
+    compiled = torch.compile(create_block_mask, fullgraph=True)
+    mask, code = run_and_get_code(compiled, mod, 2, 1, 300, 300, "cpu", 32)
+    assert_same_lists(mask, create_block_mask(mod, 2, 1, 300, 300, "cpu", 32))
+    assert 0 < max(buffer_sizes(code[0])) <= 2 * 10 * 11
+
+
+def test_other_sizes_recompile_once():
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    compiled = torch.compile(create_block_mask, fullgraph=True, backend="aot_eager")
+    graphs = []
+    for batch, heads, length in ((2, 2, 256), (3, 4, 512), (4, 5, 768)):
+        compiled(causal, batch, heads, length, length, "cpu")
+        graphs.append(counters["aot_autograd"]["ok"])
+    assert graphs == [1, 2, 2]
+
+
+@pytest.mark.slow
+def test_the_compile_flag():
+    mask = create_block_mask(causal, 1, 1, 300, 300, "cpu", 32, _compile=True)
+    assert_same_lists(mask, create_block_mask(causal, 1, 1, 300, 300, "cpu", 32))
+
+
+def test_create_mask_of_a_score_mod():
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+    expected = torch.ones(5, 7, dtype=torch.bool).tril().expand(2, 3, 5, 7)
+    assert torch.equal(create_mask(score_mod, 2, 3, 5, 7, "cpu"), expected)
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_write_order(descending):
+    mask = create_block_mask(
+        causal, 1, 1, 80, 64, "cpu", 16, compute_dq_write_order=True, dq_kv_order=descending
+    )
+    assert mask._dq_kv_order() is descending
+    visited = mask.to_dense()[0, 0].bool()
+    for column in range(4):
+        for entry in range(int(mask.q_num_blocks[0, 0, column])):
+            row = int(mask.q_indices[0, 0, column, entry])
+            turns = visited[row].nonzero().flatten().tolist()
+            turns = turns[::-1] if descending else turns
+            assert mask.dq_write_order[0, 0, column, entry] == turns.index(column)
+
+
+def branching(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx if q_idx > 3 else kv_idx > 3
+
+
+@pytest.mark.parametrize(
+    ("error", "mod", "changes"),
+    [
+        (ModResultError, lambda b, h, q_idx, kv_idx: q_idx - kv_idx, {}),
+        (ModResultError, lambda b, h, q_idx, kv_idx: True, {}),
+        (ModResultError, lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx).view(1), {}),
+        (ModArityError, lambda q_idx, kv_idx: q_idx >= kv_idx, {}),
+        (ModLoweringError, branching, {}),
+        (BlockSizeError, causal, {"BLOCK_SIZE": 0}),
+        (BlockSizeError, causal, {"BLOCK_SIZE": (16, -16)}),
+        (BlockSizeError, causal, {"BLOCK_SIZE": (16, 16, 16)}),
+        (BlockSizeError, causal, {"BLOCK_SIZE": 16.0}),
+        (SequenceLengthError, causal, {"Q_LEN": 0}),
+        (SequenceLengthError, causal, {"KV_LEN": -1}),
+        (SequenceLengthError, causal, {"B": 0}),
+        (BlockMaskFieldError, causal, {"dq_kv_order": torch.zeros(1)}),
+    ],
+)
+def test_bad_input(error, mod, changes):
+    arguments = {"B": 1, "H": 1, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu"} | changes
+    with pytest.raises(error):
+        create_block_mask(mod, **arguments)
+
+
+def test_a_branch_is_located():
+    with pytest.raises(ModLoweringError, match=r"test_mask_creation\.py:\d+"):
+        create_block_mask(branching, 1, 1, 8, 8, "cpu")
