@@ -62,6 +62,17 @@ class ScatterSite(NamedTuple):
     is_large: bool  # whether offsets can exceed int32
 
 
+class Subgraphs(list[Any]):
+    """The lowered user functions of one kernel, and how captured gradients leave it.
+
+    A list, because Inductor (2.15) walks through it and expects buffers.
+    """
+
+    def __init__(self, buffers: Sequence[Any], sites: Sequence[ScatterSite] = ()) -> None:
+        super().__init__(buffers)
+        self.sites = tuple(sites)
+
+
 class TemplateKernel(TritonTemplateKernel):
     """Fills the holes of our templates."""
 
@@ -80,7 +91,7 @@ class TemplateKernel(TritonTemplateKernel):
 
     def scatter_sites(self) -> str:
         """Text that adds the gradient of every site of the joint graph to its buffer."""
-        sites = [s for s in self.subgraphs or () if isinstance(s, ScatterSite)]
+        sites = getattr(self.subgraphs, "sites", ())
         return "\n".join(self._scatter(n, site) for n, site in enumerate(sites)) or "pass"
 
     def _scatter(self, number: int, site: ScatterSite) -> str:

@@ -17,7 +17,7 @@ from flexhop.lowering.operands import (
     read_problem,
     user_options,
 )
-from flexhop.ops.args import BackwardArgs, unpack_sites
+from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 from flexhop.templates import source
 
 aten = torch.ops.aten
@@ -57,21 +57,22 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
     joint = lower_joint(device, args.joint, score_captures)
-    grads, scatters, written = _scatter_sites(args, joint)
+    captured, sites = _scatter_sites(args)
+    written = [captured[i] for i in sorted(captured)]
     delta = _delta(args)
     tensors = inductor.realize([args.query, args.key, args.value, args.grad_out])
     query, key, value, grad_out = tensors
     args = args._replace(query=query, key=key, value=value)
     statistics = [inductor.contiguous(args.lse), delta, grad_out]
     problem = read_problem(args, mods)
-    call = _Call(args, problem, mods, joint[0], [*score_captures, *mask_captures])
+    call = _Call(args, problem, mods, joint, [*score_captures, *mask_captures])
 
     inputs = [query, key, value, *statistics, *block_inputs(args, "kv", delta, query)]
-    grad_query = call.emit("grad_query", inputs, written, query, scatters)
+    grad_query = call.emit("grad_query", inputs, written, query, sites)
     grad_value = inductor.empty(value.get_size(), _strides(2), value.get_dtype(), device)
     inputs = [query, key, value, *statistics, grad_value, *block_inputs(args, "q", delta, query)]
     grad_key = call.emit("grad_key_value", inputs, [grad_value], key, [])
-    return grad_query, grad_key, grad_value, grads
+    return grad_query, grad_key, grad_value, _captured_grads(args, captured)
 
 
 def _strides(position: int) -> list[Any]:
@@ -90,50 +91,56 @@ def _delta(args: BackwardArgs) -> Any:
     return inductor.contiguous(delta)
 
 
-def _scatter_sites(args: BackwardArgs, joint: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Zero-filled buffers for captured gradients: (gradients, what the kernel adds where, buffers)."""
+def _scatter_sites(
+    args: BackwardArgs,
+) -> tuple[dict[int, Any], list[inductor.ScatterSite]]:
+    """Zero-filled buffers for captured gradients by capture, and what the kernel adds to them."""
     sites = unpack_sites(args.sites)
     if sites and args.options.get("deterministic"):
         raise DeterminismError(
             capture=sites[0].capture, reason="its gradient is summed by atomic additions"
         )
     buffers: dict[int, Any] = {}
-    scatters: list[Any] = []
     for site in sites:
-        capture = args.score_captures[site.capture]
         if site.capture not in buffers:
+            like = args.score_captures[site.capture]
             buffers[site.capture] = inductor.zeros(
-                capture.get_size(), torch.float32, capture.get_device()
+                like.get_size(), torch.float32, like.get_device()
             )
-        buffer = buffers[site.capture]
-        uses_q_idx, uses_kv_idx = index_dependence(args.joint, site)
-        # Subgraphs of the kernel: score, mask, gradient of score, then values and indices of all sites.
-        scatters.append(
-            inductor.ScatterSite(
-                buffer.get_name(), tuple(buffer.get_stride()), 2 + site.value,
-                tuple(2 + i for i in site.indices), uses_q_idx, uses_kv_idx,
-                not inductor.fits_int32(buffer.get_numel()),
-            )
-        )  # fmt: skip
-    scatters = [*joint[1:], *scatters]
-    ordered = [buffers[i] for i in sorted(buffers)]
-    grads = [
-        inductor.call_lowering(
-            torch.ops.prims.convert_element_type.default, buffers[i], args.score_captures[i].get_dtype()
-        )
+    return buffers, [_scatter_site(args, site, buffers[site.capture]) for site in sites]
+
+
+def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.ScatterSite:
+    uses_q_idx, uses_kv_idx = index_dependence(args.joint, site)
+    # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
+    return inductor.ScatterSite(
+        buffer=buffer.get_name(),
+        strides=tuple(buffer.get_stride()),
+        value=2 + site.value,
+        indices=tuple(2 + i for i in site.indices),
+        uses_q_idx=uses_q_idx,
+        uses_kv_idx=uses_kv_idx,
+        is_large=not inductor.fits_int32(buffer.get_numel()),
+    )
+
+
+def _captured_grads(args: BackwardArgs, buffers: dict[int, Any]) -> list[Any]:
+    """The buffers in their captures' dtypes; after the kernel, or Inductor would read their zeros."""
+    convert = torch.ops.prims.convert_element_type.default
+    return [
+        inductor.call_lowering(convert, buffers[i], args.score_captures[i].get_dtype())
         for i in sorted(buffers)
     ]
-    return grads, scatters, ordered
 
 
 class _Call:
     """What both kernels of one backward call share."""
 
     def __init__(
-        self, args: BackwardArgs, problem: Any, mods: ModBuffers, grad_score: Any, captures: list[Any]
+        self, args: BackwardArgs, problem: Any, mods: ModBuffers, joint: list[Any], captures: list[Any]
     ) -> None:
         self.args, self.problem, self.mods = args, problem, mods
-        self.grad_score, self.captures = grad_score, captures
+        self.joint, self.captures = joint, captures
         self.options = user_options(args.options)
 
     def emit(self, kernel: Any, inputs: Any, written: Any, like: Any, sites: list[Any]) -> Any:
@@ -142,7 +149,8 @@ class _Call:
         layout = inductor.fixed_layout(
             like.get_device(), like.get_dtype(), like.get_size(), _strides(position)
         )
-        subgraphs = [self.mods.score, self.mods.mask, self.grad_score, *sites]
+        joint = self.joint if sites else self.joint[:1]
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint], sites)
         choices: list[Any] = []
         search = inductor.is_autotuning() and not self.problem.has_captured_grads
         for tile in kernels.choose_tiles(kernel, self.problem, self.options, search=search):
@@ -161,6 +169,5 @@ class _Call:
         result = inductor.select(
             f"flexhop_{kernel}", choices, [*inputs, *captures], layout, generators
         )
-        buffers = [s for s in subgraphs if not isinstance(s, inductor.ScatterSite)]
-        inductor.note_subgraphs(result, self.captures, buffers)
+        inductor.note_subgraphs(result, self.captures, subgraphs)
         return result
