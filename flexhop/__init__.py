@@ -7,9 +7,10 @@ from flexhop import errors, masks, mods
 from flexhop.attention import AuxOutput, AuxRequest, flex_attention
 from flexhop.block_mask import BlockMask
 from flexhop.errors import FlexhopError
+from flexhop.explain import Report, explain
 from flexhop.mask_creation import create_block_mask, create_mask
 from flexhop.mods import and_masks, noop_mask, or_masks
-from flexhop.options import KernelOptions, Tile
+from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.plugin import install
 
 __version__ = "0.1.0"
@@ -17,13 +18,17 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "FlexhopError",
     "KernelOptions",
+    "Report",
     "Tile",
+    "TileRequest",
     "and_masks",
     "create_block_mask",
     "create_mask",
     "errors",
+    "explain",
     "flex_attention",
     "install",
     "masks",

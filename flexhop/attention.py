@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from flexhop import errors
 from flexhop.block_mask import BlockMask
+from flexhop.block_selection import sliced_mask_mod
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
-from flexhop.ops.args import AttentionArgs, BlockTensors
+from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call, MaskFacts
 from flexhop.ops.dispatch import run_operator
+from flexhop.options import FlexKernelOptions, KernelOptions
+
+Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
 
 
 class AuxRequest(NamedTuple):
@@ -39,6 +44,49 @@ class AuxOutput(NamedTuple):
     max_scores: Tensor | None = None
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Options = None,
+    *,
+    return_aux: None = None,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: Options = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Options = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -48,7 +96,20 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Any = None,
+    kernel_options: Options = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Options = None,
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
@@ -65,7 +126,8 @@ def flex_attention(
         block_mask: which blocks of keys each query visits, and the mask_mod of its partial blocks;
             a flexhop or a PyTorch BlockMask. None: every key.
         scale: multiplies q·k before score_mod; 1/sqrt(D) by default.
-        enable_gqa: allow Hq to be a multiple of Hkv; query head h then reads key head h // (Hq // Hkv).
+        enable_gqa: allow Hq to be a multiple of Hkv; query head h then reads key head
+            h // (Hq // Hkv).
         return_lse: deprecated, use return_aux.
         kernel_options: KernelOptions, or a dict with PyTorch's keys.
         return_aux: statistics to return beside the output.
@@ -79,14 +141,17 @@ def flex_attention(
 
     Source: torch.nn.attention.flex_attention.flex_attention (torch 2.13).
     """
-    if return_lse and return_aux is not None:
-        raise errors.AuxConflictError()
-    if return_lse and not torch.compiler.is_dynamo_compiling():
+    if return_lse and return_aux is None and not torch.compiler.is_dynamo_compiling():
         warnings.warn(errors.ReturnLseDeprecationWarning(), stacklevel=2)
     wants_max = return_aux is not None and return_aux.max_scores
-    blocks, mask_mod, facts = _mask_operands(block_mask)
+    # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
+    # exception raised in this traced code would reach the user as an error of the compiler.
+    is_mask = block_mask is None or hasattr(block_mask, "kv_num_blocks")
+    wrong_mask = None if is_mask else type(block_mask).__name__
+    blocks, mask_mod, facts = _mask_operands(block_mask if is_mask else None)
     score_mod = noop_score if score_mod is None else score_mod
-    call = Call(scale, enable_gqa, kernel_options, wants_max, facts)
+    two_requests = return_lse and return_aux is not None
+    call = Call(scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests)
     out, lse, max_scores = run_operator(
         AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}), call
     )
@@ -103,8 +168,6 @@ def _mask_operands(
     """Operands of a flexhop or PyTorch block mask: tensors, mask_mod, facts."""
     if block_mask is None:
         return (), noop_mask, None
-    if not hasattr(block_mask, "kv_num_blocks"):
-        raise errors.BlockMaskTypeError(found=type(block_mask).__name__)
     mask = block_mask
     partial = (mask.kv_num_blocks, mask.kv_indices)
     has_full = mask.full_kv_num_blocks is not None
@@ -114,5 +177,8 @@ def _mask_operands(
     full_queries = queries
     if has_queries and mask.full_q_num_blocks is not None:
         full_queries = (mask.full_q_num_blocks, mask.full_q_indices)
-    facts = MaskFacts(*mask.seq_lengths, *mask.BLOCK_SIZE, has_full, has_queries)
-    return BlockTensors(*partial, *full, *queries, *full_queries), mask.mask_mod, facts
+    is_sliced = mask.mask_mod is sliced_mask_mod
+    (q_len, kv_len), (q_size, kv_size) = mask.seq_lengths, mask.BLOCK_SIZE
+    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced)
+    # In the order of BlockTensors.
+    return (*partial, *full, *queries, *full_queries), mask.mask_mod, facts

@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 from flexhop.errors import (
     OptionConflictError,
@@ -81,6 +81,12 @@ class Tile:
     def __post_init__(self) -> None:
         for name, rule in _TILE_RULES.items():
             _check(name, getattr(self, name), rule)
+
+    def words(self) -> str:
+        """For reports: 64 queries x 128 keys, 4 warps, 1 stage."""
+        parts = ((self.num_warps, "warp"), (self.num_stages, "stage"))
+        counts = (f"{n} {name}{'s' if n > 1 else ''}" for n, name in parts)
+        return ", ".join([f"{self.block_m} queries x {self.block_n} keys", *counts])
 
     def fill(self, default: Tile) -> Tile:
         """This tile; a TileRequest takes what it leaves open from `default`."""
@@ -219,6 +225,36 @@ def _normal_tile(name: str, tile: object) -> Tile | TileRequest | None:
         return tile
     chosen = tile.chosen()
     return Tile(**chosen) if len(chosen) == len(_TILE_RULES) else tile if chosen else None
+
+
+class FlexKernelOptions(TypedDict, total=False):
+    """The keys of PyTorch's `kernel_options` dictionary, as `KernelOptions.of` reads them.
+
+    For annotations of code that was written for PyTorch; new code says KernelOptions. A prefix
+    `fwd_` or `bwd_`, which a TypedDict cannot describe, is understood too.
+
+    Source: torch.nn.attention.flex_attention.FlexKernelOptions (torch 2.13).
+    """
+
+    num_warps: int
+    num_stages: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_M1: int
+    BLOCK_N1: int
+    BLOCK_M2: int
+    BLOCK_N2: int
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    FLOAT32_PRECISION: str
+    BACKEND: Literal["AUTO", "TRITON"]
+    BLOCKS_ARE_CONTIGUOUS: bool
+    WRITE_DQ: bool
+    FORCE_USE_FLEX_ATTENTION: bool
+    USE_TMA: bool
+    kpack: int
+    matrix_instr_nonkdim: int
+    waves_per_eu: int
 
 
 # PyTorch's names, and where each goes in ours.

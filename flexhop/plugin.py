@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from flexhop import mods
+from torch import Tensor
+
+from flexhop import debug, mods
 from flexhop.compat import check_torch_version, dynamo
 from flexhop.indexing import IndexMode
 from flexhop.ops import call
@@ -17,7 +20,8 @@ def install(*, lowering: bool = False) -> None:
 
     Args:
         lowering: register the lowerings now, for graphs that did not come through Dynamo (an
-            exported program that is loaded and then compiled). Takes as long as importing Inductor.
+            exported program that is loaded and then compiled). Takes as long as to import
+            Inductor.
 
     Calling it again changes nothing.
     """
@@ -29,10 +33,11 @@ def install(*, lowering: bool = False) -> None:
 @functools.cache
 def _install_operators() -> None:
     check_torch_version()
+    debug.wanted()  # a wrong name is refused at import, not inside the compiler
     rules = dynamo.ModRules(
         prepare=_prepare,
         check_function=mods.check_arity,
-        check_result=_check_result,
+        check_result=call.check_result,
         check_captures=call.check_captures,
         on_trace=_install_lowerings,
         index_mode=IndexMode,
@@ -40,21 +45,22 @@ def _install_operators() -> None:
     dynamo.register(attention.name(), attention_backward.name(), rules)
 
 
-def _prepare(query, key, value, blocks, flat_call):  # noqa: ANN
-    scale, enable_gqa, options, return_max, mask = flat_call
-    facts = None if mask is None else call.MaskFacts(*mask)
-    return call.prepare(
-        query, key, value, blocks, call.Call(scale, enable_gqa, options, return_max, facts)
-    )
-
-
-def _check_result(result: object, kind: str) -> None:
-    check = mods.check_score_result if kind == "score_mod" else mods.check_mask_result
-    check(result)
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: tuple[Tensor, ...],
+    flat_call: tuple[Any, ...],
+) -> tuple[float, call.Wire]:
+    """Named again: Dynamo was handed plain tuples (ops/dispatch.py)."""
+    given = call.Call(*flat_call)
+    facts = None if given.mask is None else call.MaskFacts(*given.mask)
+    return call.prepare(query, key, value, blocks, given._replace(mask=facts))
 
 
 @functools.cache
 def _install_lowerings() -> None:
-    from flexhop.lowering import register  # Inductor costs seconds to import: not before it is needed
+    # Inductor costs seconds to import: not before it is needed.
+    from flexhop.lowering import register
 
     register()

@@ -7,25 +7,38 @@ operator's name in one private table (the same in 2.11 to 2.15).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from traceback import StackSummary
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.exc import UncapturedHigherOrderOpError
+from torch._dynamo.exc import (
+    TorchDynamoException,
+    TorchRuntimeError,
+    UncapturedHigherOrderOpError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import higher_order_ops as hops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable
-from torch.fx import Graph, GraphModule, Proxy
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 
-from flexhop.errors import FlexhopError
+from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class ModRules(NamedTuple):
@@ -33,7 +46,7 @@ class ModRules(NamedTuple):
 
     prepare(query, key, value, blocks, call) -> (scale, options), on fake tensors.
     check_function(function, kind): refuse a wrong signature.
-    check_result(result, kind): refuse a wrong result, a fake tensor.
+    check_result(result, kind, name): refuse a wrong result, a fake tensor.
     check_captures(query, kind, captures): refuse unusable captures.
     on_trace(): called before the first graph is written.
     index_mode: context manager under which mods are traced.
@@ -41,7 +54,7 @@ class ModRules(NamedTuple):
 
     prepare: Callable[..., tuple[float, dict[str, Any]]]
     check_function: Callable[[Any, str], None]
-    check_result: Callable[[Any, str], None]
+    check_result: Callable[[Any, str, str], None]
     check_captures: Callable[[Any, str, tuple[Any, ...]], None]
     on_trace: Callable[[], None]
     index_mode: Callable[[], Any]
@@ -61,8 +74,15 @@ def as_dynamo_error(error: FlexhopError) -> FlexhopError:
     return twin
 
 
+def _cause(error: BaseException | None) -> FlexhopError | None:
+    """The error of ours behind an error of Dynamo's."""
+    while error is not None and not isinstance(error, FlexhopError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _python_value(tx: Any, variable: VariableTracker) -> Any:
-    """Constant, SymInt, frozen dataclass, or nested tuple of them behind a variable."""
+    """Constant, SymInt, frozen dataclass, dict, or nested tuple of them behind a variable."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.sym_num
@@ -71,8 +91,24 @@ def _python_value(tx: Any, variable: VariableTracker) -> Any:
     if isinstance(variable, FrozenDataClassVariable):
         kind = variable.python_type()
         names = [field.name for field in dataclasses.fields(kind)]
-        return kind(**{n: _python_value(tx, variable.var_getattr(tx, n)) for n in names})
+        return kind(**{n: _static_value(tx, _attribute(tx, variable, n)) for n in names})
+    if isinstance(variable, ConstDictVariable):
+        return {k.vt.as_python_constant(): _static_value(tx, v) for k, v in variable.items.items()}
     return variable.as_python_constant()
+
+
+def _attribute(tx: Any, variable: VariableTracker, name: str) -> VariableTracker:
+    """2.11 to 2.14 call it var_getattr, 2.15 tp_getattro_impl."""
+    read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
+    return read(tx, name)
+
+
+def _static_value(tx: Any, variable: VariableTracker) -> Any:
+    """A value that chooses code: a number that Dynamo made symbolic is guarded on instead."""
+    variable = variable.realize()
+    if isinstance(variable, SymNodeVariable):
+        return variable.evaluate_expr()
+    return _python_value(tx, variable)
 
 
 def _fake(proxy: Proxy) -> Any:
@@ -93,14 +129,23 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flexhop_attention"
     # A graph break inside a mod must be an error: the eager path would need S² memory in silence.
     _ALLOW_FALLBACK_TO_EAGER = False
+    _DOOR = ("query", "key", "value", "score_mod", "mask_mod", "blocks", "scale", "call")
     rules: ModRules
 
-    def _call_function(self, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> VariableTracker:
+    def _call_function(
+        self, tx: Any, args: Sequence[VariableTracker], kwargs: Any
+    ) -> VariableTracker:
         self.rules.on_trace()
         try:
-            return self._write_node(tx, *args)
-        except FlexhopError as error:
-            raise as_dynamo_error(error) from None
+            # Eight operands at the door; the wire form comes from a graph that was traced before.
+            if len(args) == len(AttentionVariable._DOOR):
+                return self._write_node(tx, *args)
+            return _write_wire(tx, self.value, args)
+        except (FlexhopError, TorchRuntimeError, Unsupported) as error:
+            ours = _cause(error)
+            if ours is None:
+                raise
+            raise as_dynamo_error(ours) from None
 
     def _write_node(self, tx: Any, *args: VariableTracker) -> VariableTracker:
         query, key, value, score_mod, mask_mod, blocks, _, call = args
@@ -113,7 +158,8 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         mask = self._trace_mod(tx, query, mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
             self.rules.check_captures(fakes[0], kind, tuple(map(_example_of, captures)))
-        wire = (q, k, v, score[0], mask[0], lists, scale, options, score[1], mask[1])
+        captures = [tuple(_placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)]
+        wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
@@ -128,17 +174,110 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             if kind == "score_mod":
                 dtype = torch.float64 if _fake(query.as_proxy()).dtype == torch.float64 else torch.float32
                 inputs = [_scalar(tx, query, dtype, requires_grad=query.requires_grad), *inputs]
-        # 2.15 is strict about a subgraph that returns its input, and names the permission anew.
-        known = inspect.signature(hops.speculate_subgraph).parameters
-        permissions = ("supports_aliasing", "supports_input_input_aliasing")
+        try:
+            with self.rules.index_mode():
+                graph, lifted = _speculate(tx, mod, inputs, kind, self.value)
+        except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
+            raise _untraceable(kind, error) from None
+        name = getattr(function, "__name__", type(function).__name__ if function else kind)
+        self.rules.check_result(_result_of(graph), kind, name)
         with self.rules.index_mode():
-            (_, _), graph, lifted = hops.speculate_subgraph(
-                tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=self.value,
-                set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
-            )  # fmt: skip
-        self.rules.check_result(_result_of(graph), kind)
-        name = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
-        return hops.make_attr(tx, name), tuple(lifted)
+            _refuse_mutation(tx, graph, kind)
+        attribute = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
+        return hops.make_attr(tx, attribute), tuple(lifted)
+
+
+def _speculate(
+    tx: Any, mod: VariableTracker, inputs: list[VariableTracker], kind: str, operator: Any
+) -> tuple[Graph, Any]:
+    """Trace a mod: (graph, lifted captures)."""
+    # 2.15 is strict about a subgraph that returns its input, and names the permission anew.
+    known = inspect.signature(hops.speculate_subgraph).parameters
+    permissions = ("supports_aliasing", "supports_input_input_aliasing")
+    (_, _), graph, lifted = hops.speculate_subgraph(
+        tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
+        set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
+    )  # fmt: skip
+    return graph, lifted
+
+
+def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
+    """What Dynamo could not trace, in our words: its first line is the operation."""
+    if "body output unsupported" in str(error) or "should output a" in str(error):
+        wanted = "a floating point tensor" if kind == "score_mod" else "a bool tensor"
+        return ModResultError(mod=kind, name=kind, expected=wanted, found="no tensor")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explanations = [line for line in lines if line.startswith("Explanation:")]
+    reason = explanations[0].removeprefix("Explanation:").strip() if explanations else "it breaks the trace"
+    return ModLoweringError(
+        mod=kind,
+        operation=lines[0].rstrip(".") if lines else type(error).__name__,
+        location=_users_line(getattr(error, "real_stack", None)),
+        reason=reason.rstrip("."),
+    )
+
+
+def _users_line(stack: StackSummary | None) -> str:
+    """The innermost line of a stack that is neither PyTorch's nor ours."""
+    for frame in reversed(stack or ()):
+        if not frame.filename.startswith(_NOT_THE_USERS):
+            return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+    return "its body"
+
+
+def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
+    """Functionalization of 2.11 to 2.14 would drop a write to a capture without a word."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with tx.fake_mode, torch.no_grad():
+        values = [_fresh(node.meta["example_value"]) for node in inputs]
+        watch = _WriteWatch(GraphModule(tx.output.nn_modules, graph), values)
+        watch.run(*values)
+    if watch.writer is not None:
+        stack = watch.writer.meta.get("stack_trace") or ""
+        raise CaptureMutationError(mod=kind, location=_last_line(stack))
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _last_line(stack_trace: str) -> str:
+    """The user's line of a node's recorded stack, innermost last."""
+    lines = [line.strip() for line in stack_trace.strip().splitlines()]
+    for position in reversed(range(len(lines))):
+        place = lines[position]
+        if place.startswith("File") and not any(path in place for path in _NOT_THE_USERS):
+            code = lines[position + 1 : position + 2]
+            return " ".join([place, *(f"({line})" for line in code)])
+    return "its body"
+
+
+class _WriteWatch(Interpreter):
+    """Runs a graph and remembers the first node that wrote to one of its inputs."""
+
+    def __init__(self, module: GraphModule, inputs: Sequence[Any]) -> None:
+        super().__init__(module)
+        self.tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        self.versions = [tensor._version for tensor in self.tensors]
+        self.writer: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node; `_version` counts the writes to a tensor and its views."""
+        result = super().run_node(n)
+        if self.writer is None and [t._version for t in self.tensors] != self.versions:
+            self.writer = n
+        return result
+
+
+def _placed(tx: Any, capture: Any, device: torch.device) -> Any:
+    """A captured CPU scalar is moved to the query's device, as arithmetic with one would do."""
+    example = _example_of(capture)
+    if not isinstance(example, torch.Tensor) or example.device == device:
+        return capture
+    proxy = tx.output.create_proxy("call_method", "to", args=(capture, device), kwargs={})
+    return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None).as_proxy()
 
 
 def _scalar(
@@ -150,40 +289,56 @@ def _scalar(
 
 
 def _function_of(mod: VariableTracker) -> Any:
-    """The Python function behind a variable, or None for what exists only while tracing."""
+    """The Python object behind a variable, or None for what exists only while tracing."""
     mod = mod.realize()
-    getter = getattr(mod, "get_function", None)
-    if getter is None:
-        return None
+    if mod.is_python_constant() and not hasattr(mod, "get_function"):
+        return mod.as_python_constant()
+    if isinstance(mod, FunctoolsPartialVariable):
+        function = _function_of(mod.func)
+        if function is None:
+            return None
+        return functools.partial(function, *[None] * len(mod.args), **dict.fromkeys(mod.keywords))
+    if not hasattr(mod, "get_function"):
+        return getattr(mod, "value", None)
     try:
-        return getter()
+        function = mod.get_function()
     except NotImplementedError:  # a closure made inside the traced function
         return None
+    # The variable of a method gives the function below it, with self among its parameters.
+    return types.MethodType(function, mod) if isinstance(mod, UserMethodVariable) else function
 
 
 def _result_of(graph: Graph) -> Any:
-    """Fake result of a traced mod; a mod that returns a constant has no node."""
-    result = graph.find_nodes(op="output")[0].args[0]
-    if isinstance(result, (tuple, list)) and len(result) == 1:
-        result = result[0]
-    return result.meta.get("example_value") if isinstance(result, torch.fx.Node) else result
+    """Fake result of a traced mod, or what it returned instead of a tensor."""
+    output = graph.find_nodes(op="output")[0].args[0]
+    if isinstance(output, (tuple, list)) and len(output) == 1:
+        output = output[0]
+    if isinstance(output, Node):
+        return output.meta.get("example_value")
+    return output
 
 
 class BackwardVariable(hops.TorchHigherOrderOperatorVariable):
-    """Tracker of the backward operator, met only by compiled autograd: its subgraphs are GraphModules."""
+    """Tracker of the backward operator, met only by compiled autograd."""
 
     _HOP_NAME = "flexhop_attention_backward"
 
     def _call_function(self, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> VariableTracker:
-        operands = tuple(_graph_operand(tx, arg) for arg in args)
-        proxy = tx.output.create_proxy("call_function", self.value, args=operands, kwargs={})
-        return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        return _write_wire(tx, self.value, args)
+
+
+def _write_wire(tx: Any, operator: Any, args: Sequence[VariableTracker]) -> VariableTracker:
+    """One node for a call in wire form, whose functions are GraphModules."""
+    operands = tuple(_graph_operand(tx, arg) for arg in args)
+    proxy = tx.output.create_proxy("call_function", operator, args=operands, kwargs={})
+    return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
 
 def _graph_operand(tx: Any, variable: VariableTracker) -> Any:
     variable = variable.realize()
     if isinstance(variable, (TupleVariable, ListVariable)):
-        return variable.python_type()(_graph_operand(tx, item) for item in variable.items)
+        # Tuples also where export's file format made lists of them.
+        return tuple(_graph_operand(tx, item) for item in variable.items)
     if isinstance(variable, (UnspecializedNNModuleVariable, NNModuleVariable)):
         module = getattr(variable, "value", None)
         if module is None:

@@ -13,11 +13,22 @@ import torch
 import torch.utils._pytree as pytree
 from torch._C import DispatchKey, DispatchKeySet
 from torch._dispatch.python import suspend_functionalization
+from torch._C._functorch import (
+    TransformType,
+    _add_batch_dim,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
+)
+from torch._functorch.autograd_function import custom_function_call_grad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import (
     _has_potential_branch_input_mutation,
-    autograd_not_implemented,
     redirect_to_mode,
     reenter_make_fx,
     register_fake,
@@ -37,11 +48,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
+from flexhop import debug
+
 __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "Operator",
-    "autograd_not_implemented",
+    "allows_saved_tensor_hooks",
     "below_autograd",
     "capture_like",
     "has_input_mutation",
@@ -55,9 +68,14 @@ __all__ = [
     "register_fake",
     "register_flops",
     "register_functionalize",
+    "register_grad_transform",
     "register_proxy",
+    "register_refusal",
+    "register_undifferentiable",
+    "register_vmap",
     "setup_compilation_env",
     "trace_callable",
+    "without_modes",
 ]
 
 _OPERATORS: dict[str, Operator] = {}
@@ -149,6 +167,7 @@ def register_proxy(
         for position, name, example in zip(op.callable_positions, names, examples(*operands), strict=True):
             with mode_of_mods():
                 graph = reenter_make_fx(operands[position])(*example)
+            debug.show_graph(name.removeprefix("flexhop_"), graph)
             qualified = mode.tracer.get_fresh_qualname(name)
             mode.tracer.root.register_module(qualified, graph)
             traced[position] = graph
@@ -181,6 +200,79 @@ def register_flops(op: Operator, formula: Callable[..., int]) -> None:
     op.py_impl(_FlopCounterMode)(rule)
 
 
+def register_grad_transform(
+    op: Operator, function: type[torch.autograd.Function], inputs: Callable[..., tuple[Any, ...]]
+) -> None:
+    """torch.func.grad and its kin: apply `function`, in setup_context form, to inputs(*operands)."""
+
+    def rule(interpreter: Any, *operands: Any) -> Any:
+        return custom_function_call_grad(interpreter, function, *inputs(*operands))
+
+    op.py_impl(TransformType.Grad)(rule)
+
+
+def register_undifferentiable(op: Operator) -> None:
+    """torch.func.grad of the operator itself: its results are constants at that level."""
+
+    def rule(interpreter: Any, *operands: Any) -> Any:
+        level = interpreter.level()
+        plain = pytree.tree_map_only(
+            torch.Tensor, lambda t: _unwrap_for_grad(t, level), operands
+        )
+        with interpreter.lower():
+            result = op(*plain)
+        return pytree.tree_map_only(torch.Tensor, lambda t: _wrap_for_grad(t, level), result)
+
+    op.py_impl(TransformType.Grad)(rule)
+
+
+def register_refusal(op: Operator, transform: str, error: Callable[[], Exception]) -> None:
+    """Refuse a functorch transform, "Vmap" or "Jvp"."""
+
+    def rule(interpreter: Any, *operands: Any) -> Any:
+        raise error()
+
+    op.py_impl(getattr(TransformType, transform))(rule)
+
+
+def register_vmap(op: Operator, fold: Callable[..., tuple[tuple[Any, ...], Callable[..., Any]]]) -> None:
+    """torch.vmap: `fold(count, mapped, plain)` gives operands without the mapped dimension.
+
+    Args:
+        fold: called with the size of the mapped dimension, one tuple of operands where every tensor is
+            replaced by whether it is mapped, and the operands with mapped tensors' dimension in front.
+            Returns the operator's operands, and what turns its result into (result, mapped) where
+            the tensors of `mapped` results have the dimension in front.
+    """
+
+    def rule(interpreter: Any, *operands: Any) -> Any:
+        level, count = interpreter.level(), interpreter.batch_size()
+
+        def is_mapped(tensor: torch.Tensor) -> bool:
+            return is_batchedtensor(tensor) and maybe_get_level(tensor) == level
+
+        def bare(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_mapped(tensor):
+                return tensor
+            return get_unwrapped(tensor).movedim(maybe_get_bdim(tensor), 0)
+
+        mapped = pytree.tree_map_only(torch.Tensor, is_mapped, operands)
+        folded, unfold = fold(count, mapped, pytree.tree_map_only(torch.Tensor, bare, operands))
+        with interpreter.lower():
+            results = op(*folded)
+        return tuple(
+            _add_batch_dim(tensor, 0, level) if has_dimension else tensor
+            for tensor, has_dimension in unfold(results)
+        )
+
+    op.py_impl(TransformType.Vmap)(rule)
+
+
+def allows_saved_tensor_hooks() -> bool:
+    """Whether checkpointing works here: torch.func.grad forbids the hooks that it needs."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def is_tracing(*tensors: torch.Tensor) -> bool:
     """Whether a tracer below Dynamo (make_fx, non-strict export) records what is called now."""
     return get_proxy_mode() is not None or any(isinstance(t, FunctionalTensor) for t in tensors)
@@ -195,7 +287,7 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
     storage and hand them out as gradients (hence the identity hooks).
     """
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # torch.func.grad disables them
+    if allows_saved_tensor_hooks():
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with (
         hooks,
@@ -204,9 +296,21 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
         disable_functional_mode(),
         disable_proxy_modes_tracing(),
     ):
-        mode = detect_fake_mode(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
+        mode = detect_fake_mode([_below_functorch(t) for t in tensors]) or FakeTensorMode(allow_non_fake_inputs=True)
         with _disable_current_modes(), mode:
             yield mode
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave every dispatch mode for a while, such as a FakeTensorMode around the caller."""
+    return _disable_current_modes()
+
+
+def _below_functorch(value: Any) -> Any:
+    """The tensor inside torch.func's wrappers."""
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def capture_like(value: Any) -> Any:

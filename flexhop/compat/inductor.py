@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import sympy
@@ -25,6 +26,8 @@ from torch._inductor.select_algorithm import (
 )
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
+
+from flexhop import debug
 
 __all__ = [
     "Expr",
@@ -125,6 +128,19 @@ class Template(TritonTemplate):
     """A template whose kernels are TemplateKernels."""
 
     kernel_type = TemplateKernel
+
+    def generate_and_load(self, *args: Any, **kwargs: Any) -> Any:
+        """Every candidate comes through here, with these names, in 2.11 to 2.15."""
+        result = super().generate_and_load(*args, **kwargs)
+        if result is not None:
+            debug.show("source", self.name, lambda: _kernel_source(result.mod.__file__))
+        return result
+
+
+def _kernel_source(path: str) -> str:
+    """Our part of a generated file: from the kernel on."""
+    text = Path(path).read_text()
+    return text[text.index("@triton.jit") :]
 
 
 def make_template(name: str, grid: Callable[..., Any], source: str) -> Template:

@@ -8,7 +8,7 @@ import torch
 
 from flexhop.compat import inductor
 from flexhop.errors import DeterminismError
-from flexhop.lowering import kernels
+from flexhop.lowering import chunked, kernels
 from flexhop.lowering.forward import query_tiles
 from flexhop.lowering.mods import ModBuffers, index_dependence, lower_joint, lower_mods
 from flexhop.lowering.operands import (
@@ -17,6 +17,7 @@ from flexhop.lowering.operands import (
     read_problem,
     user_options,
 )
+from flexhop.lowering.plan import show_plan
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 from flexhop.templates import source
 
@@ -43,15 +44,18 @@ def _key_grid(
 
 _templates = {
     "grad_query": inductor.make_template("flexhop_grad_query", _query_grid, source("grad_query")),
-    "grad_key_value": inductor.make_template(
-        "flexhop_grad_key_value", _key_grid, source("grad_key_value")
-    ),
+    **{
+        name: inductor.make_template(f"flexhop_{name}", _key_grid, source("grad_key_value"))
+        for name in ("grad_key_value", "grad_key", "grad_value")
+    },
 }
 
 
 def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     """Emit both backward kernels: (grad_query, grad_key, grad_value, captured gradients)."""
     args = BackwardArgs(*operands)
+    if chunked.is_without_kernel(args.query):
+        return chunked.lower_attention_backward(*args)
     device = args.query.get_device()
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
@@ -69,10 +73,22 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
 
     inputs = [query, key, value, *statistics, *block_inputs(args, "kv", delta, query)]
     grad_query = call.emit("grad_query", inputs, written, query, sites)
-    grad_value = inductor.empty(value.get_size(), _strides(2), value.get_dtype(), device)
-    inputs = [query, key, value, *statistics, grad_value, *block_inputs(args, "q", delta, query)]
-    grad_key = call.emit("grad_key_value", inputs, [grad_value], key, [])
+    grad_key, grad_value = _emit_key_value(call, inputs[:6])
     return grad_query, grad_key, grad_value, _captured_grads(args, captured)
+
+
+def _emit_key_value(call: _Call, operands: list[Any]) -> tuple[Any, Any]:
+    """Gradients of key and value, by one launch or two."""
+    key, value, delta = operands[1], operands[2], operands[4]
+    lists = block_inputs(call.args, "q", delta, operands[0])
+    if len(kernels.key_value_kernels(call.problem)) == 1:
+        grad_value = inductor.empty(
+            value.get_size(), _strides(2), value.get_dtype(), value.get_device()
+        )
+        inputs = [*operands, grad_value, *lists]
+        return call.emit("grad_key_value", inputs, [grad_value], key, []), grad_value
+    inputs = [*operands, value, *lists]  # DV is not written: value stands in
+    return call.emit("grad_key", inputs, [], key, []), call.emit("grad_value", inputs, [], value, [])
 
 
 def _strides(position: int) -> list[Any]:
@@ -145,7 +161,7 @@ class _Call:
 
     def emit(self, kernel: Any, inputs: Any, written: Any, like: Any, sites: list[Any]) -> Any:
         """Emit one kernel whose output has the sizes of `like`."""
-        position = 0 if kernel == "grad_query" else 1
+        position = {"grad_query": 0, "grad_value": 2}.get(kernel, 1)
         layout = inductor.fixed_layout(
             like.get_device(), like.get_dtype(), like.get_size(), _strides(position)
         )
@@ -154,6 +170,7 @@ class _Call:
         choices: list[Any] = []
         search = inductor.is_autotuning() and not self.problem.has_captured_grads
         for tile in kernels.choose_tiles(kernel, self.problem, self.options, search=search):
+            show_plan(kernel, self.problem, self.options, tile)
             error = _templates[kernel].maybe_append_choice(
                 choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs,
                 mutated_inputs=written, call_sizes=like.get_size(),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering import kernels
+from flexhop.lowering import chunked, kernels
 from flexhop.lowering.mods import ModBuffers, lower_mods
 from flexhop.lowering.operands import (
     benchmark_inputs,
@@ -15,6 +15,7 @@ from flexhop.lowering.operands import (
     read_problem,
     user_options,
 )
+from flexhop.lowering.plan import show_plan
 from flexhop.ops.args import AttentionArgs
 from flexhop.templates import source
 
@@ -39,6 +40,8 @@ _template = inductor.make_template("flexhop_forward", _grid, source("forward"))
 def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     """Emit the forward kernel: (out, lse, max_scores)."""
     args = AttentionArgs(*operands)
+    if chunked.is_without_kernel(args.query):
+        return chunked.lower_attention(*args)
     device = args.query.get_device()
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
@@ -73,6 +76,7 @@ def _run(
     subgraphs = [mods.score, mods.mask]
     choices: list[Any] = []
     for tile in kernels.choose_tiles("forward", problem, options, search=inductor.is_autotuning()):
+        show_plan("forward", problem, options, tile)
         error = _template.maybe_append_choice(
             choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs, mutated_inputs=written,
             call_sizes=inputs[0].get_size(), num_stages=tile.num_stages, num_warps=tile.num_warps,

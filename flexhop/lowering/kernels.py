@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class SharedConstants:
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
     HAS_FULL_BLOCKS: bool
-    PARTIAL_IS_FULL: bool
+    HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
@@ -40,6 +42,7 @@ class SharedConstants:
     GQA_GROUP: int
     KV_BATCH_SHARED: bool
     HAS_SCORE_MOD: bool
+    ISOLATE_SCORE_MOD: bool
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
@@ -73,6 +76,10 @@ class GradKeyValueConstants(SharedConstants):
     """Constants of grad_key_value.py.jinja."""
 
     KV_HEADS: int
+    WRITES_KEY: bool
+    WRITES_VALUE: bool
+    OUT_HEAD_DIM: int
+    OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
     LOG2_E: float = LOG2_E
 
@@ -106,22 +113,40 @@ def grad_query_constants(problem: Problem, options: KernelOptions, tile: Tile) -
 
 
 def grad_key_value_constants(
-    problem: Problem, options: KernelOptions, tile: Tile
+    kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
 ) -> GradKeyValueConstants:
-    """Constants of the kernel for the gradients of key and value."""
+    """Constants of the kernel for the gradients of key, of value, or of both."""
     shared = _shared(problem, options, tile)
+    width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
     return GradKeyValueConstants(
         **shared,
         KV_HEADS=problem.kv_heads,
+        WRITES_KEY=kernel != "grad_value",
+        WRITES_VALUE=kernel != "grad_key",
+        OUT_HEAD_DIM=width,
+        OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
         CHECK_RANGE=shared["CHECK_Q"] and problem.has_score_mod,
     )
 
 
-_CONSTANTS = {
+_CONSTANTS: dict[str, Callable[..., SharedConstants]] = {
     "forward": forward_constants,
     "grad_query": grad_query_constants,
-    "grad_key_value": grad_key_value_constants,
+    "grad_key_value": functools.partial(grad_key_value_constants, "grad_key_value"),
+    "grad_key": functools.partial(grad_key_value_constants, "grad_key"),
+    "grad_value": functools.partial(grad_key_value_constants, "grad_value"),
 }
+
+
+def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
+    """One kernel for the gradients of key and value, or one for each.
+
+    At 256 columns two fp32 accumulators of 128 keys are all of a multiprocessor's registers. Two
+    kernels compute five products instead of four, but on tiles of 128 keys.
+    """
+    if max(problem.head_dim, problem.value_head_dim) > 128 and problem.itemsize == 2:
+        return ("grad_key", "grad_value")
+    return ("grad_key_value",)
 
 
 def constants(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
@@ -149,7 +174,7 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "TILES_PER_KV_BLOCK": _cdiv(blocks.kv_size, tile.block_n),
         "HAS_BLOCKS": problem.blocks is not None,
         "HAS_FULL_BLOCKS": blocks.has_full,
-        "PARTIAL_IS_FULL": not problem.has_mask_mod,
+        "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.has_mask_mod,
         "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),
         "CHECK_KV": not _is_aligned(blocks.kv_size, tile.block_n, problem.is_key_multiple),
         "QK_HEAD_DIM": problem.head_dim,
@@ -160,6 +185,7 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
         "HAS_SCORE_MOD": problem.has_score_mod,
+        "ISOLATE_SCORE_MOD": problem.has_score_mod and problem.reads_per_element,
         "SCALE_SCORES": scale_scores,
         "SM_SCALE": problem.scale,
         "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
@@ -197,20 +223,20 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     the next product passes through shared memory when its layout changes.
     """
     qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
-    item, stages = problem.itemsize, tile.num_stages
-    staying, passing = (tile.block_n, tile.block_m) if kernel == "grad_key_value" else (
-        tile.block_m,
-        tile.block_n,
-    )  # fmt: skip
-    loop = passing * (qk + v) * item * stages
+    item, both = problem.itemsize, qk + v
     scores = tile.block_m * tile.block_n * item
+    rows, columns = tile.block_m, tile.block_n
     if kernel == "forward":
-        return max(staying * qk * item + loop + scores, staying * v * 4) + _SLACK
+        loop = columns * both * item * tile.num_stages
+        return max(rows * qk * item + loop + scores, rows * v * 4) + _SLACK
     if kernel == "grad_query":
-        return staying * (qk + v) * item + loop + scores + _SLACK
-    return staying * (qk + v) * item + loop + 2 * scores + _SLACK
+        return rows * both * item + columns * both * item * tile.num_stages + scores + _SLACK
+    staying = columns * (qk if kernel == "grad_value" else both) * item
+    exchanged = scores * (2 if kernel == "grad_key_value" else 1)
+    return staying + rows * both * item * tile.num_stages + exchanged + _SLACK
 
 
+_KEY_VALUE = ("grad_key_value", "grad_key", "grad_value")
 # Barriers, reductions across warps and the statistics of rows.
 _SLACK = 4096
 
@@ -225,7 +251,7 @@ def choose_tiles(
         TileResourceError: the user's tile does not fit the device.
     """
     default = _fit(kernel, problem, table_tile(kernel, problem))
-    wanted = getattr(options, kernel)
+    wanted = getattr(options, "grad_key_value" if kernel in _KEY_VALUE else kernel)
     if wanted is not None:
         tile = wanted.fill(default)
         _check_user_tile(kernel, problem, tile)
@@ -255,6 +281,8 @@ def _within_blocks(problem: Problem, tile: Tile) -> Tile:
         columns = _divisor(columns, problem.blocks.kv_size)
     rows = min(rows, round_head_dim(problem.query_len))
     columns = min(columns, round_head_dim(problem.key_len))
+    if (rows, columns) == (tile.block_m, tile.block_n):
+        return tile
     warps = min(tile.num_warps, 4) if rows * columns <= 64 * 64 else tile.num_warps
     return Tile(rows, columns, warps, tile.num_stages)
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
+from flexhop.lowering.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
@@ -22,13 +23,15 @@ class ModBuffers(NamedTuple):
     """The user functions of one kernel, lowered.
 
     score and mask are scalar buffers for the holes; has_score_mod and has_mask_mod say whether the
-    functions do anything.
+    functions do anything; reads_per_element, whether score_mod reads captured tensors at indices that
+    depend on both positions.
     """
 
     score: Any
     mask: Any
     has_score_mod: bool
     has_mask_mod: bool
+    reads_per_element: bool
 
 
 def lower_mods(
@@ -38,10 +41,15 @@ def lower_mods(
     score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
     indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
     first = inductor.placeholder("score", torch.float32, device)
-    (score_buffer,) = inductor.lower_pointwise(score_graph, [first, *indices, *captures[0]])
+    fast_score = float_positions(score_graph)
+    (score_buffer,) = inductor.lower_pointwise(fast_score, [first, *indices, *captures[0]])
     (mask_buffer,) = inductor.lower_pointwise(mask_graph, [*indices, *captures[1]])
     return ModBuffers(
-        score_buffer, mask_buffer, not is_identity(score_graph), not is_all_true(mask_graph)
+        score_buffer,
+        mask_buffer,
+        has_score_mod=not is_identity(score_graph),
+        has_mask_mod=not is_all_true(mask_graph),
+        reads_per_element=reads_per_element(score_graph),
     )
 
 
@@ -51,7 +59,8 @@ def lower_joint(device: torch.device, joint: Any, captures: Sequence[Any]) -> li
     inputs = [
         inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device) for n in names
     ]
-    return inductor.lower_pointwise(inductor.graph_module(joint), [*inputs, *captures])
+    graph = float_positions(inductor.graph_module(joint))
+    return inductor.lower_pointwise(graph, [*inputs, *captures])
 
 
 def _output(graph: fx.GraphModule) -> Any:
@@ -73,21 +82,34 @@ def is_all_true(graph: fx.GraphModule) -> bool:
     result = _output(graph)
     if not isinstance(result, fx.Node):
         return result is True
+    if result.target in (aten.ones.default, aten.new_ones.default):  # before decompositions
+        return True
     return result.target is aten.full.default and result.args[1] is True
 
 
 def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
     """Whether a site's indices depend on q_idx, and on kv_idx."""
     graph = inductor.graph_module(joint).graph
-    placeholders = graph.find_nodes(op="placeholder")
     outputs = graph.output_node().args[0]
+    return _positions_of(graph, [outputs[i] for i in site.indices])
+
+
+def reads_per_element(score: fx.GraphModule) -> bool:
+    """Whether a score_mod reads a captured tensor at indices that depend on both positions."""
+    reads = score.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    return any(all(_positions_of(score.graph, list(read.args[1]))) for read in reads)
+
+
+def _positions_of(graph: fx.Graph, roots: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether nodes depend on q_idx, and on kv_idx; the score depends on both."""
     reached: set[fx.Node] = set()
-    pending = [outputs[i] for i in site.indices]
+    pending = list(roots)
     while pending:
         node = pending.pop()
         if isinstance(node, fx.Node) and node not in reached:
             reached.add(node)
             pending.extend(node.all_input_nodes)
-    score = placeholders[0] in reached
-    q_idx, kv_idx = placeholders[NUM_SCORE_INPUTS - 2 : NUM_SCORE_INPUTS]
+    inputs = graph.find_nodes(op="placeholder")
+    score = inputs[0] in reached
+    q_idx, kv_idx = inputs[NUM_SCORE_INPUTS - 2 : NUM_SCORE_INPUTS]
     return score or q_idx in reached, score or kv_idx in reached

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from flexhop import debug
 from flexhop.compat import inductor
 from flexhop.lowering.mods import ModBuffers
-from flexhop.lowering.problem import MaskBlocks, Problem, read_device
+from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
 from flexhop.options import KernelOptions
 
@@ -30,35 +32,88 @@ def user_options(wire: dict[str, Any]) -> KernelOptions:
     return KernelOptions.from_wire({k: v for k, v in wire.items() if k not in _OWN_OPTIONS})
 
 
+class Sizes(NamedTuple):
+    """Sizes of a call at this compile, and which multiples its lengths are in every call."""
+
+    query: Sequence[int]  # [B, Hq, M, D]
+    value: Sequence[int]  # [B or 1, Hkv, N, Dv]
+    is_query_multiple: Callable[[int], bool]
+    is_key_multiple: Callable[[int], bool]
+
+
 def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Problem:
     """The facts of a call whose operands are IR."""
     hint, static = inductor.hint, inductor.static
-    batch, heads, query_len, head_dim = args.query.get_size()
-    kv_batch, kv_heads, key_len, value_dim = args.value.get_size()
-    elements = 1
-    for size in (batch, heads, max(hint(query_len), hint(key_len)), max(hint(head_dim), hint(value_dim))):
-        elements *= hint(size)
-    return Problem(
-        device=read_device(args.query.get_device()),
-        dtype=args.query.get_dtype(),
-        batch=hint(batch),
-        query_heads=static(heads),
-        kv_heads=static(kv_heads),
-        query_len=hint(query_len),
-        key_len=hint(key_len),
-        head_dim=static(head_dim),
-        value_head_dim=static(value_dim),
-        scale=float(args.scale),
-        kv_batch_shared=kv_batch == 1 and batch != 1,
-        blocks=_mask_blocks(args),
-        has_score_mod=mods.has_score_mod,
-        has_mask_mod=mods.has_mask_mod,
-        has_captured_grads=isinstance(args, BackwardArgs) and bool(args.sites),
-        returns_max=bool(args.options.get("return_max")),
-        large_output=elements >= 2**31,
+    query: Any = args.query
+    value: Any = args.value
+    batch, heads, query_len, head_dim = query.get_size()
+    kv_batch, kv_heads, key_len, value_dim = value.get_size()
+    sizes = Sizes(
+        (hint(batch), static(heads), hint(query_len), static(head_dim)),
+        (hint(kv_batch), static(kv_heads), hint(key_len), static(value_dim)),
         is_query_multiple=lambda n: inductor.is_multiple(query_len, n),
         is_key_multiple=lambda n: inductor.is_multiple(key_len, n),
     )
+    device, dtype = read_device(query.get_device()), query.get_dtype()
+    problem = make_problem(args, sizes, device, dtype, mods[2:])
+    title = "backward" if isinstance(args, BackwardArgs) else "forward"
+    debug.show("problem", title, lambda: describe_problem(problem))
+    return problem
+
+
+def read_tensor_problem(
+    args: AttentionArgs, device: Device, has_mods: tuple[bool, bool, bool]
+) -> Problem:
+    """The facts of a call whose operands are tensors, for the GPU `device`; lengths are fixed."""
+    query, value = args.query, args.value
+    sizes = Sizes(
+        query.shape,
+        value.shape,
+        is_query_multiple=lambda n: query.size(2) % n == 0,
+        is_key_multiple=lambda n: value.size(2) % n == 0,
+    )
+    return make_problem(args, sizes, device, query.dtype, has_mods)
+
+
+def make_problem(
+    args: AttentionArgs | BackwardArgs,
+    sizes: Sizes,
+    device: Device,
+    dtype: torch.dtype,
+    has_mods: tuple[bool, bool, bool],
+) -> Problem:
+    """Collect the facts of a call; `has_mods`: the last three fields of ModBuffers."""
+    batch, heads, query_len, head_dim = sizes.query
+    kv_batch, kv_heads, key_len, value_dim = sizes.value
+    elements = batch * heads * max(query_len, key_len) * max(head_dim, value_dim)
+    return Problem(
+        device=device,
+        dtype=dtype,
+        batch=batch,
+        query_heads=heads,
+        kv_heads=kv_heads,
+        query_len=query_len,
+        key_len=key_len,
+        head_dim=head_dim,
+        value_head_dim=value_dim,
+        scale=float(args.scale),
+        kv_batch_shared=kv_batch == 1 and batch != 1,
+        blocks=_mask_blocks(args),
+        has_score_mod=has_mods[0],
+        reads_per_element=has_mods[2],
+        has_mask_mod=has_mods[1],
+        has_captured_grads=isinstance(args, BackwardArgs) and bool(args.sites),
+        returns_max=bool(args.options.get("return_max")),
+        large_output=elements >= 2**31,
+        is_query_multiple=sizes.is_query_multiple,
+        is_key_multiple=sizes.is_key_multiple,
+    )
+
+
+def describe_problem(problem: Problem) -> str:
+    """One fact per line."""
+    facts = ((f.name, getattr(problem, f.name)) for f in dataclasses.fields(problem))
+    return "\n".join(f"{name} = {value}" for name, value in facts if not callable(value))
 
 
 def _mask_blocks(args: AttentionArgs | BackwardArgs) -> MaskBlocks | None:

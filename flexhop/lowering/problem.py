@@ -36,7 +36,8 @@ class MaskBlocks:
 class Problem:
     """One call as plain values.
 
-    Lengths are hints: the sizes seen at this compile; what must hold for every size is in
+    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
+    key. Lengths are hints: the sizes seen at this compile; what must hold for every size is in
     `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
     """
 
@@ -53,6 +54,7 @@ class Problem:
     kv_batch_shared: bool
     blocks: MaskBlocks | None
     has_score_mod: bool
+    reads_per_element: bool
     has_mask_mod: bool
     has_captured_grads: bool
     returns_max: bool

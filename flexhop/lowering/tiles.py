@@ -8,28 +8,42 @@ from typing import Literal
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
-Kernel = Literal["forward", "grad_query", "grad_key_value"]
+Kernel = Literal["forward", "grad_query", "grad_key_value", "grad_key", "grad_value"]
 
-# Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90).
+# Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90). Measured on an H200, bf16
+# (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a multiprocessor.
 _HOPPER: dict[Kernel, dict[int, Tile]] = {
     "forward": {
-        64: Tile(128, 128, 8, 3),
+        64: Tile(64, 128, 4, 2),
         128: Tile(128, 128, 8, 2),
         256: Tile(128, 64, 8, 2),
         512: Tile(64, 32, 8, 2),
     },
     "grad_query": {
-        64: Tile(128, 64, 8, 3),
-        128: Tile(128, 64, 8, 2),
-        256: Tile(64, 64, 8, 2),
+        64: Tile(64, 64, 4, 3),
+        128: Tile(128, 64, 8, 3),
+        256: Tile(128, 64, 8, 1),
         512: Tile(32, 32, 8, 1),
     },
     "grad_key_value": {
-        64: Tile(64, 128, 8, 3),
+        64: Tile(64, 64, 4, 3),
         128: Tile(64, 128, 8, 2),
         256: Tile(32, 64, 8, 2),
         512: Tile(32, 32, 8, 1),
     },
+    "grad_key": {256: Tile(32, 128, 8, 2), 512: Tile(32, 32, 8, 1)},
+    "grad_value": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 8, 1)},
+}
+# Without a mask and a score_mod: more registers are free, and two programs of four warps on one
+# multiprocessor hide each other's softmax.
+_HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 4, 2)},
+    "grad_query": {64: Tile(128, 64, 8, 3)},
+    "grad_key_value": {64: Tile(32, 128, 4, 3)},
+}
+# Tables read per score: their loads compete with the operands' for time, so more programs help.
+_HOPPER_PER_ELEMENT: dict[Kernel, dict[int, Tile]] = {
+    "forward": {128: Tile(128, 32, 4, 3)},
 }
 # Ampere and Ada: mma.sync keeps operands in registers, so tiles are smaller.
 _AMPERE: dict[Kernel, dict[int, Tile]] = {
@@ -103,14 +117,25 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
     """The table's tile, before it is fitted to the device and the mask."""
     width = max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
     if problem.itemsize > 2:
-        return _FLOAT32[kernel][width]
-    hopper = problem.device.capability[0] in (9, 10)
-    return (_HOPPER if hopper else _AMPERE)[kernel][width]
+        return _lookup(_FLOAT32, kernel, width)
+    if problem.device.capability[0] not in (9, 10):
+        return _lookup(_AMPERE, kernel, width)
+    if problem.reads_per_element and width in _HOPPER_PER_ELEMENT.get(kernel, {}):
+        return _HOPPER_PER_ELEMENT[kernel][width]
+    dense = problem.blocks is None and not problem.has_score_mod
+    if dense and width in _HOPPER_DENSE.get(kernel, {}):
+        return _HOPPER_DENSE[kernel][width]
+    return _lookup(_HOPPER, kernel, width)
+
+
+def _lookup(table: dict[Kernel, dict[int, Tile]], kernel: Kernel, width: int) -> Tile:
+    """Kernels that write one of two gradients have the tiles of the one that writes both, or their own."""
+    return table.get(kernel, table["grad_key_value"])[width]
 
 
 def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:
     """Further tiles worth measuring when the user asks for a search."""
-    return _SEARCH[kernel]
+    return _SEARCH.get(kernel, _SEARCH["grad_key_value"])
 
 
 def smaller_tiles(tile: Tile) -> Iterator[Tile]:

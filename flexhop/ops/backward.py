@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.errors import DoubleBackwardError, VmapError
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import BackwardArgs
 from flexhop.ops.eager import attend_backward
@@ -60,8 +61,36 @@ hop.register_functionalize(attention_backward, lambda *_: None)  # the forward c
 hop.register_checkpoint(attention_backward)
 
 
-attention_backward.py_autograd_impl(
-    hop.autograd_not_implemented(attention_backward, deferred_error=True)
+class _NoSecondDerivative(torch.autograd.Function):
+    """Hands gradients on; differentiating them again is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The first `count` tensors; the rest only makes them depend on something."""
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Refuse."""
+        raise DoubleBackwardError()
+
+
+@attention_backward.py_autograd_impl
+def _autograd(*operands: Any) -> Any:
+    with hop.below_autograd():
+        grads = attention_backward(*operands)
+    roots = [
+        t for t in hop.pytree.tree_leaves(operands) if isinstance(t, Tensor) and t.requires_grad
+    ]
+    if not (torch.is_grad_enabled() and roots):
+        return grads
+    flat, structure = hop.pytree.tree_flatten(grads)
+    return hop.pytree.tree_unflatten(_NoSecondDerivative.apply(len(flat), *flat, *roots), structure)
+
+
+hop.register_undifferentiable(attention_backward)
+hop.register_refusal(
+    attention_backward, "Vmap", lambda: VmapError(argument="the compiled backward pass")
 )
 
 

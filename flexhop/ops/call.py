@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop import errors
+from flexhop import errors, mods
 from flexhop.fingerprint import source_fingerprint
 from flexhop.options import KernelOptions
 
@@ -30,16 +30,19 @@ class MaskFacts(NamedTuple):
     kv_block_size: int
     has_full_blocks: bool
     has_q_blocks: bool
+    is_sliced: bool = False  # whether its mask_mod was lost by slicing
 
 
 class Call(NamedTuple):
-    """The choices of one call of flex_attention that are no tensors."""
+    """The choices of one call of flex_attention that are no tensors, checked by `prepare`."""
 
     scale: float | None
     enable_gqa: bool
     kernel_options: Any
     return_max: bool
     mask: MaskFacts | None
+    wrong_mask: str | None = None  # type of a block_mask that is none
+    has_two_requests: bool = False  # return_lse and return_aux at once
 
 
 def prepare(
@@ -55,6 +58,7 @@ def prepare(
     Raises:
         FlexhopError: one of its subclasses, for each mistake named in flexhop.errors.
     """
+    _check_requests(call)
     options = KernelOptions.of(call.kernel_options)
     _check_operands(query, key, value)
     _check_heads(query, key, value, call.enable_gqa)
@@ -67,6 +71,15 @@ def prepare(
         _check_mask(query, key, blocks, call.mask)
         wire.update(_mask_options(call.mask))
     return _scale(call.scale, query), wire
+
+
+def _check_requests(call: Call) -> None:
+    if call.has_two_requests:
+        raise errors.AuxConflictError()
+    if call.wrong_mask is not None:
+        raise errors.BlockMaskTypeError(found=call.wrong_mask)
+    if call.mask is not None and call.mask.is_sliced:
+        raise errors.SlicedMaskModError()
 
 
 def _scale(scale: float | None, query: Tensor) -> float:
@@ -161,6 +174,25 @@ def check_query_blocks(needs_backward: bool, options: Wire) -> None:
     """Refuse a mask without query lists where a backward pass will need them."""
     if needs_backward and "q_block_size" in options and not options["has_q_blocks"]:
         raise errors.MissingQueryBlocksError()
+
+
+def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
+    """Refuse what has no gradient, at the forward call of one that will need them."""
+    check_query_blocks(True, options)
+    for position, capture in enumerate(mask_captures):
+        if isinstance(capture, Tensor) and capture.requires_grad:
+            raise errors.MaskCaptureGradError(index=position)
+
+
+def check_result(result: object, kind: str, name: str) -> None:
+    """Refuse what a mod returned for one score if it is no scalar of the right dtype."""
+    check = mods.check_score_result if kind == "score_mod" else mods.check_mask_result
+    check(result, name)
+    if isinstance(result, Tensor) and result.dim() != 0:
+        raise errors.ModResultError(
+            mod=kind, name=name, expected="one number per score",
+            found=f"a tensor of shape {tuple(result.shape)}",
+        )  # fmt: skip
 
 
 def check_captures(query: Tensor, mod: str, captures: tuple[Any, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from flexhop import errors
 from flexhop.compat import hop
 from flexhop.mods import check_arity
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call, check_query_blocks, prepare
+from flexhop.ops.call import Call, check_query_blocks, check_result, prepare
 from flexhop.ops.eager import attend
 from flexhop.ops.forward import attention
 from flexhop.ops.layout import ordered
@@ -27,7 +28,7 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     if torch.compiler.is_dynamo_compiling():
         # Plain tuples: Dynamo's variables for named ones differ between versions.
         facts = None if call.mask is None else tuple(call.mask)
-        return attention(*args[:6], args.scale, (*call[:4], facts))
+        return attention(*args[:6], args.scale, (*call[:4], facts, *call[5:]))
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(args, call)
     return _run_eagerly(args, call)
@@ -49,8 +50,25 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
         torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options
     )
     _warn_once()
-    out, lse, max_scores = attend(args._replace(scale=scale, options=options))
+    args = args._replace(
+        scale=scale, options=options,
+        score_mod=_checked(args.score_mod, "score_mod"), mask_mod=_checked(args.mask_mod, "mask_mod"),
+    )  # fmt: skip
+    out, lse, max_scores = attend(args)
     return ordered(out, args.query), lse, max_scores
+
+
+def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
+    """The mod, refusing a wrong result where it returns one."""
+    name = getattr(mod, "__name__", type(mod).__name__)
+
+    @functools.wraps(mod, updated=())
+    def call_and_check(*inputs: Tensor) -> Tensor:
+        result = mod(*inputs)
+        check_result(result, kind, name)
+        return result
+
+    return call_and_check
 
 
 def _autocast(args: AttentionArgs) -> AttentionArgs:

@@ -2,6 +2,8 @@
 
 Queries are evaluated in chunks, so memory is O(chunk * S) forward and backward. Mods run under
 `torch.vmap`, one score at a time as far as they can tell, exactly as the kernels run them.
+`attend_rows` and `grad_rows` define one chunk; they write to none of their inputs, so that
+lowering/chunked.py can trace them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexhop.compat import hop
 from flexhop.block_lists import block_count, lists_to_dense
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites
@@ -21,14 +24,32 @@ from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, un
 CHUNK_ELEMENTS = 1 << 22
 
 
-class _Rows(NamedTuple):
-    """The scores of queries start..stop against every key."""
+class Chunk(NamedTuple):
+    """Some queries.
 
-    start: int
-    stop: int
+    q_idx: [m] int32, their positions. pick(tensor): the rows of a [B, Hq, M, ...] tensor at these
+    positions. live: [m] bool, False for rows that only fill the chunk up; None if there are none.
+    """
+
+    q_idx: Tensor
+    pick: Callable[[Tensor], Tensor]
+    live: Tensor | None = None
+
+
+class Grids(NamedTuple):
+    """Which blocks are listed, [B', H', R, C] bool each; None: every key is left to mask_mod."""
+
+    partial: Tensor | None = None
+    full: Tensor | None = None
+
+
+class _Rows(NamedTuple):
+    """The scores of one chunk of queries against every key."""
+
     raw: Tensor  # [B, Hq, m, N] scaled dot products
     modified: Tensor  # [B, Hq, m, N] after score_mod, -inf where not visible
     visible: Tensor  # [B, Hq, m, N] bool
+    index: tuple[Tensor, ...]  # b, h, q_idx, kv_idx
 
 
 def attend(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,19 +65,23 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
 
     Source: Dong et al. 2024, FlexAttention (arXiv 2412.05496), equation 2.
     """
-    parts = [_attend_chunk(args, start, stop) for start, stop in _chunks(args)]
+    grids = listed_blocks(args)
+    parts = [_attend_chunk(args, grids, chunk) for chunk in _chunks(args)]
     out, lse, max_scores = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
     return out, lse, max_scores.detach()
 
 
-def _attend_chunk(args: AttentionArgs, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_grad_enabled():
-        return checkpoint(_attend_rows, args, start, stop, use_reentrant=False)
-    return _attend_rows(args, start, stop)
+def _attend_chunk(
+    args: AttentionArgs, grids: Grids, chunk: Chunk
+) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_grad_enabled() and hop.allows_saved_tensor_hooks():
+        return checkpoint(attend_rows, args, grids, chunk, use_reentrant=False)
+    return attend_rows(args, grids, chunk)
 
 
-def _attend_rows(args: AttentionArgs, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _score_rows(args, start, stop)
+def attend_rows(args: AttentionArgs, grids: Grids, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the three results of `attend`: [B, Hq, m, Dv], [B, Hq, m], [B, Hq, m]."""
+    rows = _score_rows(args, grids, chunk)
     lse = torch.logsumexp(rows.modified, dim=-1)
     weights = torch.exp(rows.modified - _finite(lse)[..., None])
     out = _combine(weights, args.value)
@@ -68,11 +93,22 @@ def _finite(lse: Tensor) -> Tensor:
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
-def _chunks(args: AttentionArgs | BackwardArgs) -> Iterator[tuple[int, int]]:
+def chunk_rows(elements_per_query: int) -> int:
+    """Queries per chunk, if each has this many scores."""
+    return max(16, CHUNK_ELEMENTS // max(1, elements_per_query))
+
+
+def _chunks(args: AttentionArgs | BackwardArgs) -> Iterator[Chunk]:
     batch, heads, length, _ = args.query.shape
-    rows = max(16, CHUNK_ELEMENTS // max(1, batch * heads * args.key.size(2)))
+    rows = chunk_rows(batch * heads * args.key.size(2))
     for start in range(0, length, rows):
-        yield start, min(start + rows, length)
+        yield slice_chunk(args.query, start, min(start + rows, length))
+
+
+def slice_chunk(query: Tensor, start: int, stop: int) -> Chunk:
+    """The queries start..stop of [B, Hq, M, D]."""
+    q_idx = torch.arange(start, stop, device=query.device, dtype=torch.int32)
+    return Chunk(q_idx, lambda tensor: tensor[:, :, start:stop])
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -86,13 +122,16 @@ def _fold_group(tensor: Tensor, kv_heads: int) -> Tensor:
     return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
-def _score_rows(args: AttentionArgs | BackwardArgs, start: int, stop: int) -> _Rows:
-    raw = dot_keys(args.query[:, :, start:stop], args.key) * args.scale
-    index = index_grids(raw, start)
+def _score_rows(args: AttentionArgs | BackwardArgs, grids: Grids, chunk: Chunk) -> _Rows:
+    raw = dot_keys(chunk.pick(args.query), args.key) * args.scale
+    b, h, _, kv_idx = index_grids(raw, 0)
+    index = (b, h, chunk.q_idx, kv_idx)
     modified = over_elements(args.score_mod, 1, (raw,), index, args.score_captures)
-    visible = visible_keys(args, index, raw)
+    visible = _visible_keys(args, grids, index, raw)
+    if chunk.live is not None:
+        visible = visible & chunk.live[:, None]
     modified = torch.where(visible, modified.to(raw.dtype), float("-inf"))
-    return _Rows(start, stop, raw, modified, visible)
+    return _Rows(raw, modified, visible, index)
 
 
 def dot_keys(rows: Tensor, columns: Tensor) -> Tensor:
@@ -147,22 +186,29 @@ def over_elements(
         return mapped(*elements[:leading], *index, *elements[leading:], *captures)
 
 
-def visible_keys(
-    args: AttentionArgs | BackwardArgs, index: tuple[Tensor, ...], scores: Tensor
+def listed_blocks(args: AttentionArgs | BackwardArgs) -> Grids:
+    """The block lists in dense form."""
+    if not args.blocks:
+        return Grids()
+    blocks = BlockTensors(*args.blocks)
+    columns = block_count(args.key.size(2), int(args.options["kv_block_size"]))
+    partial = lists_to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)
+    if not args.options["has_full_blocks"]:
+        return Grids(partial)
+    full = lists_to_dense(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
+    return Grids(partial, full)
+
+
+def _visible_keys(
+    args: AttentionArgs | BackwardArgs, grids: Grids, index: tuple[Tensor, ...], scores: Tensor
 ) -> Tensor:
     """Which keys each query of a chunk sees, [B, Hq, m, N] bool."""
     keep = over_elements(args.mask_mod, 0, (), index, args.mask_captures)
-    if not args.blocks:
-        return keep.expand(scores.shape)
-    blocks = BlockTensors(*args.blocks)
-    q_block = index[2] // args.options["q_block_size"]
-    kv_block = index[3] // args.options["kv_block_size"]
-    columns = block_count(scores.size(-1), int(args.options["kv_block_size"]))
-    listed = lists_to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)
-    keep = keep & _per_element(listed, q_block, kv_block)
-    if args.options["has_full_blocks"]:
-        full = lists_to_dense(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
-        keep = keep | _per_element(full, q_block, kv_block)
+    for blocks, combine in ((grids.partial, torch.logical_and), (grids.full, torch.logical_or)):
+        if blocks is not None:
+            q_block = index[2] // args.options["q_block_size"]
+            kv_block = index[3] // args.options["kv_block_size"]
+            keep = combine(keep, _per_element(blocks, q_block, kv_block))
     return keep.expand(scores.shape)
 
 
@@ -179,58 +225,94 @@ def attend_backward(args: BackwardArgs) -> tuple[Tensor, Tensor, Tensor, tuple[T
 
     Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), algorithm 2, with the chain rule of score_mod.
     """
+    grids = listed_blocks(args)
+    grad_key, grad_value, captured = zero_totals(args)
+    grad_query: list[Tensor] = []
+    for chunk in _chunks(args):
+        rows, key_part, value_part, captured = grad_rows(args, grids, chunk, captured)
+        grad_query.append(rows)
+        grad_key += key_part
+        grad_value += value_part
+    return cast_gradients(args, torch.cat(grad_query, dim=2), grad_key, grad_value, captured)
+
+
+Totals = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+
+
+def zero_totals(args: BackwardArgs) -> Totals:
+    """Where the gradients of key, value and captures are added up."""
     dtype = accumulate_dtype(args.query.dtype)
-    grad_query, grad_key, grad_value = (
-        torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (args.query, args.key, args.value)
+    grad_key, grad_value = (
+        torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (args.key, args.value)
     )
-    sites = unpack_sites(args.sites)
-    grad_captures = {
-        site.capture: torch.zeros_like(args.score_captures[site.capture], dtype=dtype) for site in sites
-    }
-    for start, stop in _chunks(args):
-        rows = _score_rows(args, start, stop)
-        grad_raw, weights = _raw_gradient(args, rows, sites, grad_captures)
-        grad_rows = args.grad_out[:, :, start:stop].to(dtype)
-        grad_value += _reduce_heads(weights, grad_rows, args.value)
-        grad_key += _reduce_heads(grad_raw, args.query[:, :, start:stop].to(dtype), args.key)
-        grad_query[:, :, start:stop] = _combine(grad_raw, args.key)
     captured = tuple(
-        grad_captures[i].to(args.score_captures[i].dtype) for i in sorted(grad_captures)
+        torch.zeros(args.score_captures[i].shape, dtype=dtype, device=args.query.device)
+        for i in _differentiable(args)
     )
+    return grad_key, grad_value, captured
+
+
+def _differentiable(args: BackwardArgs) -> list[int]:
+    """Positions of the captures that get a gradient."""
+    return sorted(set(args.sites[::2]))
+
+
+def cast_gradients(
+    args: BackwardArgs, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor,
+    captured: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Gradients in the dtypes of their tensors."""
+    likes = [args.score_captures[i] for i in _differentiable(args)]
     return (
         grad_query.to(args.query.dtype),
         grad_key.to(args.key.dtype),
         grad_value.to(args.value.dtype),
-        captured,
+        tuple(grad.to(like.dtype) for grad, like in zip(captured, likes, strict=True)),
     )
 
 
-def _raw_gradient(
-    args: BackwardArgs, rows: _Rows, sites: tuple[Site, ...], grad_captures: dict[int, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Gradient of q.k (scale included) and the softmax weights of a chunk; adds to `grad_captures`."""
-    span = slice(rows.start, rows.stop)
-    lse = args.lse[:, :, span].to(rows.raw.dtype)
+def grad_rows(
+    args: BackwardArgs, grids: Grids, chunk: Chunk, captured: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """What one chunk of queries gives.
+
+    Returns:
+        Its rows of grad_query, its parts of grad_key and grad_value, and `captured` plus its part.
+    """
+    rows = _score_rows(args, grids, chunk)
+    dtype = rows.raw.dtype
+    lse, grad_out = chunk.pick(args.lse).to(dtype), chunk.pick(args.grad_out).to(dtype)
     weights = torch.exp(rows.modified - _finite(lse)[..., None])
-    grad_out = args.grad_out[:, :, span].to(rows.raw.dtype)
-    delta = (grad_out * args.out[:, :, span].to(rows.raw.dtype)).sum(-1)
+    delta = (grad_out * chunk.pick(args.out).to(dtype)).sum(-1)
     if args.grad_lse is not None:
-        delta = delta - args.grad_lse[:, :, span].to(rows.raw.dtype)
+        delta = delta - chunk.pick(args.grad_lse).to(dtype)
     grad_modified = weights * (dot_keys(grad_out, args.value) - delta[..., None])
-    index = index_grids(rows.raw, rows.start)
-    outputs = over_elements(args.joint, 1, (rows.raw, grad_modified), index, args.score_captures)
-    for site in sites:
-        _scatter(grad_captures[site.capture], site, outputs, rows.visible)
-    grad_raw = torch.where(rows.visible, outputs[0].to(rows.raw.dtype), 0.0)
-    return grad_raw * args.scale, weights
+    elements = (rows.raw, grad_modified)
+    outputs = over_elements(args.joint, 1, elements, rows.index, args.score_captures)
+    grad_raw = torch.where(rows.visible, outputs[0].to(dtype), 0.0) * args.scale
+    return (
+        _combine(grad_raw, args.key),
+        _reduce_heads(grad_raw, chunk.pick(args.query).to(dtype), args.key),
+        _reduce_heads(weights, grad_out, args.value),
+        _add_captured(args, captured, outputs, rows.visible),
+    )
 
 
-def _scatter(target: Tensor, site: Site, outputs: tuple[Tensor, ...], visible: Tensor) -> None:
-    values = torch.where(visible, outputs[site.value].to(target.dtype), 0.0)
+def _add_captured(
+    args: BackwardArgs, captured: tuple[Tensor, ...], outputs: tuple[Tensor, ...], visible: Tensor
+) -> tuple[Tensor, ...]:
+    totals = dict(zip(_differentiable(args), captured, strict=True))
+    for site in unpack_sites(args.sites):
+        totals[site.capture] = _scatter(totals[site.capture], site, outputs, visible)
+    return tuple(totals.values())
+
+
+def _scatter(total: Tensor, site: Site, outputs: tuple[Tensor, ...], visible: Tensor) -> Tensor:
+    values = torch.where(visible, outputs[site.value].to(total.dtype), 0.0)
     if not site.indices:
-        target += values.sum()
-        return
-    target.index_put_(tuple(outputs[i].long() for i in site.indices), values, accumulate=True)
+        return total + values.sum()
+    indices = tuple(outputs[i].long() for i in site.indices)
+    return total.index_put(indices, values, accumulate=True)
 
 
 def _reduce_heads(weights: Tensor, rows: Tensor, like: Tensor) -> Tensor:

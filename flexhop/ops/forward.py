@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexhop.compat import hop
-from flexhop.errors import CaptureMutationError, MaskCaptureGradError
+from flexhop.errors import CaptureMutationError, UnsupportedFeatureError
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.backward import attention_backward
+from flexhop.ops.call import check_gradients
 from flexhop.ops.eager import accumulate_dtype, attend
 from flexhop.ops.layout import empty_ordered, ordered
 from flexhop.ops.subgraphs import (
@@ -82,19 +84,39 @@ def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> tuple[Any, ...]:
 hop.register_autocast(attention, _cast)
 
 
+def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:
+    """Inputs of _Attention: joint graph, sites, what needs no gradient, and what may need one."""
+    args = AttentionArgs(*operands)
+    check_gradients(args.mask_captures, args.options)
+    joint = trace_joint(args.score_mod, args.query, args.score_captures)
+    fixed = args._replace(
+        query=None, key=None, value=None, score_mod=joint.score_mod, score_captures=()
+    )
+    return (joint.joint, joint.sites, fixed, *args[:3], *joint.captures)
+
+
+def _operands(fixed: tuple[Any, ...], inputs: Sequence[Any]) -> AttentionArgs:
+    """The operator's operands, from the last two parts of _differentiable_inputs."""
+    query, key, value, *captures = inputs
+    args = AttentionArgs(*fixed)
+    return args._replace(query=query, key=key, value=value, score_captures=tuple(captures))
+
+
 class _Attention(torch.autograd.Function):
     """Forward saves its operands and results; backward calls the backward operator."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Any, sites: Any, fixed: AttentionArgs, *inputs: Any) -> Any:
-        query, key, value, *captures = inputs
-        args = fixed._replace(query=query, key=key, value=value, score_captures=tuple(captures))
-        with hop.below_autograd():
-            out, lse, max_scores = attention(*args)
+    def forward(joint: Any, sites: Any, fixed: tuple[Any, ...], *inputs: Any) -> Any:
+        return attention(*_operands(fixed, inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        joint, sites, fixed, *rest = inputs
+        args = _operands(fixed, rest)
+        out, lse, max_scores = output
         save(ctx, (args._replace(score_mod=None, mask_mod=None), out, lse))
         ctx.functions = (args.score_mod, joint, args.mask_mod, sites)
         ctx.mark_non_differentiable(max_scores)
-        return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> Any:
@@ -134,19 +156,71 @@ def restore(ctx: Any) -> Any:
 @attention.py_autograd_impl
 def _autograd(*operands: Any) -> Any:
     args = AttentionArgs(*operands)
-    for position, wanted in enumerate(needs_grad(args.mask_captures)):
-        if wanted:
-            raise MaskCaptureGradError(index=position)
-    differentiable = needs_grad((args.query, args.key, args.value, *args.score_captures))
-    if not (torch.is_grad_enabled() and any(differentiable)):
+    if not (torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands)))):
         with hop.below_autograd():
             return attention(*args)
-    joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    fixed = args._replace(
-        query=None, key=None, value=None, score_mod=joint.score_mod, score_captures=()
+    return _Attention.apply(*_differentiable_inputs(*operands))
+
+
+hop.register_grad_transform(attention, _Attention, _differentiable_inputs)
+hop.register_refusal(
+    attention,
+    "Jvp",
+    lambda: UnsupportedFeatureError(
+        feature="torch.func.jvp of compiled flex_attention",
+        reason="the kernels have no forward-mode derivative",
+        mend="Call it without torch.compile",
+    ),
+)
+
+
+def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
+    """Put the dimension that torch.vmap maps in front of the batch; see hop.register_vmap."""
+    args, is_mapped = AttentionArgs(*operands), AttentionArgs(*mapped)
+    tensors = (*args[:3], *args.blocks)
+    flags = (*is_mapped[:3], *is_mapped.blocks)
+    batch = args.query.size(1 if is_mapped.query else 0)
+    query, key, value, *blocks = (
+        _into_batch(tensor, flag, count, batch) for tensor, flag in zip(tensors, flags, strict=True)
     )
-    inputs = (args.query, args.key, args.value, *joint.captures)
-    return _Attention.apply(joint.joint, joint.sites, fixed, *inputs)
+
+    folded = AttentionArgs(
+        query, key, value,
+        _unfolded(args.score_mod, 1, batch, is_mapped.score_captures),
+        _unfolded(args.mask_mod, 0, batch, is_mapped.mask_captures),
+        tuple(blocks), *args[6:],
+    )  # fmt: skip
+
+    def unfold(results: tuple[Tensor, ...]) -> list[tuple[Tensor, bool]]:
+        # max_scores is empty if nobody asked for it.
+        return [(r.unflatten(0, (count, batch)), True) if r.dim() > 1 else (r, False) for r in results]
+
+    return folded, unfold
+
+
+def _into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
+    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; what is shared stays."""
+    if not is_mapped:
+        if tensor.size(0) == 1:
+            return tensor
+        tensor = tensor.expand(count, *tensor.shape)
+    return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
+
+
+def _unfolded(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
+    """A mod that sees the batch index, and its entry of every mapped capture, as before the fold."""
+
+    def unfolded(*inputs: Any) -> Tensor:
+        score, (b, *index), captures = (
+            inputs[:leading], inputs[leading : leading + 4], inputs[leading + 4 :]
+        )  # fmt: skip
+        own = (c[b // batch] if m is True else c for c, m in zip(captures, is_mapped, strict=True))
+        return mod(*score, b % batch, *index, *own)
+
+    return unfolded
+
+
+hop.register_vmap(attention, _fold)
 
 
 def _count(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

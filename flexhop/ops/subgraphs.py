@@ -8,6 +8,8 @@ tensors alone, such as `slopes.exp()[h]`, is hoisted out of the mod and differen
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ aten = torch.ops.aten
 NUM_INDICES = 4  # b, h, q_idx, kv_idx
 NUM_SCORE_INPUTS = 1 + NUM_INDICES
 SCORE_DTYPE = torch.float32
+MAX_ROW = 16  # elements of a row read at once, such as a position in space: each becomes a site
 
 
 def index_examples(device: torch.device) -> list[Tensor]:
@@ -53,6 +56,25 @@ def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
     return tuple(isinstance(c, Tensor) and c.requires_grad for c in captures)
 
 
+def trace_score(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]
+) -> fx.GraphModule:
+    """FX graph of (score, b, h, q_idx, kv_idx, *captures) -> score; see `trace_joint`."""
+    with isolated_trace(query, *captures), IndexMode():
+        examples = [*score_examples(query.device, score_dtype(query)), *map(capture_like, captures)]
+        return trace_callable(score_mod, examples)
+
+
+def trace_mask(
+    mask_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]
+) -> fx.GraphModule:
+    """FX graph of (b, h, q_idx, kv_idx, *captures) -> bool."""
+    with isolated_trace(query, *captures), IndexMode():
+        return trace_callable(
+            mask_mod, [*index_examples(query.device), *map(capture_like, captures)]
+        )
+
+
 class Joint(NamedTuple):
     """What differentiation of one score_mod gives."""
 
@@ -75,9 +97,7 @@ def trace_joint(score_mod: Callable[..., Tensor], query: Tensor, captures: Seque
             single elements.
     """
     wanted = needs_grad(captures)
-    with isolated_trace(query, *captures), IndexMode():
-        examples = [*score_examples(query.device, score_dtype(query)), *map(capture_like, captures)]
-        graph = trace_callable(score_mod, examples)
+    graph = trace_score(score_mod, query, captures)
     _compose_reads(graph)
     main, before, kept = _hoist(graph, wanted)
     hoisted = (*(captures[i] for i in kept), *(before(*captures) if before is not None else ()))
@@ -180,15 +200,14 @@ def _differentiate(
     reads = _find_reads(main, wanted)
     reader = _subgraph(main, main.graph.find_nodes(op="placeholder"), _read_outputs(reads))
     body = _with_reads_as_inputs(main, reads)
-    indices_per_read = [len(read.indices) for read in reads]
 
     def joint(*inputs: Any) -> tuple[Tensor, ...]:
         mod_inputs = (*inputs[:NUM_SCORE_INPUTS], *inputs[NUM_SCORE_INPUTS + 1 :])
         grad_score = inputs[NUM_SCORE_INPUTS]
         found = reader(*mod_inputs) if reads else ()
         values, indices = found[: len(reads)], found[len(reads) :]
-        grads = _score_gradients(body, mod_inputs, values, grad_score)
-        return (*grads, *indices)
+        first, *grads = _score_gradients(body, mod_inputs, values, grad_score)
+        return (first, *_element_grads(reads, grads), *_element_indices(reads, indices))
 
     examples = [*joint_examples(query.device, score_dtype(query)), *captures]
     graph = trace_callable(joint, examples)
@@ -197,9 +216,37 @@ def _differentiate(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     sites = [
-        number for read, count in zip(reads, indices_per_read, strict=True) for number in (read.capture, count)
+        number
+        for read in reads
+        for element in read.elements
+        for number in (read.capture, len(read.indices) + len(element))
     ]
     return graph, tuple(sites)
+
+
+def _element_grads(reads: Sequence[_Read], grads: Sequence[Tensor]) -> list[Tensor]:
+    """One scalar gradient per element read."""
+    found = []
+    for read, grad in zip(reads, grads, strict=True):
+        for element in read.elements:
+            value = grad
+            for position in element:
+                value = aten.select.int(value, 0, position)
+            found.append(value)
+    return found
+
+
+def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[Tensor]:
+    """Where each element stands in its capture: the indices of its read, then its place in the row."""
+    found: list[Tensor] = []
+    start = 0
+    for read in reads:
+        own = indices[start : start + len(read.indices)]
+        start += len(read.indices)
+        for element in read.elements:
+            places = [torch.full((), place, dtype=torch.int32, device=own[0].device) for place in element]
+            found += [*own, *places]
+    return found
 
 
 def _score_gradients(
@@ -219,8 +266,9 @@ def _score_gradients(
 
 class _Read(NamedTuple):
     capture: int
-    node: fx.Node  # whose value is the element read
+    node: fx.Node  # whose value is the element, or the short row of elements, that is read
     indices: tuple[fx.Node, ...]
+    elements: tuple[tuple[int, ...], ...] = ((),)  # positions in the row; a scalar has one: ()
 
 
 def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[_Read]:
@@ -236,14 +284,26 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[_Read]:
         for user in capture.users:
             if user.target is aten.detach.default:
                 continue
-            if user.target is not aten.index.Tensor or user.meta["val"].dim() != 0:
+            elements = _elements_read(user)
+            if elements is None:
                 raise UnsupportedFeatureError(
-                    feature=f"score_mod applies {user.target} to a captured tensor that needs a gradient",
-                    reason="only reads of single elements, such as table[h, q_idx - kv_idx], have a gradient",
-                    mend="index the tensor down to one element, or detach it",
+                    feature=f"score_mod applies {user.target} to a captured tensor that needs a gradient; this",
+                    reason="only reads such as table[h, q_idx - kv_idx], of single elements or of rows of "
+                    f"at most {MAX_ROW} elements, have a gradient",
+                    mend="Index the tensor down to one element, or detach it",
                 )
-            reads.append(_Read(position, user, tuple(user.args[1])))
+            reads.append(_Read(position, user, tuple(user.args[1]), elements))
     return reads
+
+
+def _elements_read(user: fx.Node) -> tuple[tuple[int, ...], ...] | None:
+    """Positions in the row that an index operation reads; None for anything else."""
+    if user.target is not aten.index.Tensor or not _is_scalar_read(user):
+        return None
+    shape = [int(size) for size in user.meta["val"].shape]  # guards on a symbolic size
+    if math.prod(shape) > MAX_ROW:
+        return None
+    return tuple(itertools.product(*map(range, shape)))
 
 
 def _read_outputs(reads: Sequence[_Read]) -> list[fx.Node]:

@@ -1,0 +1,112 @@
+"""Inductor: lower a formula of plain PyTorch operators in the place of one operator.
+
+The formula is traced as AOTAutograd would have traced it, and its nodes are lowered one after the
+other into the graph that is being compiled. The names below are the same in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import process_subgraph_nodes
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree
+
+__all__ = ["fake_operands", "leaves", "lower_formula", "separate", "while_loop", "with_strides"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def fake_operands() -> tuple[Any, ...]:
+    """Operands of the node that is being lowered, with fake tensors and SymInts for IR."""
+    return torch.fx.node.map_arg(V.graph.current_node.args, _fake)
+
+
+def _fake(node: torch.fx.Node) -> Any:
+    if node.op == "get_attr":
+        value = V.graph.module
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        if isinstance(value, torch.fx.GraphModule):
+            return value
+    return node.meta["val"]
+
+
+leaves = _pytree.tree_leaves
+
+
+def separate(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
+    """Split a tree into what a graph has as inputs (tensors, SymInts, SymFloats) and the rest.
+
+    Returns:
+        The positions of the inputs among the leaves of `tree`; the function from other values of
+        these leaves to the tree that holds them.
+    """
+    flat, spec = _pytree.tree_flatten(tree)
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat)
+    positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, kinds)]
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        known = dict(zip(positions, values, strict=True))
+        return _pytree.tree_unflatten([known.get(i, leaf) for i, leaf in enumerate(flat)], spec)
+
+    return positions, rebuild
+
+
+def lower_formula(
+    formula: Callable[..., Sequence[Any]], fakes: Sequence[Any], values: Sequence[Any]
+) -> list[Any]:
+    """Lower `formula`.
+
+    Args:
+        formula: of tensors and SymInts; a sequence of tensors. Writes to none of its inputs.
+        fakes: its example inputs.
+        values: the same inputs as IR and sympy expressions.
+
+    Returns:
+        The formula's results as IR.
+    """
+    with V.fake_mode, torch.no_grad():
+        graph = make_fx(formula, decomposition_table=select_decomp_table())(*fakes)
+    graph.graph.eliminate_dead_code()
+    _adopt_attributes(graph)
+    return list(process_subgraph_nodes(graph, list(values)))
+
+
+def _adopt_attributes(graph: torch.fx.GraphModule) -> None:
+    """Move what the nodes name (bodies of loops, constants) to the module that is being lowered."""
+    root: Any = V.graph.module
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, node.target)
+        number = 0
+        while hasattr(root, name := f"flexhop_{node.target}_{number}"):
+            number += 1
+        setattr(root, name, value)
+        node.target = name
+
+
+def while_loop(
+    condition: Callable[..., torch.Tensor],
+    body: Callable[..., Tensors],
+    carried: Tensors,
+    fixed: Sequence[Any],
+) -> Tensors:
+    """Repeat `carried = body(*carried, *fixed)` while `condition(*carried, *fixed)`, when traced.
+
+    Args:
+        condition: gives a 0-d bool tensor.
+        body: gives fresh tensors of the sizes, strides and dtypes of `carried`.
+        carried: contiguous.
+        fixed: tensors, ints and SymInts.
+    """
+    return torch.ops.higher_order.while_loop(condition, body, carried, tuple(fixed))
+
+
+def with_strides(value: Any, strides: Sequence[Any]) -> Any:
+    """IR of `value` stored with `strides`."""
+    return ir.ExternKernel.require_exact_strides(value, strides)

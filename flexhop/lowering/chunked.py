@@ -1,0 +1,178 @@
+"""Where there is no kernel, on the CPU and in fp64, the specification itself is lowered.
+
+Chunks of queries are evaluated one after the other by a loop in the compiled code, so memory is
+O(chunk * S); what happens in one chunk is ops/eager.py, word for word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import inductor, inline
+from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.eager import (
+    Chunk,
+    Grids,
+    accumulate_dtype,
+    attend_rows,
+    cast_gradients,
+    grad_rows,
+    listed_blocks,
+    slice_chunk,
+    zero_totals,
+)
+
+# Scores that one chunk holds: 1 MiB in fp32, so that they stay in a core's cache.
+CHUNK_ELEMENTS = 1 << 18
+
+Tensors = tuple[Tensor, ...]
+
+
+class _Rowwise(NamedTuple):
+    """A computation chunk by chunk.
+
+    step(args, grids, chunk, totals) gives the chunk's rows of every result, each
+    [B, Hq, m, *width], and the totals with the chunk's part added.
+    """
+
+    step: Callable[[Any, Grids, Chunk, Tensors], tuple[Tensors, Tensors]]
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # width and dtype of each
+
+
+def is_without_kernel(query: Any) -> bool:
+    """Whether the templates cannot serve this query."""
+    return query.get_device().type == "cpu" or query.get_dtype() == torch.float64
+
+
+def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
+    """Lower `flexhop_attention`: (out, lse, max_scores)."""
+    args = AttentionArgs(*operands)
+    returns_max = bool(args.options.get("return_max"))
+
+    def step(args: AttentionArgs, grids: Grids, chunk: Chunk, _: Tensors) -> tuple[Tensors, Tensors]:
+        return attend_rows(args, grids, chunk)[: 2 + returns_max], ()
+
+    def formula(args: AttentionArgs, rows: int | None) -> Tensors:
+        wide = accumulate_dtype(args.query.dtype)
+        results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
+        found, _ = _over_chunks(_Rowwise(step, results[: 2 + returns_max]), args, rows, ())
+        return found
+
+    results = _lower(args, formula)
+    if not returns_max:
+        meta = inductor.output_meta()[2]
+        results.append(inductor.empty([0], None, meta.dtype, meta.device))
+    out, lse, max_scores = results
+    return out, lse, max_scores
+
+
+def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """Lower `flexhop_attention_backward`: (grad_query, grad_key, grad_value, captured grads)."""
+
+    def formula(args: BackwardArgs, rows: int | None) -> Tensors:
+        grad_key, grad_value, captured = zero_totals(args)
+        wide = (((args.query.size(3),), grad_key.dtype),)
+        (grad_query,), totals = _over_chunks(
+            _Rowwise(_grad_step, wide), args, rows, (grad_key, grad_value, *captured)
+        )
+        *grads, captured = cast_gradients(args, grad_query, totals[0], totals[1], totals[2:])
+        return (*grads, *captured)
+
+    grad_query, grad_key, grad_value, *captured = _lower(BackwardArgs(*operands), formula)
+    return grad_query, grad_key, grad_value, captured
+
+
+def _grad_step(
+    args: BackwardArgs, grids: Grids, chunk: Chunk, totals: Tensors
+) -> tuple[Tensors, Tensors]:
+    grad_key, grad_value, *captured = totals
+    rows, key_part, value_part, added = grad_rows(args, grids, chunk, tuple(captured))
+    return (rows,), (grad_key + key_part, grad_value + value_part, *added)
+
+
+def _lower(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any]:
+    """Lower formula(args, rows) for operands that are IR; results have the strides of the node's."""
+    fakes = type(args)(*inline.fake_operands())
+    rows = _rows_per_chunk(fakes.query, args)
+    positions, rebuild = inline.separate(fakes)
+    results = inline.lower_formula(
+        lambda *values: formula(rebuild(values), rows),
+        [inline.leaves(fakes)[i] for i in positions],
+        [inline.leaves(args)[i] for i in positions],
+    )
+    metas = inline.leaves(inductor.output_meta())
+    return [
+        inline.with_strides(result, inductor.as_expressions(meta.stride()))
+        for result, meta in zip(results, metas, strict=False)  # unwanted max_scores come last
+    ]
+
+
+def _rows_per_chunk(query: Tensor, args: Any) -> int | None:
+    """Queries per chunk; None if all of them are known to fit into one."""
+    batch, heads, length, _ = map(inductor.hint, args.query.get_size())
+    per_query = batch * heads * inductor.hint(args.key.get_size()[2])
+    rows = max(16, CHUNK_ELEMENTS // max(1, per_query))
+    if isinstance(query.size(2), int) and length <= rows:
+        return None
+    chunks = -(-length // rows)
+    return -(-length // chunks)  # equal chunks, so that the last one is not mostly filling
+
+
+def _over_chunks(
+    work: _Rowwise, args: Any, rows: int | None, totals: Tensors
+) -> tuple[Tensors, Tensors]:
+    """All rows of the results of `work`, and its totals."""
+    wide = accumulate_dtype(args.query.dtype)
+    grids = listed_blocks(args)
+    args = args._replace(key=args.key.to(wide), value=args.value.to(wide), blocks=())
+    length = args.query.size(2)
+    if rows is None:
+        return work.step(args, grids, slice_chunk(args.query, 0, length), totals)
+    padded = (length + rows - 1) // rows * rows
+    buffers = tuple(
+        args.query.new_zeros((*args.query.shape[:2], padded, *width), dtype=dtype)
+        for width, dtype in work.results
+    )
+    done = _loop(work, args, grids, rows, (buffers, totals))
+    results, totals = done[: len(buffers)], done[len(buffers) :]
+    return tuple(result[:, :, :length] for result in results), totals
+
+
+def _loop(
+    work: _Rowwise, args: Any, grids: Grids, rows: int, carried: tuple[Tensors, Tensors]
+) -> Tensors:
+    """The buffers after every chunk wrote its rows to them, then the totals."""
+    positions, rebuild = inline.separate((args, grids))
+    flat = inline.leaves((args, grids))
+    buffers, totals = carried
+    count = len(buffers)
+
+    def condition(turn: Tensor, *values: Any) -> Tensor:
+        args, _ = rebuild(values[count + len(totals) :])
+        return turn * rows < args.query.size(2)
+
+    def body(turn: Tensor, *values: Any) -> Tensors:
+        args, grids = rebuild(values[count + len(totals) :])
+        position = turn * rows + torch.arange(rows, device=turn.device)
+        results, added = work.step(
+            args, grids, _chunk_at(position, args.query.size(2)), values[count : count + len(totals)]
+        )
+        written = (
+            buffer.index_copy(2, position, result)
+            for buffer, result in zip(values, results, strict=False)
+        )
+        return (turn + 1, *written, *added)
+
+    first = torch.zeros((), dtype=torch.int64, device=args.query.device)
+    fixed = [flat[i] for i in positions]
+    return inline.while_loop(condition, body, (first, *buffers, *totals), fixed)[1:]
+
+
+def _chunk_at(position: Tensor, length: int) -> Chunk:
+    """The queries at `position`, of which those at and after `length` are filling."""
+    inside = position.clamp(max=length - 1)
+    return Chunk(inside.int(), lambda tensor: tensor.index_select(2, inside), position < length)

@@ -1,0 +1,118 @@
+"""What was decided for one kernel, and why, in words: for `flexhop.explain` and FLEXHOP_DEBUG."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flexhop import debug
+from flexhop.lowering import kernels
+from flexhop.lowering.problem import Problem, round_head_dim
+from flexhop.lowering.tiles import Kernel, table_tile
+from flexhop.options import KernelOptions, Tile
+
+_OVER_KEYS = ("grad_key_value", "grad_key", "grad_value")  # whose programs own keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """One kernel of one call.
+
+    Args:
+        kernel: "forward", "grad_query", and "grad_key_value" or "grad_key" and "grad_value".
+        tile: what one program does at a time.
+        reason: where the tile comes from.
+        shared_memory: estimated upper bound, in bytes, of what one program asks for.
+        programs: how many programs are launched.
+        constants: what the template is specialised on.
+    """
+
+    kernel: Kernel
+    tile: Tile
+    reason: str
+    shared_memory: int
+    programs: int
+    constants: dict[str, Any]
+
+    def __str__(self) -> str:
+        lines = [
+            f"tile: {self.tile.words()}",
+            f"reason: {self.reason}",
+            f"shared memory: about {self.shared_memory} bytes",
+            f"programs: {self.programs}",
+            *(f"{name} = {value}" for name, value in self.constants.items()),
+        ]
+        return "\n".join(lines)
+
+
+def plan_kernel(
+    kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile | None = None
+) -> KernelPlan:
+    """Describe a kernel with `tile`, or with the tile that it gets without a search.
+
+    Raises:
+        TileError, TileResourceError: the user's tile does not fit the mask or the device.
+    """
+    if tile is None:
+        tile = kernels.choose_tiles(kernel, problem, options, search=False)[0]
+    return KernelPlan(
+        kernel=kernel,
+        tile=tile,
+        reason=tile_reason(kernel, problem, options, tile),
+        shared_memory=kernels.shared_memory(kernel, problem, tile),
+        programs=_programs(kernel, problem, tile),
+        constants=kernels.constants(kernel, problem, options, tile),
+    )
+
+
+def show_plan(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> None:
+    """Print the plan of a candidate if FLEXHOP_DEBUG asks for kernels."""
+    debug.show("kernel", kernel, lambda: str(plan_kernel(kernel, problem, options, tile)))
+
+
+def tile_reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
+    """Why a kernel has this tile."""
+    # One choice speaks to the gradients of key and value, in however many kernels.
+    if getattr(options, "grad_key_value" if kernel in _OVER_KEYS else kernel) is not None:
+        return "your kernel_options; what they leave open is from the table"
+    first = table_tile(kernel, problem)
+    major, minor = problem.device.capability
+    width = max(problem.head_dim, problem.value_head_dim)
+    source = f"table for sm_{major}{minor}, {problem.dtype}, head size {width}"
+    if tile == first:
+        return source
+    if tile != kernels.choose_tiles(kernel, problem, options, search=False)[0]:
+        return "a candidate of the search (max-autotune)"
+    return f"{source} ({first.words()}), {_why_smaller(kernel, problem, first)}"
+
+
+def _why_smaller(kernel: Kernel, problem: Problem, tile: Tile) -> str:
+    reasons: list[str] = []
+    blocks = problem.blocks
+    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+        reasons.append(f"made to divide the mask's blocks of {blocks.q_size} x {blocks.kv_size}")
+    lengths = (round_head_dim(problem.query_len), round_head_dim(problem.key_len))
+    if tile.block_m > lengths[0] or tile.block_n > lengths[1]:
+        reasons.append(f"cut to the lengths, {problem.query_len} and {problem.key_len}")
+    needed = kernels.shared_memory(kernel, problem, tile)
+    if needed > problem.device.shared_memory:
+        reasons.append(f"made smaller to fit {problem.device.shared_memory} bytes, not {needed}")
+    return " and ".join(reasons) or "adjusted to the problem"
+
+
+def _programs(kernel: Kernel, problem: Problem, tile: Tile) -> int:
+    """Programs of the grid: tiles times batches times heads."""
+    blocks = problem.blocks
+    if kernel in _OVER_KEYS:
+        batch = 1 if problem.kv_batch_shared else problem.batch
+        block = blocks.kv_size if blocks is not None else tile.block_n
+        return _tiles(problem.key_len, block, tile.block_n) * batch * problem.kv_heads
+    block = blocks.q_size if blocks is not None else tile.block_m
+    return _tiles(problem.query_len, block, tile.block_m) * problem.batch * problem.query_heads
+
+
+def _tiles(length: int, block: int, tile: int) -> int:
+    """Tiles that cover `length`; none crosses a border between blocks of the mask."""
+    if block % tile == 0:
+        return -(-length // tile)
+    return -(-length // block) * -(-block // tile)

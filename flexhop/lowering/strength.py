@@ -1,0 +1,63 @@
+"""Cheaper arithmetic on positions.
+
+`slope * (kv_idx - q_idx)` subtracts integers for every score and converts each difference to a float, and
+the conversion is as slow as an exponential. Converting the two positions first gives the same value (both
+are below 2**24, the integers that fp32 holds exactly) with one conversion per row and column.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+_FLOAT_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
+_DIFFERENCES = (aten.sub.Tensor, aten.add.Tensor)
+
+
+def float_positions(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a mod's graph in which differences of positions that become floats are subtracted as floats."""
+    result = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = result.graph_copy(graph.graph, values)
+    result.output(output)
+    module = fx.GraphModule(graph, result)
+    for node in list(module.graph.nodes):
+        if node.target is convert and node.args[1] == torch.float32:
+            _convert_operands(module.graph, node, 0)
+        elif node.target in _FLOAT_OPS and _dtype(node) == torch.float32:
+            for position in range(2):
+                _convert_operands(module.graph, node, position)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _dtype(node: object) -> torch.dtype | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _is_position(node: object) -> bool:
+    """A position as a mod gets it: a 0-d int32 input."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and _dtype(node) == torch.int32
+
+
+def _convert_operands(graph: fx.Graph, user: fx.Node, position: int) -> None:
+    difference = user.args[position]
+    if not isinstance(difference, fx.Node) or difference.target not in _DIFFERENCES:
+        return
+    if not all(_is_position(operand) for operand in difference.args) or difference.kwargs:
+        return
+    with graph.inserting_before(user):
+        floats = [
+            graph.call_function(convert, (operand, torch.float32)) for operand in difference.args
+        ]
+        new = graph.call_function(difference.target, tuple(floats))
+    for node in (*floats, new):
+        node.meta["val"] = difference.meta["val"].to(torch.float32)
+    if user.target is convert:
+        user.replace_all_uses_with(new)
+    else:
+        user.update_arg(position, new)

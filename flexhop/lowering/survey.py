@@ -1,0 +1,77 @@
+"""A call of tensors as the lowerings would see it: what `flexhop.explain` asks of this room."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import hop
+from flexhop.compat.fake_gpu import GPUS
+from flexhop.errors import OptionValueError
+from flexhop.lowering.kernels import key_value_kernels
+from flexhop.lowering.mods import is_all_true, is_identity, reads_per_element
+from flexhop.lowering.operands import read_tensor_problem, user_options
+from flexhop.lowering.plan import KernelPlan, plan_kernel
+from flexhop.lowering.problem import Device, Problem, read_device
+from flexhop.ops.args import AttentionArgs
+from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint, trace_mask, trace_score
+from flexhop.options import KernelOptions
+
+DEFAULT_CAPABILITY = (9, 0)
+
+
+class Survey(NamedTuple):
+    """Facts, graphs and plans of one call.
+
+    joint: None where nothing needs a gradient.
+    trivial: do score_mod and mask_mod do nothing?
+    """
+
+    problem: Problem
+    options: KernelOptions
+    score: torch.fx.GraphModule
+    mask: torch.fx.GraphModule
+    joint: Joint | None
+    trivial: tuple[bool, bool]
+    plans: tuple[KernelPlan, ...]
+
+
+def survey(args: AttentionArgs, device: Device) -> Survey:
+    """Look at a call whose operands are fake tensors and graphs.
+
+    Raises:
+        FlexhopError: what compiling the call would raise.
+    """
+    score = trace_score(args.score_mod, args.query, args.score_captures)
+    mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
+    trivial = (is_identity(score), is_all_true(mask))
+    joint = None
+    if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
+        joint = trace_joint(args.score_mod, args.query, args.score_captures)
+    has_mods = (not trivial[0], not trivial[1], reads_per_element(score))
+    problem = read_tensor_problem(args, device, has_mods)
+    problem = dataclasses.replace(problem, has_captured_grads=bool(joint and joint.sites))
+    options = user_options(args.options)
+    names = ("forward", "grad_query", *key_value_kernels(problem))
+    plans = tuple(plan_kernel(kernel, problem, options) for kernel in names)
+    return Survey(problem, options, score, mask, joint, trivial, plans)
+
+
+def find_device(query: Tensor, capability: tuple[int, int] | None) -> Device:
+    """The GPU that kernels would be made for: the asked one, query's own, or else an sm_90.
+
+    Raises:
+        OptionValueError: nothing is known about this capability.
+    """
+    if capability is None and query.device.type == "cuda" and not hop.is_fake(query):
+        return read_device(query.device)
+    wanted = capability or DEFAULT_CAPABILITY
+    if wanted not in GPUS:
+        raise OptionValueError(
+            name="capability", value=wanted, allowed=f"one of {', '.join(map(str, GPUS))}"
+        )
+    gpu = GPUS[wanted]
+    return Device(gpu.capability, gpu.shared_memory, gpu.multiprocessors, gpu.l2_cache, gpu.name)

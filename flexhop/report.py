@@ -1,0 +1,185 @@
+"""What `flexhop.explain` says about one call, as values and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flexhop.options import KernelOptions, Tile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capture:
+    """A value that a mod closed over and that became an operand.
+
+    Args:
+        name: as in the mod's code: capture_0, capture_1 and so on.
+        kind: e.g. "float32 [8, 128] on cpu", or the type of a number.
+        requires_grad: whether the backward pass computes its gradient.
+    """
+
+    name: str
+    kind: str
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}{', needs a gradient' if self.requires_grad else ''}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mod:
+    """A user function as the kernel will have it.
+
+    Args:
+        code: Python text of the traced graph.
+        is_trivial: whether it does nothing: a score_mod that returns the score, a mask_mod that
+            returns True. The kernels leave it out then.
+        captures: its further inputs.
+    """
+
+    code: str
+    is_trivial: bool
+    captures: tuple[Capture, ...]
+
+    def __str__(self) -> str:
+        if self.is_trivial:
+            return "does nothing and is left out"
+        return "\n".join([self.code, *(f"    # {capture}" for capture in self.captures)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mask:
+    """Blocks of the mask, counted over its batches and heads.
+
+    Args:
+        block_size: (queries, keys) per block.
+        shape: the mask's [B, H, M, N]; B and H may be 1, for all.
+        partial: blocks to which mask_mod is applied; None if the lists have no data.
+        full: blocks that are taken whole.
+        total: blocks of the whole matrix.
+        density: visited part of the matrix, 0 to 1, overhang not counted.
+        unmasked: part of the matrix that is not masked, 0 to 1; None where it is too large to
+            evaluate. The distance to `density` is work on masked elements.
+    """
+
+    block_size: tuple[int, int]
+    shape: tuple[int, ...]
+    partial: int | None
+    full: int | None
+    total: int
+    density: float | None
+    unmasked: float | None
+
+    def __str__(self) -> str:
+        size = f"blocks of {self.block_size[0]} queries x {self.block_size[1]} keys"
+        if self.partial is None or self.full is None or self.density is None:
+            return f"{size}, {self.total} in all; which are visited is not known (no data)"
+        text = (
+            f"{size}: {self.partial} partial + {self.full} full of {self.total}, "
+            f"{100 * self.density:.1f} % of the matrix visited"
+        )
+        unmasked = "" if self.unmasked is None else f", {100 * self.unmasked:.1f} % unmasked"
+        return text + unmasked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """One kernel.
+
+    Args:
+        kernel: its name.
+        tile: what one program does at a time.
+        reason: why this kernel and this tile.
+        shared_memory: bytes that one program asks for, an upper bound.
+        available: bytes that the device has for it.
+        programs: how many programs are launched.
+        flops: of the matrix products over visited blocks; None if the mask has no data.
+        bytes: moved if every operand were read and every result written once.
+    """
+
+    kernel: str
+    tile: Tile
+    reason: str
+    shared_memory: int
+    available: int
+    programs: int
+    flops: int | None
+    bytes: int
+
+    def __str__(self) -> str:
+        flops = "unknown" if self.flops is None else f"{self.flops / 1e9:.3g} GFLOP"
+        return "\n".join(
+            [
+                f"tile: {self.tile.words()}; {self.programs} programs",
+                f"why: {self.reason}",
+                f"shared memory: at most {self.shared_memory} of {self.available} bytes",
+                f"work: {flops}, at least {self.bytes / 1e6:.4g} MB",
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What would happen to one call of flex_attention.
+
+    Args:
+        device: name and compute capability of the GPU.
+        call: shapes and dtype, in words.
+        score_mod: as traced.
+        mask_mod: as traced.
+        score_mod_grad: Python text of the joint graph, which gives the gradients of the score and
+            of captured tensors; None where no operand needs a gradient or score_mod is trivial.
+        mask: None without a block_mask.
+        passes: the kernels, forward first: "forward", "grad_query", then "grad_key_value" or, for
+            wide heads, "grad_key" and "grad_value".
+        options: the choices in force.
+        unmasked_flops: of the forward pass on unmasked elements alone; None where unknown.
+        notes: what else is worth knowing, among it what makes such a call compile again.
+
+    `str(report)` is the page to read.
+    """
+
+    device: str
+    call: str
+    score_mod: Mod
+    mask_mod: Mod
+    score_mod_grad: str | None
+    mask: Mask | None
+    passes: tuple[Pass, ...]
+    options: KernelOptions
+    unmasked_flops: int | None
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts: list[tuple[str, Any]] = [
+            ("call", self.call),
+            ("device", self.device),
+            ("score_mod", self.score_mod),
+            ("mask_mod", self.mask_mod),
+            ("gradient of score_mod", self.score_mod_grad),
+            ("block mask", "none: every key is visited" if self.mask is None else self.mask),
+            *((f"kernel {part.kernel}", part) for part in self.passes),
+            ("options", _options(self.options)),
+            ("notes", "\n".join(f"- {note}" for note in self.notes)),
+        ]
+        return "\n".join(f"{title}\n{_indent(str(body))}" for title, body in parts if body)
+
+    @property
+    def forward(self) -> Pass:
+        """The forward kernel."""
+        return self.passes[0]
+
+    @property
+    def backward(self) -> tuple[Pass, ...]:
+        """The kernels of the backward pass."""
+        return self.passes[1:]
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _options(options: KernelOptions) -> str:
+    fields = ((f.name, getattr(options, f.name), f.default) for f in dataclasses.fields(options))
+    chosen = [f"{name} = {value}" for name, value, default in fields if value != default]
+    return "\n".join(chosen) or "defaults"

@@ -1,0 +1,175 @@
+"""How results are judged: against fp64, with the error that plain PyTorch makes in the same dtype as the unit.
+
+Three runs of one computation: *gold* (the specification on fp64 copies of query, key and value), the
+*reference* (`dense_attention` in the dtype under test) and the result under test. docs/numerics.md says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.ops.eager import index_grids, over_elements
+
+INF = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Bounds in units of the reference's error E; floors in units of the gold's magnitude.
+
+    mean: E(test) <= mean * E(reference). rms: the same for root mean squares, used for captured tensors.
+    row: largest error of a row against the reference's in this row and on average. floor: relative error
+    that is always granted, because a reference can be exact by luck. The rounding of the result itself
+    (eps) is granted to single elements.
+    """
+
+    mean: float
+    row: float
+    floor: float
+    eps: float
+    rms: float = 1.35
+
+
+BUDGETS = {
+    torch.bfloat16: Budget(1.1, 4.0, 1e-4, torch.finfo(torch.bfloat16).eps),
+    torch.float16: Budget(1.1, 4.0, 1e-4, torch.finfo(torch.float16).eps),
+    # exp2 with a folded scale, another order of sums: a few more roundings than the dense formula.
+    torch.float32: Budget(2.0, 8.0, 1e-6, 4 * torch.finfo(torch.float32).eps),
+    torch.float64: Budget(2.0, 8.0, 1e-14, 8 * torch.finfo(torch.float64).eps),
+}
+# fp32 operands rounded to TF32 (10 bits) before every product.
+TF32 = Budget(10.0, 40.0, 1e-4, 2.0**-11)
+
+
+def assert_within_budget(
+    actual: Tensor,
+    gold: Tensor,
+    reference: Tensor,
+    *,
+    name: str = "result",
+    budget: Budget | None = None,
+    captured: bool = False,
+) -> None:
+    """Judge one tensor.
+
+    Args:
+        actual: under test.
+        gold: fp64, from the specification.
+        reference: the same computation in plain PyTorch, in actual's dtype.
+        name: of the tensor, for the message.
+        budget: by default that of actual's dtype.
+        captured: a gradient of a captured tensor, judged by its root mean square error.
+
+    Raises:
+        AssertionError: a bound is exceeded; a -inf, a NaN or an exactly zero row is elsewhere than in gold.
+    """
+    budget = budget or BUDGETS[actual.dtype]
+    assert actual.shape == gold.shape == reference.shape, (
+        f"{name}: shape {list(actual.shape)}, expected {list(gold.shape)}"
+    )
+    actual, gold, reference = (t.detach().cpu().double() for t in (actual, gold, reference))
+    _assert_same_special(actual, gold, name)
+    finite = gold.isfinite()
+    error = _error(actual, gold, finite)
+    allowed = _error(reference, gold, finite & reference.isfinite())
+    size = torch.where(finite, gold, 0.0).abs()
+    power = 2 if captured else 1
+    factor = budget.rms if captured else budget.mean
+    measured, unit = _mean(error, power), _mean(allowed, power)
+    bound = factor * unit + max(1e-7, budget.floor * _mean(size, power))
+    assert measured <= bound, (
+        f"{name}: error {measured:.3e} exceeds {bound:.3e}; plain PyTorch's is {unit:.3e}"
+    )
+    if not captured:
+        _assert_rows(error, allowed, size, budget, name)
+
+
+def _error(values: Tensor, gold: Tensor, finite: Tensor) -> Tensor:
+    return torch.where(finite, values - gold, 0.0).abs()
+
+
+def _mean(values: Tensor, power: int) -> float:
+    return float(values.pow(power).mean().pow(1 / power)) if values.numel() else 0.0
+
+
+def _assert_same_special(actual: Tensor, gold: Tensor, name: str) -> None:
+    for kind, found, expected in (
+        ("NaN", actual.isnan(), gold.isnan()),
+        ("-inf", actual == -INF, gold == -INF),
+        ("inf", actual == INF, gold == INF),
+    ):
+        wrong = (found != expected).nonzero()
+        assert not len(wrong), (
+            f"{name}: {kind} in {int(found.sum())} places, expected in {int(expected.sum())}; "
+            f"first difference at {wrong[0].tolist()}"
+        )
+    if gold.dim() == 4:
+        empty = (gold == 0).all(-1)
+        wrong = (empty & (actual != 0).any(-1)).nonzero()
+        assert not len(wrong), f"{name}: row {wrong[0].tolist()} must be exactly 0"
+
+
+def _assert_rows(error: Tensor, allowed: Tensor, size: Tensor, budget: Budget, name: str) -> None:
+    """A tail tile or a single row that is wrong drowns in a mean; a row is compared with its like."""
+    if error.dim() < 2 or not error.numel():
+        return
+    worst, usual, scale = (t.flatten(0, -2).amax(-1) for t in (error, allowed, size))
+    bound = budget.row * (usual + usual.mean() + budget.eps * scale) + 1e-6
+    row = int((worst - bound).argmax())
+    assert worst[row] <= bound[row], (
+        f"{name}: row {row} of {len(worst)} is wrong by {worst[row]:.3e}, more than {bound[row]:.3e}"
+    )
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    visible: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention as the field writes it: every score at once, in the dtype of query.
+
+    Products of the dtype's matmul, softmax in fp32, weights rounded to the dtype before they meet value.
+
+    Args:
+        query: [B, Hq, M, D]; key: [B or 1, Hkv, N, D]; value: [B or 1, Hkv, N, Dv].
+        score_mod: as for flex_attention.
+        visible: which keys a query sees, bool, broadcasts to [B, Hq, M, N].
+        scale: multiplies the products before score_mod.
+
+    Returns:
+        out [B, Hq, M, Dv]; lse and the largest scores [B, Hq, M].
+    """
+    group = query.size(1) // key.size(1)
+    key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    if score_mod is not None:
+        scores = evaluate_score_mod(score_mod, scores)
+    scores = torch.where(visible, scores.to(wide), -INF)
+    largest = scores.detach().amax(-1)
+    seen = largest > -INF
+    shift = torch.where(seen, largest, 0.0)
+    weights = torch.exp(scores - shift[..., None])
+    total = weights.sum(-1)
+    safe = torch.where(seen, total, 1.0)
+    out = (weights / safe[..., None]).to(query.dtype) @ value
+    lse = torch.where(seen, shift + torch.log(safe), -INF)
+    return out, lse, largest
+
+
+def evaluate_score_mod(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:
+    """score_mod of every element of [B, H, M, N]; in rows, as it may build arrays per element."""
+    return over_elements(score_mod, 1, (scores,), index_grids(scores, 0), ())
+
+
+def evaluate_mask_mod(mask_mod: Callable[..., Any], scores: Tensor) -> Tensor:
+    """mask_mod of every element of [B, H, M, N]."""
+    return over_elements(mask_mod, 0, (), index_grids(scores, 0), ()).expand(scores.shape)

@@ -1,0 +1,198 @@
+"""What Inductor makes of a user's functions: the text of score_mod, mask_mod and score_mod_grad.
+
+`EXPECTTEST_ACCEPT=1 pytest tests/graph` accepts new texts.
+"""
+
+from expecttest import TestCase
+
+from flexhop.offline import generate
+from tests.case_inputs import make_call, make_inputs, make_loss
+from tests.cases import BY_NAME
+
+
+def _generated(name: str, grad: bool):
+    case = BY_NAME[name]
+    inputs = make_inputs(case)
+    loss = make_loss(case, inputs) if grad else False
+    return generate(make_call(case, inputs), inputs.query, inputs.key, inputs.value, grad=loss)
+
+
+def forward_text(name: str, function: str = "score_mod") -> str:
+    (kernel,) = _generated(name, grad=False).templates
+    return kernel.function_text(function)
+
+
+def backward_text(name: str, function: str = "score_mod_grad") -> str:
+    return _generated(name, grad=True).kernel_with("grad_query_blocks").function_text(function)
+
+
+class ScoreMod(TestCase):
+    maxDiff = None
+
+    def test_relative_causal(self):
+        self.assertExpectedInline(forward_text("relative_causal"), """\
+@triton.jit
+def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx):
+    \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
+    tmp0 = (q_idx)
+    tmp1 = (kv_idx)
+    tmp2 = tmp0 >= tmp1
+    tmp3 = (score)
+    tmp4 = tmp0 - tmp1
+    tmp5 = tmp4.to(tl.float32)
+    tmp6 = tmp3 + tmp5
+    tmp7 = tl.full([1], float("-inf"), tl.float32)
+    tmp8 = tl.where(tmp2, tmp6, tmp7)
+    result = tmp8
+
+    return result
+""")
+
+    def test_soft_cap(self):
+        self.assertExpectedInline(forward_text("soft_cap"), """\
+@triton.jit
+def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx):
+    \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
+    tmp0 = (score)
+    tmp1 = tl.full([1], 0.2, tl.float32)
+    tmp2 = tmp0 * tmp1
+    tmp3 = libdevice.tanh(tmp2)
+    tmp4 = tl.full([1], 5.0, tl.float32)
+    tmp5 = tmp3 * tmp4
+    result = tmp5
+
+    return result
+""")
+
+    def test_table(self):
+        self.assertExpectedInline(forward_text("exact_table"), """\
+@triton.jit
+def score_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr8, out_ptr0, score, b, h, q_idx, kv_idx):
+    \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
+    tmp0 = (score)
+    tmp1 = (q_idx)
+    tmp2 = (kv_idx)
+    tmp3 = tmp1 - tmp2
+    tmp4 = tl.full([1], 257, tl.int32)
+    tmp5 = tmp3 + tmp4
+    tmp6 = tl.full([1], 1, tl.int32)
+    tmp7 = tmp5 - tmp6
+    tmp8 = tl.load(in_ptr8 + tmp7)
+    tmp9 = tmp0 + tmp8
+    result = tmp9
+
+    return result
+""")
+
+    def test_two_step_index(self):
+        self.assertExpectedInline(forward_text("two_step"), """\
+@triton.jit
+def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, in_ptr4, out_ptr0, score, b, h, q_idx, kv_idx):
+    \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
+    tmp0 = (score)
+    tmp1 = (b)
+    tmp2 = (q_idx)
+    tmp3 = tl.load(in_ptr4 + tmp2 + 37*tmp1)
+    tmp4 = tmp0 + tmp3
+    result = tmp4
+
+    return result
+""")
+
+
+class MaskMod(TestCase):
+    maxDiff = None
+
+    def test_causal(self):
+        self.assertExpectedInline(forward_text("causal", "mask_mod"), """\
+@triton.jit
+def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, out_ptr0, b, h, q_idx, kv_idx):
+    \"\"\"The user's mask_mod, lowered by Inductor.\"\"\"
+    tmp1 = (q_idx)
+    tmp2 = (kv_idx)
+    tmp3 = tmp1 >= tmp2
+    result = tmp3
+
+    return result
+""")
+
+    def test_documents(self):
+        self.assertExpectedInline(forward_text("documents", "mask_mod"), """""")
+
+    def test_window_and_causal(self):
+        self.assertExpectedInline(forward_text("window_and", "mask_mod"), """\
+@triton.jit
+def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, out_ptr0, b, h, q_idx, kv_idx):
+    \"\"\"The user's mask_mod, lowered by Inductor.\"\"\"
+    tmp1 = (q_idx)
+    tmp2 = (kv_idx)
+    tmp3 = tmp1 >= tmp2
+    tmp4 = tmp1 - tmp2
+    tmp5 = tl.full([1], 7, tl.int32)
+    tmp6 = tmp4 <= tmp5
+    tmp7 = tmp3 & tmp6
+    result = tmp7
+
+    return result
+""")
+
+
+class ScoreModGrad(TestCase):
+    maxDiff = None
+
+    def test_squared(self):
+        self.assertExpectedInline(backward_text("squared"), """\
+@triton.jit
+def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, out_ptr0, score, b, h, q_idx, kv_idx, grad_score):
+    \"\"\"Gradient of the user's score_mod for its score, times grad_score.\"\"\"
+    tmp3 = (grad_score)
+    tmp4 = (score)
+    tmp5 = tmp3 * tmp4
+    tmp6 = tmp5 + tmp5
+    result = tmp6
+
+    return result
+""")
+
+    def test_soft_cap(self):
+        self.assertExpectedInline(backward_text("soft_cap"), """\
+@triton.jit
+def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, out_ptr0, score, b, h, q_idx, kv_idx, grad_score):
+    \"\"\"Gradient of the user's score_mod for its score, times grad_score.\"\"\"
+    tmp7 = (grad_score)
+    tmp8 = tl.full([1], 5.0, tl.float32)
+    tmp9 = tmp7 * tmp8
+    tmp10 = tl.full([1], 1.0, tl.float32)
+    tmp11 = (score)
+    tmp12 = tl.full([1], 0.2, tl.float32)
+    tmp13 = tmp11 * tmp12
+    tmp14 = libdevice.tanh(tmp13)
+    tmp15 = tmp14 * tmp14
+    tmp16 = tmp10 - tmp15
+    tmp17 = tmp9 * tmp16
+    tmp18 = tmp17 * tmp12
+    result = tmp18
+
+    return result
+""")
+
+    def test_learned_table_adds_to_its_entries(self):
+        self.assertExpectedInline(backward_text("learned_table", "scatter_captured_grads"), """""")
+
+    def test_learned_query_bias_adds_a_row_at_once(self):
+        self.assertExpectedInline(backward_text("learned_factor", "scatter_captured_grads"), """\
+@triton.jit
+def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, in_ptr6, in_ptr7, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep):
+    \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.\"\"\"
+    tmp9 = (grad_score)
+    tmp10 = (score)
+    tmp11 = tmp9 * tmp10
+    grad_0 = tmp11
+
+    tmp12 = (q_idx)
+    index_0_0 = tmp12
+
+    grad_0 = tl.where(keep, grad_0, 0.0)
+    grad_0 = tl.sum(grad_0, 1, keep_dims=True)
+    tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0, mask=None, sem='relaxed')
+""")

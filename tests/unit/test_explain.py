@@ -1,0 +1,157 @@
+"""flexhop.explain: its report, and that it needs neither a GPU nor data."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import flexhop
+from flexhop import errors
+from flexhop.errors import OptionValueError
+from flexhop.masks import causal
+
+WIDTH = 64
+
+
+def operands(length: int = 256, device: str = "meta", heads: int = 2, width: int = WIDTH):
+    return tuple(
+        torch.empty(1, heads, length, width, dtype=torch.bfloat16, device=device) for _ in range(3)
+    )
+
+
+def causal_mask(length: int = 256, **keywords):
+    return flexhop.create_block_mask(causal, None, None, length, length, device="cpu", **keywords)
+
+
+def with_bias(bias: torch.Tensor):
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + bias[h, q_idx - kv_idx + 255]
+
+    return biased
+
+
+def test_plain_attention_is_trivial():
+    report = flexhop.explain(*operands())
+    assert report.score_mod.is_trivial
+    assert report.mask_mod.is_trivial
+    assert report.mask is None
+    assert report.score_mod_grad is None
+    assert "sm_90" in report.device
+    assert [part.kernel for part in report.passes] == ["forward", "grad_query", "grad_key_value"]
+    assert report.forward.flops == report.unmasked_flops == 4 * 2 * 256 * 256 * WIDTH
+    assert any("No operand needs a gradient" in note for note in report.notes)
+
+
+def test_mods_are_shown_with_their_own_argument_names():
+    bias = torch.zeros(2, 511, requires_grad=True)
+    report = flexhop.explain(*operands(), score_mod=with_bias(bias), block_mask=causal_mask())
+    assert report.score_mod.code.splitlines()[0] == (
+        "def score_mod(score, b, h, q_idx, kv_idx, capture_0):"
+    )
+    assert report.mask_mod.code == (
+        "def mask_mod(b, h, q_idx, kv_idx):\n    ge = aten.ge.Tensor(q_idx, kv_idx)\n    return ge"
+    )
+    (capture,) = report.score_mod.captures
+    assert str(capture) == "capture_0: float32 [2, 511] on cpu, needs a gradient"
+    assert report.score_mod_grad is not None
+    assert report.score_mod_grad.startswith("def joint(score, b, h, q_idx, kv_idx, grad_score")
+    assert any("atomics" in note for note in report.notes)
+
+
+def test_blocks_and_density_are_counted():
+    mask = flexhop.explain(*operands(512), block_mask=causal_mask(512)).mask
+    assert mask is not None
+    assert (mask.partial, mask.full, mask.total) == (4, 6, 16)
+    assert mask.density == pytest.approx(10 / 16)
+    assert mask.unmasked == pytest.approx((512 * 513 / 2) / 512**2)
+
+
+def test_work_follows_the_visited_blocks():
+    dense = flexhop.explain(*operands(512))
+    sparse = flexhop.explain(*operands(512), block_mask=causal_mask(512))
+    for whole, part in zip(dense.passes, sparse.passes, strict=True):
+        assert part.flops == whole.flops * 10 // 16
+        assert part.bytes == whole.bytes
+
+
+def test_a_mask_without_data_has_no_counts():
+    report = flexhop.explain(*operands(), block_mask=causal_mask().to("meta"))
+    assert report.mask is not None
+    assert (report.mask.partial, report.mask.density, report.forward.flops) == (None, None, None)
+    assert "no data" in str(report)
+
+
+def test_pytorchs_block_mask_is_understood():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(causal, None, None, 256, 256, device="cpu")
+    ours, theirs = (flexhop.explain(*operands(), block_mask=m).mask for m in (causal_mask(), mask))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("width", [64, 256])
+def test_every_kernel_fits_every_gpu(capability: tuple[int, int], width: int):
+    report = flexhop.explain(*operands(width=width), capability=capability)
+    assert all(part.shared_memory <= part.available for part in report.passes)
+    assert report.device.endswith(f"sm_{capability[0]}{capability[1]}")
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(OptionValueError, match="capability"):
+        flexhop.explain(*operands(), capability=(7, 0))
+
+
+def test_reasons_say_where_a_tile_comes_from():
+    tile = flexhop.Tile(64, 32)
+    chosen = flexhop.explain(*operands(), kernel_options=flexhop.KernelOptions(forward=tile))
+    assert chosen.forward.tile == tile
+    assert "your kernel_options" in chosen.forward.reason
+    assert "table for sm_90" in chosen.backward[0].reason
+    small = flexhop.explain(*operands(), block_mask=causal_mask(BLOCK_SIZE=32))
+    assert "divide the mask's blocks of 32 x 32" in small.forward.reason
+
+
+def test_calls_are_explained_independently():
+    """Dynamo would refuse the ninth variant of one function."""
+    for factor in range(10):
+        report = flexhop.explain(*operands(), score_mod=lambda s, b, h, m, n, f=factor: s * f)
+        assert f"aten.mul.Tensor(score, {factor})" in report.score_mod.code
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_neither_result_nor_gradient_is_computed(device: str):
+    query, key, value = (t.requires_grad_() for t in operands(device=device))
+    report = flexhop.explain(query, key, value, return_aux=flexhop.AuxRequest(lse=True))
+    assert query.grad is None
+    assert not any("No operand needs a gradient" in note for note in report.notes)
+
+
+def test_fake_tensors_are_explained_inside_and_outside_their_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        tensors = operands(device="cpu")
+        inside = flexhop.explain(*tensors)
+    assert inside == flexhop.explain(*tensors) == flexhop.explain(*operands())
+
+
+def test_mistakes_raise_what_the_call_raises():
+    with pytest.raises(errors.HeadDimError):
+        flexhop.explain(*operands(width=32)[:1], *operands()[1:])
+    with pytest.raises(errors.BlockMaskTypeError):
+        flexhop.explain(*operands(), block_mask=3)
+    with pytest.raises(errors.UnknownOptionError):
+        flexhop.explain(*operands(), kernel_options={"BLOK_M": 64})
+
+
+def test_the_report_is_a_page_and_frozen():
+    report = flexhop.explain(*operands(200), block_mask=causal_mask(200))
+    text = str(report)
+    for title in ("call", "device", "score_mod", "mask_mod", "block mask", "options", "notes"):
+        assert f"\n{title}\n" in f"\n{text}"
+    assert "kernel grad_query" in text
+    assert "overhangs" in text
+    assert max(map(len, text.splitlines())) < 220
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.device = "another"  # type: ignore[misc]
