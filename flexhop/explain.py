@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,12 @@ __all__ = ["Report", "explain"]
 
 # Elements of the mask that are evaluated to count what is unmasked: tens of milliseconds.
 MAX_ELEMENTS = 1 << 22
+
+_ON_CPU = (
+    "Query is on the CPU, where a compiled call runs the definition in chunks of queries; the "
+    "kernels are those of the GPU named above."
+)
+_NO_KERNEL = "There is no fp64 kernel: a compiled call runs the definition in chunks of queries."
 
 
 def explain(
@@ -84,7 +91,10 @@ def explain(
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
         found = survey.survey(args, device)
         mask = None if block_mask is None else _describe_mask(BlockMask.of(block_mask))
-        return _report(args, found, mask)
+        report = _report(args, found, mask)
+    if query.device.type == "cpu" and capability is None:
+        return dataclasses.replace(report, notes=(_ON_CPU, *report.notes))
+    return report
 
 
 def _home(block_mask: Any) -> torch.device:
@@ -159,8 +169,10 @@ def _report(args: AttentionArgs, found: Any, mask: Mask | None) -> Report:
     return Report(
         device=f"{device.name}, sm_{device.capability[0]}{device.capability[1]}",
         call=_describe_call(args),
-        score_mod=_describe_mod("score", found.score, found.trivial[0], args.score_captures),
-        mask_mod=_describe_mod("mask", found.mask, found.trivial[1], args.mask_captures),
+        score_mod=_describe_mod(
+            "score", found.score, not problem.has_score_mod, args.score_captures
+        ),
+        mask_mod=_describe_mod("mask", found.mask, not problem.has_mask_mod, args.mask_captures),
         score_mod_grad=_gradient_code(found),
         mask=mask,
         passes=passes,
@@ -174,7 +186,7 @@ def _report(args: AttentionArgs, found: Any, mask: Mask | None) -> Report:
 
 def _gradient_code(found: Any) -> str | None:
     joint = found.joint
-    if joint is None or (found.trivial[0] and not joint.sites):
+    if joint is None or (not found.problem.has_score_mod and not joint.sites):
         return None
     return mod_code(joint.joint, "joint")
 
@@ -239,7 +251,6 @@ def _elements(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
-    problem, constants = found.problem, found.plans[0].constants
     notes = [
         "Other dtypes, numbers of heads, head sizes, options, code of the mods, or Python values "
         "that they close over compile anew; another length or batch once, as torch.compile's "
@@ -260,10 +271,15 @@ def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
         notes.append("The mask has no query lists: the backward pass raises an error.")
     if mask is not None and mask.density == 1.0:
         notes.append("The block mask skips nothing.")
+    return [*notes, *(_kernel_notes(found.plans[0].constants) if found.plans else [_NO_KERNEL])]
+
+
+def _kernel_notes(constants: dict[str, Any]) -> list[str]:
+    notes: list[str] = []
     if constants["CHECK_Q"] or constants["CHECK_KV"]:
         notes.append("The last tile overhangs a length or a block: its rows are checked.")
-    for name, size in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
-        width = constants["QK_HEAD_DIM_ROUNDED" if name == "head" else "V_HEAD_DIM_ROUNDED"]
+    for name, prefix in (("head", "QK"), ("value head", "V")):
+        size, width = constants[f"{prefix}_HEAD_DIM"], constants[f"{prefix}_HEAD_DIM_ROUNDED"]
         if width != size:
             notes.append(f"A {name} size of {size} is computed as {width}.")
     return notes

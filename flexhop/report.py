@@ -131,7 +131,7 @@ class Report:
             of captured tensors; None where no operand needs a gradient or score_mod is trivial.
         mask: None without a block_mask.
         passes: the kernels, forward first: "forward", "grad_query", then "grad_key_value" or, for
-            wide heads, "grad_key" and "grad_value".
+            wide heads, "grad_key" and "grad_value". None for fp64, which has no kernels.
         options: the choices in force.
         unmasked_flops: of the forward pass on unmasked elements alone; None where unknown.
         notes: what else is worth knowing, among it what makes such a call compile again.
@@ -166,7 +166,7 @@ class Report:
 
     @property
     def forward(self) -> Pass:
-        """The forward kernel."""
+        """The forward kernel; an IndexError where there is none."""
         return self.passes[0]
 
     @property

@@ -94,7 +94,6 @@ class Case:
         lse: whether the loss depends on lse, too.
         max_scores: whether the largest scores are asked for and compared.
         stock: whether PyTorch's compiled flex_attention takes this problem on CUDA, with gradients.
-        skips: gradients that are not defined: "query", "key".
     """
 
     name: str
@@ -115,7 +114,6 @@ class Case:
     lse: bool = False
     max_scores: bool = False
     stock: bool = True
-    skips: tuple[str, ...] = ()
 
     @property
     def has_mask(self) -> bool:

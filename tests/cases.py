@@ -400,7 +400,7 @@ LEARNED = [
          learned=("first", "second"), shape=LEARN),
     Case("learned_scalar", score=lambda c: lambda s, b, h, q, k: s * c.t + c.t.detach(),
          captures=lambda s, r: {"t": torch.tensor(0.8)}, learned=("t",), shape=LEARN),
-    Case("learned_slopes_hoisted", score=lambda c: flexhop.mods.alibi(c.logarithm.exp()),
+    Case("learned_slopes_hoisted", score=lambda c: lambda s, b, h, q, k: s - c.logarithm.exp()[h] * (q - k),
          captures=lambda s, r: {"logarithm": r.normal(s.heads)}, learned=("logarithm",), shape=LEARN,
          mask=plain(causal), stock=False),
     Case("learned_view", score=lambda c: lambda s, b, h, q, k: s * c.bias[h, q], shape=LEARN,

@@ -23,6 +23,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
+    unwrap_if_dead,
 )
 from torch._functorch.autograd_function import custom_function_call_grad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -54,7 +55,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "Operator",
-    "allows_saved_tensor_hooks",
+    "can_checkpoint",
     "below_autograd",
     "capture_like",
     "has_input_mutation",
@@ -75,6 +76,7 @@ __all__ = [
     "register_vmap",
     "setup_compilation_env",
     "trace_callable",
+    "unwrap_dead",
     "without_modes",
 ]
 
@@ -268,9 +270,24 @@ def register_vmap(op: Operator, fold: Callable[..., tuple[tuple[Any, ...], Calla
     op.py_impl(TransformType.Vmap)(rule)
 
 
-def allows_saved_tensor_hooks() -> bool:
-    """Whether checkpointing works here: torch.func.grad forbids the hooks that it needs."""
+def can_checkpoint() -> bool:
+    """Whether checkpointing works here: not inside torch.func's transforms.
+
+    torch.func.grad forbids the hooks that it needs, and torch.vmap has ended when backward recomputes.
+    """
+    return _allows_hooks() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _allows_hooks() -> bool:
     return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def unwrap_dead(values: Any) -> Any:
+    """Tensors without the wrappers of a torch.func transform that has ended, as in a vjp's backward.
+
+    PyTorch does this for its own operators; higher-order ones stumble over the wrappers.
+    """
+    return pytree.tree_map_only(torch.Tensor, unwrap_if_dead, values)
 
 
 def is_tracing(*tensors: torch.Tensor) -> bool:
@@ -287,7 +304,7 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
     storage and hand them out as gradients (hence the identity hooks).
     """
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if allows_saved_tensor_hooks():
+    if _allows_hooks():
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with (
         hooks,

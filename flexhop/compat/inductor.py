@@ -240,6 +240,21 @@ def as_expressions(values: Sequence[Any]) -> list[Any]:
     return [v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in values]
 
 
+def as_expression(value: Any) -> Any:
+    """A SymInt or int as a sympy expression."""
+    return as_expressions([value])[0]
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a relation of sizes holds for certain, without adding a guard."""
+    return condition is True or V.graph.sizevars.statically_known_true(condition)
+
+
+def operand_meta(position: int) -> Any:
+    """Fake tensor of one operand of the node that is being lowered."""
+    return V.graph.current_node.args[position].meta["val"]
+
+
 def static(value: Any) -> int:
     """The value of a size, with a guard if it is symbolic."""
     return V.graph.sizevars.guard_int(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from flexhop.compat import inductor
 from flexhop.errors import DeterminismError
 from flexhop.lowering import chunked, kernels
 from flexhop.lowering.forward import query_tiles
-from flexhop.lowering.mods import ModBuffers, index_dependence, lower_joint, lower_mods
+from flexhop.lowering.mods import (
+    ModBuffers,
+    index_dependence,
+    is_additive,
+    lower_joint,
+    lower_mods,
+)
 from flexhop.lowering.operands import (
     benchmark_inputs,
     block_inputs,
@@ -60,7 +67,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
-    joint = lower_joint(device, args.joint, score_captures)
+    joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
     captured, sites = _scatter_sites(args)
     written = [captured[i] for i in sorted(captured)]
     delta = _delta(args)
@@ -68,7 +75,9 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     query, key, value, grad_out = tensors
     args = args._replace(query=query, key=key, value=value)
     statistics = [inductor.contiguous(args.lse), delta, grad_out]
-    problem = read_problem(args, mods)
+    problem = dataclasses.replace(
+        read_problem(args, mods), has_score_grad=not is_additive(args.joint)
+    )
     call = _Call(args, problem, mods, joint, [*score_captures, *mask_captures])
 
     inputs = [query, key, value, *statistics, *block_inputs(args, "kv", delta, query)]

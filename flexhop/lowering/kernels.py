@@ -66,6 +66,7 @@ class GradQueryConstants(SharedConstants):
     """Constants of grad_query.py.jinja."""
 
     HEADS_PER_SECTION: int
+    HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool
     LOG2_E: float = LOG2_E
@@ -75,6 +76,7 @@ class GradQueryConstants(SharedConstants):
 class GradKeyValueConstants(SharedConstants):
     """Constants of grad_key_value.py.jinja."""
 
+    HAS_SCORE_GRAD: bool
     KV_HEADS: int
     WRITES_KEY: bool
     WRITES_VALUE: bool
@@ -107,6 +109,7 @@ def grad_query_constants(problem: Problem, options: KernelOptions, tile: Tile) -
     return GradQueryConstants(
         **shared,
         HEADS_PER_SECTION=_heads_per_section(problem),
+        HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
     )
@@ -120,6 +123,7 @@ def grad_key_value_constants(
     width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
     return GradKeyValueConstants(
         **shared,
+        HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
         KV_HEADS=problem.kv_heads,
         WRITES_KEY=kernel != "grad_value",
         WRITES_VALUE=kernel != "grad_key",

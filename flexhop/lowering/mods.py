@@ -19,19 +19,20 @@ _INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 _TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 
-class ModBuffers(NamedTuple):
-    """The user functions of one kernel, lowered.
+class ModFacts(NamedTuple):
+    """What a Problem says about the user functions, under its names."""
 
-    score and mask are scalar buffers for the holes; has_score_mod and has_mask_mod say whether the
-    functions do anything; reads_per_element, whether score_mod reads captured tensors at indices that
-    depend on both positions.
-    """
+    has_score_mod: bool  # whether they do anything
+    has_mask_mod: bool
+    reads_per_element: bool  # does score_mod read captures at indices that depend on both positions?
+
+
+class ModBuffers(NamedTuple):
+    """The user functions of one kernel, lowered: scalar buffers for the holes, and facts."""
 
     score: Any
     mask: Any
-    has_score_mod: bool
-    has_mask_mod: bool
-    reads_per_element: bool
+    facts: ModFacts
 
 
 def lower_mods(
@@ -41,26 +42,46 @@ def lower_mods(
     score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
     indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
     first = inductor.placeholder("score", torch.float32, device)
-    fast_score = float_positions(score_graph)
-    (score_buffer,) = inductor.lower_pointwise(fast_score, [first, *indices, *captures[0]])
-    (mask_buffer,) = inductor.lower_pointwise(mask_graph, [*indices, *captures[1]])
-    return ModBuffers(
-        score_buffer,
-        mask_buffer,
-        has_score_mod=not is_identity(score_graph),
-        has_mask_mod=not is_all_true(mask_graph),
-        reads_per_element=reads_per_element(score_graph),
+    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1)))
+    (score_buffer,) = inductor.lower_pointwise(
+        fast_score, [first, *indices, *captures[0]], "score_mod"
+    )
+    safe_mask = wrap_reads(mask_graph, _position_ranges(0))
+    (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
+    return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
+
+
+def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
+    """The facts of both user functions."""
+    return ModFacts(
+        has_score_mod=not is_identity(score),
+        has_mask_mod=not is_all_true(mask),
+        reads_per_element=reads_per_element(score),
     )
 
 
-def lower_joint(device: torch.device, joint: Any, captures: Sequence[Any]) -> list[Any]:
+def _position_ranges(first: int) -> dict[int, Range]:
+    """The ranges of b, h, q_idx and kv_idx, inputs first, first + 1, ... of a user function."""
+    batch, heads, length, _ = inductor.operand_meta(0).shape
+    sizes = (batch, heads, length, inductor.operand_meta(1).size(2))
+    return {
+        first + i: Range(sympy.Integer(0), inductor.as_expression(size) - 1)
+        for i, size in enumerate(sizes)
+    }
+
+
+def lower_joint(
+    device: torch.device, joint: Any, captures: Sequence[Any], sites: Sequence[Site]
+) -> list[Any]:
     """Lower the joint graph: gradient of the score, then values and indices of the sites."""
     names = ("score", *_INDEX_NAMES, "grad_score")
     inputs = [
         inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device) for n in names
     ]
-    graph = float_positions(inductor.graph_module(joint))
-    return inductor.lower_pointwise(graph, [*inputs, *captures])
+    graph = wrap_reads(inductor.graph_module(joint), _position_ranges(1), sites)
+    return inductor.lower_pointwise(
+        float_positions(graph), [*inputs, *captures], "the gradient of score_mod"
+    )
 
 
 def _output(graph: fx.GraphModule) -> Any:
@@ -75,6 +96,15 @@ def _output(graph: fx.GraphModule) -> Any:
 def is_identity(graph: fx.GraphModule) -> bool:
     """Whether a score_mod returns its score."""
     return _output(graph) is graph.graph.find_nodes(op="placeholder")[0]
+
+
+def is_additive(joint: Any) -> bool:
+    """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
+    graph = inductor.graph_module(joint).graph
+    result = graph.output_node().args[0][0]
+    while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
+        result = result.args[0]
+    return result is graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 
 
 def is_all_true(graph: fx.GraphModule) -> bool:

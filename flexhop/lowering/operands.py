@@ -10,7 +10,7 @@ import torch
 
 from flexhop import debug
 from flexhop.compat import inductor
-from flexhop.lowering.mods import ModBuffers
+from flexhop.lowering.mods import ModBuffers, ModFacts
 from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
 from flexhop.options import KernelOptions
@@ -55,14 +55,14 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Proble
         is_key_multiple=lambda n: inductor.is_multiple(key_len, n),
     )
     device, dtype = read_device(query.get_device()), query.get_dtype()
-    problem = make_problem(args, sizes, device, dtype, mods[2:])
+    problem = make_problem(args, sizes, device, dtype, mods.facts)
     title = "backward" if isinstance(args, BackwardArgs) else "forward"
     debug.show("problem", title, lambda: describe_problem(problem))
     return problem
 
 
 def read_tensor_problem(
-    args: AttentionArgs, device: Device, has_mods: tuple[bool, bool, bool]
+    args: AttentionArgs, device: Device, mods: ModFacts
 ) -> Problem:
     """The facts of a call whose operands are tensors, for the GPU `device`; lengths are fixed."""
     query, value = args.query, args.value
@@ -72,7 +72,7 @@ def read_tensor_problem(
         is_query_multiple=lambda n: query.size(2) % n == 0,
         is_key_multiple=lambda n: value.size(2) % n == 0,
     )
-    return make_problem(args, sizes, device, query.dtype, has_mods)
+    return make_problem(args, sizes, device, query.dtype, mods)
 
 
 def make_problem(
@@ -80,9 +80,9 @@ def make_problem(
     sizes: Sizes,
     device: Device,
     dtype: torch.dtype,
-    has_mods: tuple[bool, bool, bool],
+    mods: ModFacts,
 ) -> Problem:
-    """Collect the facts of a call; `has_mods`: the last three fields of ModBuffers."""
+    """Collect the facts of a call."""
     batch, heads, query_len, head_dim = sizes.query
     kv_batch, kv_heads, key_len, value_dim = sizes.value
     elements = batch * heads * max(query_len, key_len) * max(head_dim, value_dim)
@@ -99,9 +99,7 @@ def make_problem(
         scale=float(args.scale),
         kv_batch_shared=kv_batch == 1 and batch != 1,
         blocks=_mask_blocks(args),
-        has_score_mod=has_mods[0],
-        reads_per_element=has_mods[2],
-        has_mask_mod=has_mods[1],
+        **mods._asdict(),
         has_captured_grads=isinstance(args, BackwardArgs) and bool(args.sites),
         returns_max=bool(args.options.get("return_max")),
         large_output=elements >= 2**31,

@@ -12,7 +12,7 @@ from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
 from flexhop.lowering.kernels import key_value_kernels
-from flexhop.lowering.mods import is_all_true, is_identity, reads_per_element
+from flexhop.lowering.mods import read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan, plan_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
@@ -27,7 +27,6 @@ class Survey(NamedTuple):
     """Facts, graphs and plans of one call.
 
     joint: None where nothing needs a gradient.
-    trivial: do score_mod and mask_mod do nothing?
     """
 
     problem: Problem
@@ -35,7 +34,6 @@ class Survey(NamedTuple):
     score: torch.fx.GraphModule
     mask: torch.fx.GraphModule
     joint: Joint | None
-    trivial: tuple[bool, bool]
     plans: tuple[KernelPlan, ...]
 
 
@@ -47,17 +45,16 @@ def survey(args: AttentionArgs, device: Device) -> Survey:
     """
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
-    trivial = (is_identity(score), is_all_true(mask))
     joint = None
     if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    has_mods = (not trivial[0], not trivial[1], reads_per_element(score))
-    problem = read_tensor_problem(args, device, has_mods)
+    problem = read_tensor_problem(args, device, read_mods(score, mask))
     problem = dataclasses.replace(problem, has_captured_grads=bool(joint and joint.sites))
     options = user_options(args.options)
-    names = ("forward", "grad_query", *key_value_kernels(problem))
+    has_kernels = problem.dtype != torch.float64  # chunked.py serves it
+    names = ("forward", "grad_query", *key_value_kernels(problem)) if has_kernels else ()
     plans = tuple(plan_kernel(kernel, problem, options) for kernel in names)
-    return Survey(problem, options, score, mask, joint, trivial, plans)
+    return Survey(problem, options, score, mask, joint, plans)
 
 
 def find_device(query: Tensor, capability: tuple[int, int] | None) -> Device:

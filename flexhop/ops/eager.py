@@ -74,7 +74,7 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
 def _attend_chunk(
     args: AttentionArgs, grids: Grids, chunk: Chunk
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_grad_enabled() and hop.allows_saved_tensor_hooks():
+    if torch.is_grad_enabled() and hop.can_checkpoint():
         return checkpoint(attend_rows, args, grids, chunk, use_reentrant=False)
     return attend_rows(args, grids, chunk)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
-from flexhop.errors import CaptureMutationError, UnsupportedFeatureError
+from flexhop.errors import CaptureMutationError, UnsupportedFeatureError, VmapError
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.backward import attention_backward
@@ -124,16 +124,20 @@ class _Attention(torch.autograd.Function):
         score_mod, joint, mask_mod, sites = ctx.functions
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        grads = attention_backward(
-            *BackwardArgs(
-                *args[:3], out, lse, grad_out, grad_lse, score_mod, joint, mask_mod,
-                args.blocks, args.scale, args.options, args.score_captures, args.mask_captures, sites,
-            )
+        operands = BackwardArgs(
+            *args[:3], out, lse, grad_out, grad_lse, score_mod, joint, mask_mod,
+            args.blocks, args.scale, args.options, args.score_captures, args.mask_captures, sites,
         )  # fmt: skip
+        grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
         grad_query, grad_key, grad_value, captured = grads
         by_position = dict(zip(sorted(set(sites[::2])), captured, strict=True))
         grad_captures = (by_position.get(i) for i in range(len(args.score_captures)))
         return (None, None, None, grad_query, grad_key, grad_value, *grad_captures)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        """Of torch.vmap over torch.func.grad."""
+        raise VmapError(argument="the gradient")
 
 
 def save(ctx: Any, values: Any) -> None:

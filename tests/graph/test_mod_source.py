@@ -117,7 +117,19 @@ def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDI
 """)
 
     def test_documents(self):
-        self.assertExpectedInline(forward_text("documents", "mask_mod"), """""")
+        self.assertExpectedInline(forward_text("documents", "mask_mod"), """\
+@triton.jit
+def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr8, out_ptr0, b, h, q_idx, kv_idx):
+    \"\"\"The user's mask_mod, lowered by Inductor.\"\"\"
+    tmp1 = (q_idx)
+    tmp2 = tl.load(in_ptr8 + tmp1)
+    tmp3 = (kv_idx)
+    tmp4 = tl.load(in_ptr8 + tmp3)
+    tmp5 = tmp2 == tmp4
+    result = tmp5
+
+    return result
+""")
 
     def test_window_and_causal(self):
         self.assertExpectedInline(forward_text("window_and", "mask_mod"), """\
@@ -177,7 +189,23 @@ def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_B
 """)
 
     def test_learned_table_adds_to_its_entries(self):
-        self.assertExpectedInline(backward_text("learned_table", "scatter_captured_grads"), """""")
+        self.assertExpectedInline(backward_text("learned_table", "scatter_captured_grads"), """\
+@triton.jit
+def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr10, in_ptr11, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep):
+    \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.\"\"\"
+    tmp12 = (grad_score)
+    grad_0 = tmp12
+
+    tmp13 = (q_idx)
+    tmp14 = (kv_idx)
+    tmp15 = tmp13 - tmp14
+    tmp16 = tl.full([1], 37, tl.int32)
+    tmp17 = tmp15 + tmp16
+    index_0_0 = tmp17
+
+    grad_0 = tl.where(keep, grad_0, 0.0)
+    tl.atomic_add(in_ptr11 + (0 + index_0_0 * 1 + tl.zeros_like(keep).to(tl.int32)), grad_0, mask=keep, sem='relaxed')
+""")
 
     def test_learned_query_bias_adds_a_row_at_once(self):
         self.assertExpectedInline(backward_text("learned_factor", "scatter_captured_grads"), """\

@@ -133,7 +133,24 @@ def test_fake_tensors_are_explained_inside_and_outside_their_mode():
     with FakeTensorMode():
         tensors = operands(device="cpu")
         inside = flexhop.explain(*tensors)
-    assert inside == flexhop.explain(*tensors) == flexhop.explain(*operands())
+    assert inside == flexhop.explain(*tensors)
+    assert inside.passes == flexhop.explain(*operands()).passes
+
+
+def test_where_there_is_no_kernel_the_report_says_so():
+    double = [tensor.double() for tensor in operands()]
+    report = flexhop.explain(*double)
+    assert report.passes == ()
+    assert "no fp64 kernel" in str(report)
+    assert "Query is on the CPU" in str(flexhop.explain(*operands(device="cpu")))
+    assert "Query is on the CPU" not in str(
+        flexhop.explain(*operands(device="cpu"), capability=(8, 0))
+    )
+
+
+def test_wide_heads_have_a_kernel_per_gradient():
+    report = flexhop.explain(*operands(width=256))
+    assert [part.kernel for part in report.backward] == ["grad_query", "grad_key", "grad_value"]
 
 
 def test_mistakes_raise_what_the_call_raises():
