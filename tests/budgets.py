@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.ops.eager import index_grids, over_elements
+from flexhop.indexing import IndexMode
 
 INF = float("inf")
 
@@ -171,10 +171,20 @@ def dense_attention(
 
 
 def evaluate_score_mod(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:
-    """score_mod of every element of [B, H, M, N]; in rows, as it may build arrays per element."""
-    return over_elements(score_mod, 1, (scores,), index_grids(scores, 0), ())
+    """score_mod of every element of [B, H, M, N]."""
+    return _per_element(score_mod, scores, scores)
 
 
 def evaluate_mask_mod(mask_mod: Callable[..., Any], scores: Tensor) -> Tensor:
     """mask_mod of every element of [B, H, M, N]."""
-    return over_elements(mask_mod, 0, (), index_grids(scores, 0), ()).expand(scores.shape)
+    return _per_element(mask_mod, scores).expand(scores.shape)
+
+
+def _per_element(mod: Callable[..., Tensor], like: Tensor, *scores: Tensor) -> Tensor:
+    """Call a mod with 0-d tensors, one axis of `like` after the other."""
+    for axis in reversed(range(4)):  # the innermost map runs over keys
+        axes = [0] * len(scores) + [0 if i == axis else None for i in range(4)]
+        mod = torch.vmap(mod, in_dims=tuple(axes))
+    index = [torch.arange(n, device=like.device, dtype=torch.int32) for n in like.shape]
+    with IndexMode():
+        return mod(*scores, *index)

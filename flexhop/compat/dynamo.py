@@ -11,7 +11,6 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from traceback import StackSummary
 from typing import Any, NamedTuple
 
@@ -35,10 +34,10 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 
+from flexhop.compat.location import users_line
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class ModRules(NamedTuple):
@@ -181,6 +180,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             raise _untraceable(kind, error) from None
         name = getattr(function, "__name__", type(function).__name__ if function else kind)
         self.rules.check_result(_result_of(graph), kind, name)
+        _refuse_reads_on_host(graph, kind)
         with self.rules.index_mode():
             _refuse_mutation(tx, graph, kind)
         attribute = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
@@ -212,17 +212,20 @@ def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
     return ModLoweringError(
         mod=kind,
         operation=lines[0].rstrip(".") if lines else type(error).__name__,
-        location=_users_line(getattr(error, "real_stack", None)),
+        location=users_line("".join((getattr(error, "real_stack", None) or StackSummary()).format())),
         reason=reason.rstrip("."),
     )
 
 
-def _users_line(stack: StackSummary | None) -> str:
-    """The innermost line of a stack that is neither PyTorch's nor ours."""
-    for frame in reversed(stack or ()):
-        if not frame.filename.startswith(_NOT_THE_USERS):
-            return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
-    return "its body"
+def _refuse_reads_on_host(graph: Graph, kind: str) -> None:
+    """`.item()` traces (its value is a symbol), but a kernel cannot wait for the host."""
+    for node in graph.find_nodes(op="call_method", target="item"):
+        raise ModLoweringError(
+            mod=kind,
+            operation="Tensor.item",
+            location=users_line(node.meta.get("stack_trace") or ""),
+            reason="it turns a tensor into a Python number",
+        )
 
 
 def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
@@ -234,24 +237,13 @@ def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
         watch.run(*values)
     if watch.writer is not None:
         stack = watch.writer.meta.get("stack_trace") or ""
-        raise CaptureMutationError(mod=kind, location=_last_line(stack))
+        raise CaptureMutationError(mod=kind, location=users_line(stack))
 
 
 def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _last_line(stack_trace: str) -> str:
-    """The user's line of a node's recorded stack, innermost last."""
-    lines = [line.strip() for line in stack_trace.strip().splitlines()]
-    for position in reversed(range(len(lines))):
-        place = lines[position]
-        if place.startswith("File") and not any(path in place for path in _NOT_THE_USERS):
-            code = lines[position + 1 : position + 2]
-            return " ".join([place, *(f"({line})" for line in code)])
-    return "its body"
 
 
 class _WriteWatch(Interpreter):

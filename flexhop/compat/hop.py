@@ -30,6 +30,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import (
     _has_potential_branch_input_mutation,
+    _maybe_run_with_interpreter,
     redirect_to_mode,
     reenter_make_fx,
     register_fake,
@@ -144,7 +145,7 @@ def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
         with ctx.redispatch_to_next():
             check(hasattr(ctx, "mode") and ctx.mode.pre_dispatch, *plain)
             for position in op.callable_positions:
-                plain[position] = ctx.functionalize(plain[position])
+                plain[position] = ctx.functionalize(_maybe_run_with_interpreter(plain[position]))
             return ctx.wrap_tensors(op(*plain))
 
     op.py_functionalize_impl(rule)
@@ -339,7 +340,8 @@ def capture_like(value: Any) -> Any:
 
 def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """FX graph of `function`; call inside `isolated_trace`."""
-    return make_fx(function, tracing_mode="real")(*inputs)
+    # Through an interpreter, nodes keep the user's lines that Dynamo recorded.
+    return make_fx(_maybe_run_with_interpreter(function), tracing_mode="real")(*inputs)
 
 
 def is_fake(tensor: object) -> bool:

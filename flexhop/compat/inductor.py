@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch._inductor import config, ir
+from torch._inductor.exc import SubgraphLoweringException
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
@@ -28,6 +29,8 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
+from flexhop.compat.location import users_line
+from flexhop.errors import ModLoweringError
 
 __all__ = [
     "Expr",
@@ -50,6 +53,7 @@ warnings.filterwarnings("ignore", message="Please add support for subgraph args 
 _MODIFICATION_TAKES_DTYPES = (
     "input_dtypes" in inspect.signature(TritonTemplateKernel.modification).parameters
 )
+_UNROLLED = 16  # elements of a reduction; the longest row of which gradients are kept
 _INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 
 
@@ -191,20 +195,61 @@ def placeholder(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     return ir.TensorBox.create(ir.InputBuffer(name=name, layout=layout))
 
 
-def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Lower a traced user function; one scalar buffer per output."""
-    lowering = PointwiseSubgraphLowering(graph, root_graph_lowering=V.graph)
-    with V.set_graph_handler(lowering):
-        lowering.run(*inputs)
+class _ModLowering(PointwiseSubgraphLowering):
+    """Remembers which node is being lowered, for the error."""
+
+    current: torch.fx.Node | None = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Lower one node."""
+        self.current = n
+        return super().run_node(n)
+
+
+def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:
+    """Lower a traced user function; one scalar buffer per output.
+
+    Args:
+        graph: the function.
+        inputs: its inputs, lowered.
+        mod: what to call it in an error.
+
+    Raises:
+        ModLoweringError: it needs an operation that a kernel cannot do for one score.
+    """
+    lowering = _ModLowering(graph, root_graph_lowering=V.graph)
+    try:
+        # Short reductions, such as over a position in space, become sums of terms.
+        with config.patch(unroll_reductions_threshold=_UNROLLED + 1), V.set_graph_handler(lowering):
+            lowering.run(*inputs)
+    except SubgraphLoweringException as error:
+        node = lowering.current
+        raise ModLoweringError(
+            mod=mod,
+            operation=str(node.target) if node is not None else "an operation",
+            location=_location(node),
+            reason="it is no pointwise operation",
+        ) from error
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     return [_scalar_buffer(output) for output in outputs]
+
+
+def _location(node: torch.fx.Node | None) -> str:
+    """The user's line in the stack that the tracer recorded for a node, if it recorded one."""
+    return users_line((node.meta.get("stack_trace") if node is not None else None) or "")
 
 
 def _scalar_buffer(output: Any) -> Any:
     if isinstance(output, ir.ComputedBuffer):
         return output
     box = output.data
+    if isinstance(box, ir.BaseView):
+        # An element of a short row, of which the kernel shall compute no more.
+        box = ir.Pointwise.create(
+            device=box.get_device(), dtype=box.get_dtype(), inner_fn=box.make_loader(),
+            ranges=box.get_size(),
+        ).data  # fmt: skip
     layout = ir.FlexibleLayout(
         device=box.get_device(), dtype=box.get_dtype(), size=box.get_size()
     )

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 __all__ = ["fake_operands", "leaves", "lower_formula", "separate", "while_loop", "with_strides"]
 
 Tensors = tuple[torch.Tensor, ...]
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def fake_operands() -> tuple[Any, ...]:
@@ -73,9 +74,38 @@ def lower_formula(
     """
     with V.fake_mode, torch.no_grad():
         graph = make_fx(formula, decomposition_table=select_decomp_table())(*fakes)
-    graph.graph.eliminate_dead_code()
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            part.graph.eliminate_dead_code()
+            _hide_scatter_indices(part)
     _adopt_attributes(graph)
     return list(process_subgraph_nodes(graph, list(values)))
+
+
+def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
+    """Make the places of atomic additions opaque to Inductor's C++ kernels.
+
+    2.11 to 2.14 replace a loop counter twice where the place is linear in it, in a transposed tile,
+    and the sums land elsewhere; 2.11 to 2.15 stop where the place is the same for a whole vector.
+    A bitwise `or` with a comparison that is never true has neither fault.
+    """
+    for node in part.graph.find_nodes(op="call_function", target=aten.index_put.default):
+        total, indices, values, *accumulate = node.args
+        if accumulate != [True]:
+            continue
+        with part.graph.inserting_before(node):
+            never = _insert(part.graph, aten.lt.Tensor, values, values)
+            never = _insert(part.graph, prims.convert_element_type.default, never, torch.int64)
+            hidden = [_insert(part.graph, aten.bitwise_or.Tensor, i, never) for i in indices]
+        node.args = (total, hidden, values, True)
+    part.recompile()
+
+
+def _insert(graph: torch.fx.Graph, target: Any, *args: Any) -> torch.fx.Node:
+    node = graph.call_function(target, args)
+    with V.fake_mode:
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return node
 
 
 def _adopt_attributes(graph: torch.fx.GraphModule) -> None:

@@ -139,7 +139,9 @@ def _over_chunks(
     )
     done = _loop(work, args, grids, rows, (buffers, totals))
     results, totals = done[: len(buffers)], done[len(buffers) :]
-    return tuple(result[:, :, :length] for result in results), totals
+    # Not a slice: whether that is contiguous would become a guard on the length.
+    kept = torch.arange(length, device=args.query.device)
+    return tuple(result.index_select(2, kept) for result in results), totals
 
 
 def _loop(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 
 from flexhop.compat import inductor
+from flexhop.lowering.indices import Range, wrap_reads
 from flexhop.lowering.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from flexhop import errors
 from flexhop.compat import hop
 from flexhop.mods import check_arity
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call, check_query_blocks, check_result, prepare
+from flexhop.ops.call import Call, check_captures, check_query_blocks, check_result, prepare
 from flexhop.ops.eager import attend
 from flexhop.ops.forward import attention
 from flexhop.ops.layout import ordered
@@ -49,6 +50,8 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     check_query_blocks(
         torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options
     )
+    for kind, mod in (("score_mod", args.score_mod), ("mask_mod", args.mask_mod)):
+        check_captures(args.query, kind, closed_over(mod))
     _warn_once()
     args = args._replace(
         scale=scale, options=options,
@@ -79,6 +82,27 @@ def _autocast(args: AttentionArgs) -> AttentionArgs:
     return args._replace(
         query=args.query.to(dtype), key=args.key.to(dtype), value=args.value.to(dtype)
     )
+
+
+def closed_over(mod: Any) -> tuple[Tensor, ...]:
+    """Tensors that a function holds in its closure or as arguments of functools.partial.
+
+    Those inside modules, objects and functions that it calls are not seen: PyTorch itself notices
+    a wrong device there, in its own words.
+    """
+    if isinstance(mod, functools.partial):
+        held = (*mod.args, *mod.keywords.values())
+        return (*closed_over(mod.func), *(t for t in held if isinstance(t, Tensor)))
+    cells = getattr(mod, "__closure__", None) or ()
+    found: list[Tensor] = []
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a name that is assigned later
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+    return tuple(found)
 
 
 @functools.cache

@@ -311,8 +311,13 @@ def _scatter(total: Tensor, site: Site, outputs: tuple[Tensor, ...], visible: Te
     values = torch.where(visible, outputs[site.value].to(total.dtype), 0.0)
     if not site.indices:
         return total + values.sum()
-    indices = tuple(outputs[i].long() for i in site.indices)
-    return total.index_put(indices, values, accumulate=True)
+    indices = [outputs[i] for i in site.indices]
+    for dim in range(values.dim()):
+        # vmap expands what does not vary: all elements along `dim` add to one place, as one sum.
+        if all(index.stride(dim) == 0 for index in indices):
+            values = values.sum(dim, keepdim=True)
+            indices = [index.narrow(dim, 0, 1) for index in indices]
+    return total.index_put(tuple(index.long() for index in indices), values, accumulate=True)
 
 
 def _reduce_heads(weights: Tensor, rows: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,28 @@
+"""Where in the user's program something stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+# Ends with a separator: a project beside ours, or named after PyTorch, is the user's.
+_OTHERS = tuple(f"{path}/" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*(?:\n\s*(?P<code>[^\n]+))?')
+
+
+def users_line(stack: str) -> str:
+    """The innermost line of a formatted stack that is neither PyTorch's nor ours.
+
+    Args:
+        stack: as in a traceback, innermost frame last.
+
+    Returns:
+        "file:line (code)", or "its body" if there is none.
+    """
+    for frame in reversed(list(_FRAME.finditer(stack))):
+        if not frame["file"].startswith(_OTHERS):
+            code = (frame["code"] or "").strip()
+            return f"{frame['file']}:{frame['line']}" + (f" ({code})" if code else "")
+    return "its body"

@@ -1,0 +1,139 @@
+"""The generated kernels compile for GPUs that need not be here: no spills, and within shared memory.
+
+Inductor's code for a problem is compiled to machine code, and the numbers are read from it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat.fake_gpu import GPUS
+from flexhop.lowering import kernels
+from flexhop.masks import causal
+from flexhop.offline import Kernel, generate
+from flexhop.offline.cubin import Cubin, compile_kernel
+from flexhop.options import Tile
+from tests.problems import launched_kernels, problem
+
+# A device function or constant tells which of the templates a kernel came from.
+MARKS = {
+    "attend_blocks": "forward",
+    "grad_query_blocks": "grad_query",
+    "grad_key_value_blocks": "grad_key_value",
+}
+
+
+class Compiled(NamedTuple):
+    """One kernel of one problem on one architecture."""
+
+    kernel: str
+    cubin: Cubin
+    estimate: int
+    limit: int
+
+
+def role(kernel: Kernel) -> str:
+    """forward, grad_query, grad_key_value, grad_key or grad_value."""
+    name = next(role for mark, role in MARKS.items() if mark in kernel.functions)
+    if name != "grad_key_value":
+        return name
+    source = kernel.source
+    if "WRITES_VALUE : tl.constexpr = False" in source:
+        return "grad_key"
+    return "grad_value" if "WRITES_KEY : tl.constexpr = False" in source else name
+
+
+def build(architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: int) -> list[Compiled]:
+    """Generate and compile the causal kernels of one problem, forward and backward."""
+    capability = architecture // 10, architecture % 10
+    width, value_width = dims
+    inputs = [
+        torch.zeros(1, 2, length, d, dtype=dtype, requires_grad=True) for d in (width, width, value_width)
+    ]
+    mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask),
+        *inputs, grad=True, capability=capability,
+    )  # fmt: skip
+    call = problem(architecture, width, value_head_dim=value_width, dtype=dtype)
+    found = []
+    for kernel in generated.templates:
+        constants = kernel.constants
+        tile = Tile(constants["BLOCK_M"], constants["BLOCK_N"], kernel.num_warps, kernel.num_stages)
+        estimate = kernels.shared_memory(role(kernel), call, tile)  # type: ignore[arg-type]
+        limit = GPUS[capability].shared_memory
+        found.append(Compiled(role(kernel), compile_kernel(kernel, architecture), estimate, limit))
+    assert {c.kernel for c in found} == set(launched_kernels(call))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    """Two compilers; new processes, because a fork of a threaded one can hang."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as executor:
+        yield executor
+
+
+def build_all(pool: Executor, problems: list[tuple]) -> dict[tuple, list[Compiled]]:
+    futures = {key: pool.submit(build, *key) for key in problems}
+    return {key: future.result() for key, future in futures.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_default_configurations_do_not_spill(pool, architecture):
+    problems = [(architecture, (width, width), torch.bfloat16, 1024) for width in (64, 128, 256)]
+    spills = {
+        f"sm_{architecture} {compiled.kernel} D={dims[0]}": (
+            f"{compiled.cubin.spills} spills, {compiled.cubin.registers} registers"
+        )
+        for (_, dims, _, _), found in build_all(pool, problems).items()
+        for compiled in found
+        if compiled.cubin.spills
+    }
+    assert spills == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "product"), [(80, "mma"), (90, "wgmma"), (100, "tcgen05")])
+def test_the_architectures_own_matrix_products_are_used(pool, architecture, product):
+    found = build_all(pool, [(architecture, (64, 64), torch.bfloat16, 1024)])
+    for compiled in next(iter(found.values())):
+        assert getattr(compiled.cubin, product) > 0, compiled.kernel
+
+
+# The widest heads where memory is smallest, where an operand stays in shared memory (90, 100), and
+# unequal widths. tests/unit/lowering/test_tiles.py holds the estimate against every combination.
+TIGHT = [
+    *((architecture, (512, 512), torch.float32, 128) for architecture in (80, 86, 90, 100, 120)),
+    *((architecture, (512, 512), torch.bfloat16, 256) for architecture in (80, 86, 90, 100, 120)),
+    *((architecture, (256, 256), torch.bfloat16, 256) for architecture in (86, 120)),
+    *((architecture, (256, 256), torch.float32, 256) for architecture in (89, 90, 100)),
+    *((architecture, (128, 128), torch.float32, 256) for architecture in (86, 90)),
+    *((architecture, (192, 128), torch.bfloat16, 256) for architecture in (86, 90, 100)),
+    (120, (80, 80), torch.float32, 256),
+    (89, (16, 512), torch.bfloat16, 256),
+    (100, (512, 64), torch.bfloat16, 256),
+]
+
+
+@pytest.mark.slow
+def test_kernels_need_no_more_shared_memory_than_estimated_and_fit(pool):
+    wrong = []
+    for (architecture, dims, dtype, _), found in build_all(pool, TIGHT).items():
+        for compiled in found:
+            shared = compiled.cubin.shared
+            if not shared <= compiled.estimate <= compiled.limit:
+                wrong.append(
+                    f"sm_{architecture} {compiled.kernel} D={dims} {dtype}: uses {shared}, "
+                    f"estimated {compiled.estimate}, the device has {compiled.limit}"
+                )
+    assert wrong == [], "\n".join(wrong)

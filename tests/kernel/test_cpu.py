@@ -1,0 +1,159 @@
+"""Compiled on the CPU, where the specification itself is lowered, in chunks of queries."""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import flexhop
+from flexhop.lowering import chunked
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+WANTED = flexhop.AuxRequest(lse=True, max_scores=True)
+
+
+def operands(
+    query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """query, key and value, the latter with 8 columns, that require gradients."""
+    sizes = query, key, (*key[:3], 8)
+    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def results(function: Callable[..., Any], inputs: list[Tensor], *captured: Tensor) -> list[Tensor]:
+    """Results of `function` and the gradients of a scalar that depends on out and lse."""
+    out, aux = function(*inputs)
+    loss = out.sin().sum() + torch.where(aux.lse.isinf(), 0.0, aux.lse).square().sum()
+    return [out, aux.lse, aux.max_scores, *torch.autograd.grad(loss, [*inputs, *captured])]
+
+
+def assert_compiled_agrees(
+    function: Callable[..., Any], inputs: list[Tensor], *captured: Tensor, tolerance: float = 2e-5
+) -> None:
+    expected = results(function, inputs, *captured)
+    found = results(torch.compile(function, fullgraph=True), inputs, *captured)
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(params=["one chunk", "many chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Chunks that hold everything, or 16 queries."""
+    elements = 1 << 30 if request.param == "one chunk" else 1
+    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", elements)
+    return request.param
+
+
+def test_mask_grouped_heads_and_captured_gradients(chunks: str):
+    inputs = operands((2, 4, 67, 16), (2, 2, 90, 16))
+    bias = torch.randn(4, 200, requires_grad=True)
+    temperature = torch.randn((), requires_grad=True)
+    documents = torch.randint(0, 3, (2, 90))
+
+    def in_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx + 30 >= kv_idx) & (documents[b, q_idx] == documents[b, kv_idx])
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.tanh(score * temperature) + bias[h, q_idx - kv_idx + 100]
+
+    mask = flexhop.create_block_mask(in_document, 2, None, 67, 90, device="cpu", BLOCK_SIZE=16)
+    attend = functools.partial(
+        flexhop.flex_attention, score_mod=biased, block_mask=mask, enable_gqa=True, return_aux=WANTED
+    )
+    assert_compiled_agrees(attend, inputs, bias, temperature)
+
+
+def test_only_listed_blocks_are_seen(chunks: str):
+    """Lists decide, whatever mask_mod says: partial blocks keep it, full ones ignore it."""
+    inputs = operands((1, 2, 60, 16), (1, 2, 60, 16))
+    counts = torch.tensor([[[1, 1, 0, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 9], [1, 0], [0, 0], [3, -1]]]], dtype=torch.int32)
+    full = torch.tensor([[[[2], [0], [0], [1]]]], dtype=torch.int32)
+    mask = flexhop.BlockMask.from_kv_blocks(
+        counts, indices, torch.tensor([[[0, 1, 0, 1]]], dtype=torch.int32), full,
+        BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: (q + k) % 3 == 0, seq_lengths=(60, 60),
+    )  # fmt: skip
+    attend = functools.partial(flexhop.flex_attention, block_mask=mask, return_aux=WANTED)
+    assert_compiled_agrees(attend, inputs)
+
+
+def test_fp64_and_a_shared_key(chunks: str):
+    inputs = operands((2, 2, 21, 16), (1, 2, 33, 16), torch.float64)
+    attend = functools.partial(flexhop.flex_attention, return_aux=WANTED)
+    assert_compiled_agrees(attend, inputs, tolerance=1e-12)
+
+
+def test_bf16_in_permuted_order(chunks: str):
+    inputs = [
+        torch.randn(1, 40, 2, 16).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)
+    ]
+    attend = functools.partial(flexhop.flex_attention, return_aux=WANTED)
+    assert_compiled_agrees(attend, inputs, tolerance=2e-2)
+
+
+def test_captured_numbers(chunks: str):
+    inputs = operands((1, 2, 40, 16), (1, 2, 40, 16))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, window: int, slope: float) -> Any:
+        def near(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return torch.where((q_idx - kv_idx).abs() < window, score * slope, -math.inf)
+
+        return flexhop.flex_attention(query, key, value, near, return_aux=WANTED)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for window, slope in ((5, 0.5), (9, 0.25)):
+        function = functools.partial(attend, window=window, slope=slope)
+        expected = results(function, inputs)
+        found = results(functools.partial(compiled, window=window, slope=slope), inputs)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_lengths_share_one_compilation():
+    slopes = torch.randn(2, requires_grad=True)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + slopes[h] * (kv_idx - q_idx)
+
+        return flexhop.flex_attention(query, key, value, alibi, return_aux=WANTED)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for length in (45, 16, 80):
+        inputs = operands((1, 2, length, 16), (1, 2, length + 7, 16))
+        expected = results(attend, inputs, slopes)
+        with torch.compiler.set_stance("default" if length == 45 else "fail_on_recompile"):
+            found = results(compiled, inputs, slopes)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_no_buffer_holds_every_score():
+    length = 2048
+    inputs = operands((1, 1, length, 16), (1, 1, length, 16))
+    attend = functools.partial(flexhop.flex_attention, return_aux=WANTED)
+    _, codes = run_and_get_code(results, torch.compile(attend, fullgraph=True), inputs)
+    sizes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "\n".join(codes))
+    elements = [math.prod(map(int, size.replace(" ", "").strip(",").split(","))) for size in sizes if size]
+    assert chunked.CHUNK_ELEMENTS in elements  # one chunk of scores: the reading of sizes works
+    assert max(elements) < length * length // 8
+
+
+@pytest.mark.slow
+def test_exported_and_compiled_ahead_of_time(tmp_path: Any):
+    class Model(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mod = lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)  # noqa: E731
+            return flexhop.flex_attention(query, key, value, mod)
+
+    inputs = [t.detach() for t in operands((1, 2, 2048, 16), (1, 2, 2048, 16))]
+    program = torch.export.export(Model(), tuple(inputs))
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    loaded = torch._inductor.aoti_load_package(package)
+    torch.testing.assert_close(loaded(*inputs), Model()(*inputs), atol=2e-5, rtol=2e-5)

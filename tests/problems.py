@@ -1,0 +1,65 @@
+"""Problems as plain values, for the pure functions of flexhop.lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from flexhop.compat.fake_gpu import GPUS
+from flexhop.lowering import kernels
+from flexhop.lowering.problem import Device, Problem
+from flexhop.lowering.tiles import Kernel
+
+# Which kernels a backward pass may launch beside grad_query.
+ALL_KERNELS: tuple[Kernel, ...] = Kernel.__args__  # type: ignore[attr-defined]
+
+
+def device(architecture: int) -> Device:
+    """The GPU of an architecture such as 90, with the shared memory that its programs may use."""
+    gpu = GPUS[(architecture // 10, architecture % 10)]
+    return Device(
+        capability=gpu.capability,
+        shared_memory=gpu.shared_memory,
+        multiprocessors=gpu.multiprocessors,
+        l2_bytes=gpu.l2_cache,
+        name=gpu.name,
+    )
+
+
+def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem:
+    """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields."""
+    usual: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Problem)), False)
+    usual |= {
+        "device": device(architecture),
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "query_heads": 8,
+        "kv_heads": 8,
+        "query_len": 1024,
+        "key_len": 1024,
+        "head_dim": head_dim,
+        "value_head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "blocks": None,
+        "is_query_multiple": lambda n: 1024 % n == 0,
+        "is_key_multiple": lambda n: 1024 % n == 0,
+    }
+    unknown = set(facts) - set(usual)
+    assert not unknown, f"Problem has no {sorted(unknown)}"
+    return Problem(**usual | facts)
+
+
+def launched_kernels(of: Problem) -> tuple[Kernel, ...]:
+    """The kernels of a forward and backward pass of a problem."""
+    return ("forward", "grad_query", *kernels.key_value_kernels(of))
+
+
+def usual_problem(kernel: Kernel, **facts: Any) -> Problem:
+    """A problem whose passes launch `kernel`."""
+    for head_dim in (64, 256):
+        found = problem(head_dim=head_dim, **facts)
+        if kernel in launched_kernels(found):
+            return found
+    raise LookupError(f"No problem launches {kernel}.")

@@ -1,0 +1,129 @@
+"""Which constants a problem gives: pure functions, no compiler."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from flexhop.errors import TileError, TileResourceError
+from flexhop.lowering import kernels
+from flexhop.lowering.problem import MaskBlocks, round_head_dim
+from flexhop.options import KernelOptions, Tile
+from tests.problems import ALL_KERNELS, device, launched_kernels, problem, usual_problem
+
+PLAIN = KernelOptions()
+
+
+def constants(kernel="forward", tile=Tile(64, 64), options=PLAIN, **facts):
+    return kernels.constants(kernel, problem(**facts), options, tile)
+
+
+@pytest.mark.parametrize(("size", "rounded"), [(1, 16), (16, 16), (17, 32), (94, 128), (512, 512)])
+def test_head_dims_round_to_powers_of_two(size, rounded):
+    assert round_head_dim(size) == rounded
+
+
+def test_scale_is_folded_into_the_exponent_without_a_score_mod():
+    found = constants(scale=0.5)
+    assert not found["SCALE_SCORES"]
+    assert found["EXP_SCALE"] == 0.5 * math.log2(math.e)
+
+
+@pytest.mark.parametrize("facts", [{"has_score_mod": True}, {"scale": -0.5}, {"scale": 0.0}])
+def test_scores_are_scaled_where_somebody_looks_or_the_sign_matters(facts):
+    found = constants(**facts)
+    assert found["SCALE_SCORES"]
+    assert found["EXP_SCALE"] == math.log2(math.e)
+
+
+def test_prescaling_replaces_both():
+    found = constants(options=KernelOptions(prescale_qk=True), has_score_mod=True)
+    assert found["PRESCALE_QK"] and not found["SCALE_SCORES"]
+    assert found["EXP_SCALE"] == math.log2(math.e)
+
+
+def test_float32_precision_is_quoted_source(monkeypatch):
+    assert constants(options=KernelOptions(float32_precision="tf32"))["FLOAT32_PRECISION"] == "'tf32'"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert constants()["FLOAT32_PRECISION"] == "'ieee'"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert constants()["FLOAT32_PRECISION"] == "'tf32'"
+
+
+def test_lengths_known_to_be_multiples_need_no_checks():
+    assert not constants()["CHECK_Q"]
+    found = constants(is_query_multiple=lambda n: False)
+    assert found["CHECK_Q"] and not found["CHECK_KV"]
+
+
+def test_blocks_that_tiles_do_not_divide_are_checked():
+    found = constants(tile=Tile(16, 16), blocks=MaskBlocks(20, 48, has_full=True), has_mask_mod=True)
+    assert found["CHECK_Q"]
+    assert (found["TILES_PER_Q_BLOCK"], found["TILES_PER_KV_BLOCK"]) == (2, 3)
+    assert found["HAS_FULL_BLOCKS"]
+
+
+def test_without_blocks_a_tile_is_a_block():
+    found = constants(tile=Tile(64, 32))
+    assert not found["HAS_BLOCKS"]
+    assert (found["SPARSE_Q_BLOCK_SIZE"], found["SPARSE_KV_BLOCK_SIZE"]) == (64, 32)
+
+
+def test_large_outputs_have_wide_offsets():
+    assert constants()["OFFSET_DTYPE"] == "tl.int32"
+    assert constants(large_output=True)["OFFSET_DTYPE"] == "tl.int64"
+
+
+def test_groups():
+    found = constants(query_heads=12, kv_heads=2)
+    assert (found["Q_HEADS"], found["GQA_GROUP"]) == (12, 6)
+
+
+def test_sections_hold_whole_groups_and_fit_half_of_the_cache():
+    small = problem(query_heads=8, kv_heads=2, query_len=128, key_len=128)
+    assert kernels.constants("forward", small, PLAIN, Tile(64, 64))["HEADS_PER_SECTION"] == 16
+    long = problem(query_heads=8, kv_heads=2, key_len=1 << 20)
+    assert kernels.constants("forward", long, PLAIN, Tile(64, 64))["HEADS_PER_SECTION"] == 4
+
+
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_a_users_tile_is_taken_and_filled(kernel):
+    field = kernel if kernel in ("forward", "grad_query") else "grad_key_value"
+    options = KernelOptions(**{field: Tile(32, 16, num_warps=8, num_stages=1)})
+    (tile,) = kernels.choose_tiles(kernel, usual_problem(kernel), options, search=True)
+    assert tile == Tile(32, 16, num_warps=8, num_stages=1)
+
+
+def test_a_users_tile_must_divide_the_blocks():
+    blocks = problem(blocks=MaskBlocks(96, 128, has_full=False))
+    with pytest.raises(TileError, match="must be divisible by the selected tile sizes") as caught:
+        kernels.choose_tiles("forward", blocks, KernelOptions(forward=Tile(64, 64)), search=False)
+    assert (caught.value.facts["block_m"], caught.value.facts["q_block"]) == (64, 96)
+
+
+def test_a_users_tile_must_fit_the_device():
+    options = KernelOptions(forward=Tile(256, 256, num_warps=8, num_stages=4))
+    with pytest.raises(TileResourceError) as caught:
+        kernels.choose_tiles("forward", problem(86, 256), options, search=False)
+    assert caught.value.facts["needed"] > caught.value.facts["available"] == device(86).shared_memory
+
+
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_constants_are_the_dataclass(kernel):
+    found = constants(kernel)
+    assert found["BLOCK_M"] == found["BLOCK_N"] == 64
+    assert all(name.isupper() for name in found)
+
+
+def test_problems_of_equal_facts_are_equal():
+    first, second = problem(), problem()
+    assert first == second, "the two predicates must not count"
+    assert first != dataclasses.replace(first, batch=3)
+
+
+def test_a_backward_pass_has_all_gradients():
+    for width in (16, 64, 128, 256, 512):
+        names = launched_kernels(problem(head_dim=width))
+        assert names[:2] == ("forward", "grad_query")
+        assert set(names[2:]) in ({"grad_key_value"}, {"grad_key", "grad_value"})

@@ -1,0 +1,80 @@
+"""Tiles: tables, the ladder, and the proof that something always fits (its pure part)."""
+
+import itertools
+
+import pytest
+import torch
+
+from flexhop.lowering import kernels
+from flexhop.lowering.problem import MaskBlocks
+from flexhop.lowering.tiles import search_tiles, smaller_tiles, table_tile
+from flexhop.offline.cubin import ARCHITECTURES
+from flexhop.options import KernelOptions, Tile
+from tests.problems import ALL_KERNELS, launched_kernels, problem, usual_problem
+
+WIDTHS = ((1, 1), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 256), (512, 512),
+          (192, 128), (576 - 64, 64), (64, 512), (24, 94))  # fmt: skip
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCKS = (None, MaskBlocks(128, 128, True), MaskBlocks(16, 256, True), MaskBlocks(20, 96, False))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_estimate_of_every_choice_fits_the_device(architecture):
+    count = 0
+    for (width, value_width), dtype, blocks, search in itertools.product(
+        WIDTHS, DTYPES, BLOCKS, (False, True)
+    ):
+        call = problem(architecture, width, value_head_dim=value_width, dtype=dtype, blocks=blocks)
+        for kernel in launched_kernels(call):
+            chosen = kernels.choose_tiles(kernel, call, KernelOptions(), search=search)
+            assert chosen
+            for tile in chosen:
+                needed = kernels.shared_memory(kernel, call, tile)
+                assert needed <= call.device.shared_memory, (kernel, width, dtype, blocks, tile)
+                count += 1
+    assert count > 800
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_the_last_step_of_the_ladder_fits_the_widest_problem(architecture, kernel):
+    widest = problem(architecture, 512, dtype=torch.float32)
+    *_, last = smaller_tiles(table_tile(kernel, widest))
+    assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1)
+    assert kernels.shared_memory(kernel, widest, last) <= widest.device.shared_memory
+
+
+@pytest.mark.parametrize("start", [Tile(128, 128, 8, 3), Tile(16, 64, 4, 2), Tile(16, 16, 4, 1)])
+def test_the_ladder_goes_down(start):
+    steps = list(smaller_tiles(start))
+    assert steps[0] == start
+    sizes = [(t.block_m * t.block_n, t.num_stages) for t in steps]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(t.block_m >= 16 and t.block_n >= 16 for t in steps)
+    assert len(set(steps)) == len(steps)
+
+
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 128), (32, 64), (16, 16), (20, 96), (256, 256), (8, 48)])
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_tiles_divide_the_blocks_of_the_mask(kernel, blocks):
+    call = usual_problem(kernel, blocks=MaskBlocks(*blocks, has_full=True), has_mask_mod=True)
+    for tile in kernels.choose_tiles(kernel, call, KernelOptions(), search=True):
+        for side, block in zip((tile.block_m, tile.block_n), blocks, strict=True):
+            assert block % side == 0 or side == 16, "16 is the smallest tile; such blocks are checked"
+
+
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_tiles_do_not_exceed_the_lengths(kernel):
+    (tile,) = kernels.choose_tiles(
+        kernel, usual_problem(kernel, query_len=1, key_len=37), KernelOptions(), search=False
+    )
+    assert tile.block_m == 16 and tile.block_n <= 64
+
+
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
+def test_a_search_starts_from_the_default_and_has_no_doubles(kernel):
+    call = usual_problem(kernel)
+    (default,) = kernels.choose_tiles(kernel, call, KernelOptions(), search=False)
+    found = kernels.choose_tiles(kernel, call, KernelOptions(), search=True)
+    assert found[0] == default
+    assert len(set(found)) == len(found) <= 1 + len(search_tiles(kernel))

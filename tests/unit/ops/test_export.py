@@ -1,0 +1,91 @@
+"""torch.export: one node with two subgraphs, saved, loaded and compiled."""
+
+import io
+
+import pytest
+import torch
+
+import flexhop
+from flexhop import flex_attention
+from tests.unit.ops.support import BATCH, HEADS, LENGTH, causal_mask, compiled, operands, quiet
+
+pytestmark = [
+    quiet,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+STRICT = pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+
+
+class Layer(torch.nn.Module):
+    """Mods that capture a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
+        self.register_buffer("offset", torch.randint(0, 3, (BATCH,), dtype=torch.int32))
+        self.blocks = causal_mask(mask_mod=flexhop.noop_mask)
+
+    def forward(self, query, key, value):
+        mask = flexhop.BlockMask.from_kv_blocks(
+            self.blocks.full_kv_num_blocks,
+            self.blocks.full_kv_indices,
+            BLOCK_SIZE=16,
+            mask_mod=lambda b, h, q, k: q + self.offset[b] >= k,
+            seq_lengths=(LENGTH, LENGTH),
+        )
+        return flex_attention(
+            query, key, value, lambda s, b, h, q, k: s + self.bias[h, q, k], mask
+        )
+
+
+class Plain(torch.nn.Module):
+    def forward(self, query, key, value):
+        return flex_attention(query, key, value, lambda s, b, h, q, k: s * 2.0 + (q - k))
+
+
+def calls(program):
+    return [n.name for n in program.graph.nodes if n.op == "call_function" and "flexhop" in n.name]
+
+
+@STRICT
+def test_one_node_with_two_subgraphs(strict):
+    layer, inputs = Layer(), operands()
+    program = torch.export.export(layer, tuple(inputs), strict=strict)
+    assert calls(program) == ["flexhop_attention"]
+    attributes = program.graph.find_nodes(op="get_attr")
+    graphs = [getattr(program.graph_module, node.target) for node in attributes]
+    assert sum(isinstance(graph, torch.fx.GraphModule) for graph in graphs) == 2
+    torch.testing.assert_close(program.module()(*inputs), layer(*inputs))
+
+
+@STRICT
+def test_saved_loaded_and_compiled(strict):
+    layer, inputs = Layer(), operands()
+    expected = layer(*inputs)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, tuple(inputs), strict=strict), file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    torch.testing.assert_close(loaded.module()(*inputs), expected)
+    torch.testing.assert_close(loaded.run_decompositions().module()(*inputs), expected)
+    flexhop.install(lowering=True)
+    torch.testing.assert_close(compiled(loaded.module())(*inputs), expected)
+
+
+@STRICT
+def test_dynamic_shapes(strict):
+    batch, length = torch.export.Dim("b", min=1, max=64), torch.export.Dim("s", min=8, max=4096)
+    sizes = ({0: batch, 2: length},) * 3
+    program = torch.export.export(Plain(), tuple(operands()), dynamic_shapes=sizes, strict=strict)
+    inputs = operands(3, 40)
+    torch.testing.assert_close(program.module()(*inputs), Plain()(*inputs))
+
+
+def test_an_exported_program_trains():
+    layer, inputs = Layer(), operands(grad=True)
+    program = torch.export.export(layer, tuple(inputs), strict=True).module()
+    leaves = [*inputs, dict(program.named_parameters())["bias"]]
+    found = torch.autograd.grad(program(*inputs).square().sum(), leaves)
+    expected = torch.autograd.grad(layer(*inputs).square().sum(), [*inputs, layer.bias])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,134 @@
+"""Templates are Python with holes, and their constants are the fields of their dataclass."""
+
+import ast
+import builtins
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from flexhop.lowering import kernels
+from flexhop.options import KernelOptions, Tile
+from flexhop.templates import KERNELS, part, source
+from tests.problems import problem
+
+FOLDER = Path(kernels.__file__).parents[1] / "templates"
+PARTS = sorted(file.name.removesuffix(".py.jinja") for file in FOLDER.glob("*.py.jinja"))
+HOLES = {
+    "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
+    "scatter_sites",
+}  # fmt: skip
+# Names that Inductor's wrapper module provides.
+IMPORTED = {"tl", "triton", "libdevice"}
+
+
+def _def_kernel(*names: str) -> str:
+    return f"@triton.jit\ndef kernel({', '.join(names)}):"
+
+
+def _stride(name: str, axis: int | None = None) -> str:
+    return "1, 1, 1" if name.endswith("NUM_BLOCKS") else "1, 1, 1, 1" if axis is None else "1"
+
+
+def _modification(subgraph_number: int, output_name: str, **inputs: str) -> str:
+    return f"{output_name} = ({', '.join(inputs.values())})"
+
+
+def _store_output(indices: tuple[str, ...], value: str, mask: str, **_: object) -> str:
+    return f"tl.store({' + '.join(indices)}, {value}, mask={mask})"
+
+
+def _indented(text: str, width: int = 0) -> str:
+    return text.replace("\n", "\n" + "    " * width)
+
+
+def rendered(text: str) -> str:
+    """A template with stubs in its holes."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters["indent_except_first"] = _indented
+    body = environment.from_string(text).render(
+        def_kernel=_def_kernel,
+        size=lambda name, axis: "1",
+        stride=_stride,
+        gen_argdefs=lambda: "ARGUMENTS",
+        gen_defines=lambda: "",
+        store_output=_store_output,
+        modification=_modification,
+        scatter_sites=lambda: "pass",
+    )
+    return "import triton\nimport triton.language as tl\n\n" + body
+
+
+def _free_names(text: str) -> set[str]:
+    """Names that are read somewhere and bound nowhere in the scope that reads them."""
+    tree = ast.parse(text)
+    functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
+    free: set[str] = set()
+    for function in functions.values():
+        names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+        bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        bound |= {a.arg for a in function.args.args}
+        free |= {n.id for n in names if isinstance(n.ctx, ast.Load)} - bound
+    return free - set(functions) - IMPORTED - set(dir(builtins)) - {"ARGUMENTS"}
+
+
+def _constants(kernel: str) -> set[str]:
+    tile = Tile(64, 64)
+    return set(kernels.constants(kernel, problem(), KernelOptions(), tile))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_only_expression_holes(name):
+    text = part(name)
+    assert "{%" not in text, "templates have no control tags"
+    used = set(re.findall(r"{{-?\s*(\w+)", text))
+    assert used <= HOLES
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_first_line_says_what_a_program_does(name):
+    if "def_kernel" in part(name):
+        assert part(name).startswith("{#- One program: ")
+        assert "Grid: " in part(name).partition("-#}")[0]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_constants_are_the_fields_of_the_dataclass(kernel):
+    assert _free_names(rendered(source(kernel))) == _constants(kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_function_has_a_docstring(kernel):
+    tree = ast.parse(rendered(source(kernel)))
+    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != "kernel"]
+    assert functions
+    assert [f.name for f in functions if not ast.get_docstring(f)] == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ruff_finds_only_constants(kernel, tmp_path):
+    ruff = shutil.which("ruff", path=Path(sys.executable).parent) or shutil.which("ruff")
+    if ruff is None:
+        pytest.skip("needs ruff, which is not installed")
+    file = tmp_path / f"{kernel}.py"
+    file.write_text(rendered(source(kernel)))
+    command = [ruff, "check", "--isolated", "--select", "F,B", "--output-format", "json", str(file)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    undefined = {re.findall(r"`(\w+)`", f["message"])[0] for f in found if f["code"] == "F821"}
+    others = [f"{f['code']} line {f['location']['row']}: {f['message']}" for f in found if f["code"] != "F821"]
+    # Strides that one kernel of two needs are unpacked together.
+    assert [line for line in others if "stride_" not in line] == []
+    assert undefined - {"ARGUMENTS"} == _constants(kernel)
+
+
+def test_each_user_function_is_called_by_its_argument_names():
+    for kernel in KERNELS:
+        functions = {f.name: f for f in ast.parse(rendered(source(kernel))).body if isinstance(f, ast.FunctionDef)}
+        score = [a.arg for a in functions["score_mod"].args.args]
+        assert score == ["ARGUMENTS", "score", "b", "h", "q_idx", "kv_idx"]
+        assert [a.arg for a in functions["mask_mod"].args.args] == ["ARGUMENTS", "b", "h", "q_idx", "kv_idx"]
