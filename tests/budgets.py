@@ -1,7 +1,8 @@
-"""How results are judged: against fp64, with the error that plain PyTorch makes in the same dtype as the unit.
+"""How results are judged: against fp64, in units of the error that plain PyTorch makes.
 
-Three runs of one computation: *gold* (the specification on fp64 copies of query, key and value), the
-*reference* (`dense_attention` in the dtype under test) and the result under test. docs/numerics.md says why.
+Three runs of one computation: *gold* (the specification on fp64 copies of query, key and value),
+the *reference* (`dense_attention` in the dtype under test) and the result under test.
+docs/numerics.md says why.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ INF = float("inf")
 class Budget:
     """Bounds in units of the reference's error E; floors in units of the gold's magnitude.
 
-    mean: E(test) <= mean * E(reference). gradient: the same for gradients, which a fused kernel computes
-    from the rounded out (delta = rowsum(out * grad_out)) and from exp2 of unshifted scores; both cost
-    roundings that the dense formula does not have, and matter where the softmax is sharp. rms: for root mean
-    squares, used for captured tensors. absolute: granted where gold is 0 by cancellation.
-    row: largest error of a row against the reference's in this row and on average. floor: relative error
-    that is always granted, because a reference can be exact by luck. The rounding of the result itself
-    (eps) is granted to single elements.
+    mean: E(test) <= mean * E(reference). gradient: the same for gradients, which a fused kernel
+    computes from the rounded out (delta = rowsum(out * grad_out)) and from exp2 of unshifted
+    scores; both cost roundings that the dense formula does not have, and matter where the softmax
+    is sharp. rms: for root mean squares, used for captured tensors. row: largest error of a row
+    against the reference's in this row and on average. floor: relative error that is always
+    granted, because a reference can be exact by luck. absolute: granted where gold is 0 by
+    cancellation. eps: the rounding of the result itself, granted to single elements.
     """
 
     mean: float
@@ -120,14 +121,14 @@ def _assert_same_special(actual: Tensor, gold: Tensor, name: str) -> None:
 
 
 def _assert_rows(error: Tensor, allowed: Tensor, size: Tensor, budget: Budget, name: str) -> None:
-    """A tail tile or a single row that is wrong drowns in a mean; a row is compared with its like."""
+    """A wrong tail tile or row drowns in a mean; each row is compared with its like."""
     if error.dim() < 2 or not error.numel():
         return
     worst, usual, scale = (t.flatten(0, -2).amax(-1) for t in (error, allowed, size))
     bound = budget.row * (usual + usual.mean() + budget.eps * scale) + 1e-6
     row = int((worst - bound).argmax())
     assert worst[row] <= bound[row], (
-        f"{name}: row {row} of {len(worst)} is wrong by {worst[row]:.3e}, more than {bound[row]:.3e}"
+        f"{name}: row {row} of {len(worst)} is wrong by {worst[row]:.3e} > {bound[row]:.3e}"
     )
 
 
@@ -141,7 +142,7 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention as the field writes it: every score at once, in the dtype of query.
 
-    Products of the dtype's matmul, softmax in fp32, weights rounded to the dtype before they meet value.
+    Products by the dtype's matmul, softmax in fp32, weights rounded to the dtype before value.
 
     Args:
         query: [B, Hq, M, D]; key: [B or 1, Hkv, N, D]; value: [B or 1, Hkv, N, Dv].
@@ -150,7 +151,7 @@ def dense_attention(
         scale: multiplies the products before score_mod.
 
     Returns:
-        out [B, Hq, M, Dv]; lse and the largest scores [B, Hq, M]; which scores count [B, Hq, M, N].
+        out [B, Hq, M, Dv]; lse and largest scores [B, Hq, M]; which scores count [B, Hq, M, N].
     """
     group = query.size(1) // key.size(1)
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))

@@ -1,7 +1,7 @@
 """What a case of tests/cases.py is made of, and how it becomes a call of flex_attention.
 
-A case's functions are built by factories that are given its captured tensors, so that one case runs on
-any device, with any copy of them.
+A case's functions are built by factories that are given its captured tensors, so that one case
+runs on any device, with any copy of them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Case:
         options: kernel options of the kernel tiers.
         lse: whether the loss depends on lse, too.
         max_scores: whether the largest scores are asked for and compared.
-        stock: whether PyTorch's compiled flex_attention takes this problem on CUDA, with gradients.
+        stock: whether PyTorch's compiled flex_attention takes it on CUDA, with gradients.
     """
 
     name: str
@@ -180,7 +180,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
     return Inputs(
         *(tensor.requires_grad_() for tensor in tensors),
         captures=SimpleNamespace(**values, shape=shape),
-        grad_out=random.normal(*shape.query[:3], shape.value_head_dim, dtype=case.dtype).to(device),
+        grad_out=random.normal(*shape.query[:3], shape.value_head_dim, dtype=case.dtype).to(
+            device
+        ),
         grad_lse=random.normal(*shape.query[:3]).to(device),
     )
 

@@ -4,6 +4,9 @@ A factory gets `c`, the captured tensors and the `shape` of its case, and return
 (s, b, h, q, k) or a mask_mod (b, h, q, k). Fields: tests/case_inputs.py.
 """
 
+# A table: lines up to 120.
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import functools

@@ -91,7 +91,9 @@ def _visible(case: Case, inputs: Inputs, scores: Tensor) -> Tensor:
     partial, full = torch.zeros_like(kept), torch.zeros_like(kept)
     _mark(partial, block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE)
     if block_mask.full_kv_num_blocks is not None:
-        _mark(full, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask.BLOCK_SIZE)
+        _mark(
+            full, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask.BLOCK_SIZE
+        )
     return (partial & kept) | full
 
 

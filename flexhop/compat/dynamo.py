@@ -1,7 +1,7 @@
 """Telling Dynamo about the operators.
 
-A tracker is Dynamo's rule for a callable that it meets in a traced function. Dynamo finds ours by the
-operator's name in one private table (the same in 2.11 to 2.15).
+A tracker is Dynamo's rule for a callable that it meets in a traced function. Dynamo finds ours by
+the operator's name in one private table (the same in 2.11 to 2.15).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.exc import (
+    ObservedException,
     TorchDynamoException,
     TorchRuntimeError,
     UncapturedHigherOrderOpError,
@@ -66,7 +67,9 @@ def as_dynamo_error(error: FlexhopError) -> FlexhopError:
     as they are, so the class derives from both.
     """
     kind = type(error)
-    combined = type(kind.__name__, (kind, UncapturedHigherOrderOpError), {"__module__": kind.__module__})
+    combined = type(
+        kind.__name__, (kind, UncapturedHigherOrderOpError), {"__module__": kind.__module__}
+    )
     twin = combined.__new__(combined)
     UncapturedHigherOrderOpError.__init__(twin, str(error))
     twin.facts = error.facts
@@ -121,7 +124,7 @@ def _example_of(proxy: Any) -> Any:
 class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     """Tracker of the forward operator: traces both mods into subgraphs and lifts their captures.
 
-    At the door the operator is called as (query, key, value, score_mod, mask_mod, blocks, scale, call);
+    At the door the operator is called with the operands of `_DOOR`;
     the graph gets the wire form of flexhop.ops.args.
     """
 
@@ -135,13 +138,14 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         self, tx: Any, args: Sequence[VariableTracker], kwargs: Any
     ) -> VariableTracker:
         self.rules.on_trace()
+        self.value.refusal = None
         try:
             # Eight operands at the door; the wire form comes from a graph that was traced before.
             if len(args) == len(AttentionVariable._DOOR):
                 return self._write_node(tx, *args)
             return _write_wire(tx, self.value, args)
-        except (FlexhopError, TorchRuntimeError, Unsupported) as error:
-            ours = _cause(error)
+        except (FlexhopError, TorchRuntimeError, Unsupported, ObservedException) as error:
+            ours = _cause(error) or self.value.refusal
             if ours is None:
                 raise
             raise as_dynamo_error(ours) from None
@@ -157,7 +161,9 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         mask = self._trace_mod(tx, query, mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
             self.rules.check_captures(fakes[0], kind, tuple(map(_example_of, captures)))
-        captures = [tuple(_placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)]
+        captures = [
+            tuple(_placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)
+        ]
         wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
@@ -171,7 +177,11 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         with hops.discard_graph_changes(tx):
             inputs = [_scalar(tx, query, torch.int32) for _ in range(NUM_INDICES)]
             if kind == "score_mod":
-                dtype = torch.float64 if _fake(query.as_proxy()).dtype == torch.float64 else torch.float32
+                dtype = (
+                    torch.float64
+                    if _fake(query.as_proxy()).dtype == torch.float64
+                    else torch.float32
+                )
                 inputs = [_scalar(tx, query, dtype, requires_grad=query.requires_grad), *inputs]
         try:
             with self.rules.index_mode():
@@ -191,9 +201,10 @@ def _speculate(
     tx: Any, mod: VariableTracker, inputs: list[VariableTracker], kind: str, operator: Any
 ) -> tuple[Graph, Any]:
     """Trace a mod: (graph, lifted captures)."""
-    # 2.15 is strict about a subgraph that returns its input, and names the permission anew.
+    # 2.15 is strict about a subgraph that returns its input, and names the permission anew; it
+    # also refuses writes to inputs, which we do ourselves because we name the line.
     known = inspect.signature(hops.speculate_subgraph).parameters
-    permissions = ("supports_aliasing", "supports_input_input_aliasing")
+    permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
     (_, _), graph, lifted = hops.speculate_subgraph(
         tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
         set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
@@ -208,11 +219,17 @@ def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
         return ModResultError(mod=kind, name=kind, expected=wanted, found="no tensor")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explanations = [line for line in lines if line.startswith("Explanation:")]
-    reason = explanations[0].removeprefix("Explanation:").strip() if explanations else "it breaks the trace"
+    reason = (
+        explanations[0].removeprefix("Explanation:").strip()
+        if explanations
+        else "it breaks the trace"
+    )
     return ModLoweringError(
         mod=kind,
         operation=lines[0].rstrip(".") if lines else type(error).__name__,
-        location=users_line("".join((getattr(error, "real_stack", None) or StackSummary()).format())),
+        location=users_line(
+            "".join((getattr(error, "real_stack", None) or StackSummary()).format())
+        ),
         reason=reason.rstrip("."),
     )
 
@@ -243,7 +260,9 @@ def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
 def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return torch.empty_strided(
+        value.size(), value.stride(), dtype=value.dtype, device=value.device
+    )
 
 
 class _WriteWatch(Interpreter):
@@ -315,7 +334,9 @@ class BackwardVariable(hops.TorchHigherOrderOperatorVariable):
 
     _HOP_NAME = "flexhop_attention_backward"
 
-    def _call_function(self, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> VariableTracker:
+    def _call_function(
+        self, tx: Any, args: Sequence[VariableTracker], kwargs: Any
+    ) -> VariableTracker:
         return _write_wire(tx, self.value, args)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._C import DispatchKey, DispatchKeySet
-from torch._dispatch.python import suspend_functionalization
 from torch._C._functorch import (
     TransformType,
     _add_batch_dim,
@@ -25,6 +24,7 @@ from torch._C._functorch import (
     maybe_get_level,
     unwrap_if_dead,
 )
+from torch._dispatch.python import suspend_functionalization
 from torch._functorch.autograd_function import custom_function_call_grad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
@@ -51,17 +51,18 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
 from flexhop import debug
+from flexhop.errors import FlexhopError
 
 __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "Operator",
-    "can_checkpoint",
     "below_autograd",
+    "can_checkpoint",
     "capture_like",
     "has_input_mutation",
-    "isolated_trace",
     "is_tracing",
+    "isolated_trace",
     "make_fx",
     "pytree",
     "register_autocast",
@@ -92,18 +93,23 @@ class Operator(HigherOrderOperator):
     """A higher-order operator with the operands of a NamedTuple.
 
     `cacheable=True` lets Inductor's and AOTAutograd's caches store graphs that hold the operator.
-    A rule added by `py_functionalize_impl` makes the object unpicklable; `__reduce__` finds it by name.
+    A rule added by `py_functionalize_impl` makes the object unpicklable, hence `__reduce__`.
     """
 
     def __init__(self, name: str, args_type: type[Any], callables: Sequence[str]) -> None:
         super().__init__(name, cacheable=True)
         self.args_type = args_type
         self.callable_positions = tuple(args_type._fields.index(field) for field in callables)
+        self.refusal: FlexhopError | None = None  # the latest; Dynamo of 2.15 loses the original
         _OPERATORS[name] = self
 
     def __call__(self, *operands: Any) -> Any:
         """Dispatch one call; operands as in `args_type`, defaults filled."""
-        return super().__call__(*self.args_type(*operands))
+        try:
+            return super().__call__(*self.args_type(*operands))
+        except FlexhopError as error:
+            self.refusal = error
+            raise
 
     def __reduce__(self) -> tuple[Callable[[str], Operator], tuple[str]]:
         """Pickle by name."""
@@ -122,8 +128,10 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def register_autocast(op: Operator, cast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Under autocast: cast the operands with `cast(dtype, operands)`, then dispatch without autocast."""
+def register_autocast(
+    op: Operator, cast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]]
+) -> None:
+    """Under autocast: apply `cast(dtype, operands)`, then dispatch without autocast."""
     for device, key in (("cpu", DispatchKey.AutocastCPU), ("cuda", DispatchKey.AutocastCUDA)):
 
         def rule(*operands: Any, device: str = device, key: DispatchKey = key) -> Any:
@@ -151,7 +159,9 @@ def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
     op.py_functionalize_impl(rule)
 
 
-def has_input_mutation(function: Callable[..., Any], inputs: Sequence[Any], pre_dispatch: bool) -> bool:
+def has_input_mutation(
+    function: Callable[..., Any], inputs: Sequence[Any], pre_dispatch: bool
+) -> bool:
     """Whether `function` writes to one of its inputs."""
     return _has_potential_branch_input_mutation(function, list(inputs), pre_dispatch)
 
@@ -167,7 +177,9 @@ def register_proxy(
     def rule(mode: ProxyTorchDispatchMode, *operands: Any) -> Any:
         result = op(*operands)
         traced = list(operands)
-        for position, name, example in zip(op.callable_positions, names, examples(*operands), strict=True):
+        for position, name, example in zip(
+            op.callable_positions, names, examples(*operands), strict=True
+        ):
             with mode_of_mods():
                 graph = reenter_make_fx(operands[position])(*example)
             debug.show_graph(name.removeprefix("flexhop_"), graph)
@@ -190,7 +202,7 @@ def register_checkpoint(op: Operator) -> None:
 def register_flops(op: Operator, formula: Callable[..., int]) -> None:
     """Count the operator in FlopCounterMode.
 
-    2.11 to 2.14 hand a NotImplemented of the mode to the caller and `register_flop_formula` of 2.11
+    2.11 to 2.14 hand a NotImplemented of the mode to the caller and 2.11's `register_flop_formula`
     refuses operators, hence the registry and a rule of our own; 2.15 would look in the registry.
     """
     flop_registry[op] = formula
@@ -206,7 +218,7 @@ def register_flops(op: Operator, formula: Callable[..., int]) -> None:
 def register_grad_transform(
     op: Operator, function: type[torch.autograd.Function], inputs: Callable[..., tuple[Any, ...]]
 ) -> None:
-    """torch.func.grad and its kin: apply `function`, in setup_context form, to inputs(*operands)."""
+    """torch.func.grad: apply `function`, in setup_context form, to inputs(*operands)."""
 
     def rule(interpreter: Any, *operands: Any) -> Any:
         return custom_function_call_grad(interpreter, function, *inputs(*operands))
@@ -219,9 +231,7 @@ def register_undifferentiable(op: Operator) -> None:
 
     def rule(interpreter: Any, *operands: Any) -> Any:
         level = interpreter.level()
-        plain = pytree.tree_map_only(
-            torch.Tensor, lambda t: _unwrap_for_grad(t, level), operands
-        )
+        plain = pytree.tree_map_only(torch.Tensor, lambda t: _unwrap_for_grad(t, level), operands)
         with interpreter.lower():
             result = op(*plain)
         return pytree.tree_map_only(torch.Tensor, lambda t: _wrap_for_grad(t, level), result)
@@ -238,14 +248,16 @@ def register_refusal(op: Operator, transform: str, error: Callable[[], Exception
     op.py_impl(getattr(TransformType, transform))(rule)
 
 
-def register_vmap(op: Operator, fold: Callable[..., tuple[tuple[Any, ...], Callable[..., Any]]]) -> None:
+def register_vmap(
+    op: Operator, fold: Callable[..., tuple[tuple[Any, ...], Callable[..., Any]]]
+) -> None:
     """torch.vmap: `fold(count, mapped, plain)` gives operands without the mapped dimension.
 
     Args:
-        fold: called with the size of the mapped dimension, one tuple of operands where every tensor is
-            replaced by whether it is mapped, and the operands with mapped tensors' dimension in front.
-            Returns the operator's operands, and what turns its result into (result, mapped) where
-            the tensors of `mapped` results have the dimension in front.
+        fold: called with the size of the mapped dimension, one tuple of operands where every
+            tensor is replaced by whether it is mapped, and the operands with mapped tensors'
+            dimension in front. Returns the operator's operands, and what turns its result into
+            (result, mapped) where the tensors of `mapped` results have the dimension in front.
     """
 
     def rule(interpreter: Any, *operands: Any) -> Any:
@@ -274,7 +286,7 @@ def register_vmap(op: Operator, fold: Callable[..., tuple[tuple[Any, ...], Calla
 def can_checkpoint() -> bool:
     """Whether checkpointing works here: not inside torch.func's transforms.
 
-    torch.func.grad forbids the hooks that it needs, and torch.vmap has ended when backward recomputes.
+    torch.func.grad forbids the hooks that it needs; torch.vmap has ended when backward recomputes.
     """
     return _allows_hooks() and torch._C._functorch.peek_interpreter_stack() is None
 
@@ -284,7 +296,7 @@ def _allows_hooks() -> bool:
 
 
 def unwrap_dead(values: Any) -> Any:
-    """Tensors without the wrappers of a torch.func transform that has ended, as in a vjp's backward.
+    """Tensors without the wrappers of a torch.func transform that ended, as in a vjp's backward.
 
     PyTorch does this for its own operators; higher-order ones stumble over the wrappers.
     """
@@ -300,9 +312,9 @@ def is_tracing(*tensors: torch.Tensor) -> bool:
 def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
     """Switch off every mode around us and enter a fake mode, to trace a user function on the side.
 
-    Without it a selective-checkpoint mode would count the traced operations, functionalization would
-    wrap them, and `checkpoint(use_reentrant=False)` would pack the fakes of this trace into its own
-    storage and hand them out as gradients (hence the identity hooks).
+    Without it a selective-checkpoint mode would count the traced operations, functionalization
+    would wrap them, and `checkpoint(use_reentrant=False)` would pack this trace's fakes into its
+    own storage and hand them out as gradients (hence the identity hooks).
     """
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if _allows_hooks():
@@ -314,7 +326,9 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
         disable_functional_mode(),
         disable_proxy_modes_tracing(),
     ):
-        mode = detect_fake_mode([_below_functorch(t) for t in tensors]) or FakeTensorMode(allow_non_fake_inputs=True)
+        mode = detect_fake_mode([_below_functorch(t) for t in tensors]) or FakeTensorMode(
+            allow_non_fake_inputs=True
+        )
         with _disable_current_modes(), mode:
             yield mode
 
@@ -335,7 +349,9 @@ def capture_like(value: Any) -> Any:
     """A fresh tensor with the metadata of `value`; anything that is no tensor stays."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return torch.empty_strided(
+        value.size(), value.stride(), dtype=value.dtype, device=value.device
+    )
 
 
 def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:

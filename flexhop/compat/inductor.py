@@ -217,7 +217,12 @@ def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str
     Raises:
         ModLoweringError: it needs an operation that a kernel cannot do for one score.
     """
-    lowering = _ModLowering(graph, root_graph_lowering=V.graph)
+    # Inductor's own rule for sizes looks at the node of the whole graph that is lowered now: ours.
+    lowering = _ModLowering(
+        graph,
+        root_graph_lowering=V.graph,
+        additional_lowerings={aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis]},
+    )
     try:
         # Short reductions, such as over a position in space, become sums of terms.
         with config.patch(unroll_reductions_threshold=_UNROLLED + 1), V.set_graph_handler(lowering):
@@ -339,19 +344,20 @@ def register_tanh_approx(op: Any) -> None:
     """Lower an approximate tanh to one PTX instruction on the GPU, and to tanh elsewhere."""
 
     def lower(x: Any) -> Any:
-        on_gpu = x.get_device().type == "cuda"
+        dtype = torch.float64 if x.get_dtype() == torch.float64 else torch.float32
+        exact = x.get_device().type != "cuda" or dtype == torch.float64
         loader = x.make_loader()
 
         def inner(index: Any) -> Any:
-            value = ops.to_dtype(loader(index), torch.float32)
-            if not on_gpu:
+            value = ops.to_dtype(loader(index), dtype)
+            if exact:
                 return ops.tanh(value)
             return ops.inline_asm_elementwise(
                 value, asm="tanh.approx.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
             )
 
         return ir.Pointwise.create(
-            device=x.get_device(), dtype=torch.float32, inner_fn=inner, ranges=x.get_size()
+            device=x.get_device(), dtype=dtype, inner_fn=inner, ranges=x.get_size()
         )
 
     register_lowering(op, type_promotion_kind=None)(lower)

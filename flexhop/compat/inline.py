@@ -85,11 +85,12 @@ def lower_formula(
 def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
     """Make the places of atomic additions opaque to Inductor's C++ kernels.
 
-    2.11 to 2.14 replace a loop counter twice where the place is linear in it, in a transposed tile,
-    and the sums land elsewhere; 2.11 to 2.15 stop where the place is the same for a whole vector.
+    2.11 to 2.14 replace a loop counter twice where the place is linear in it, in a transposed
+    tile, and sums land elsewhere; 2.11 to 2.15 stop where the place is one for a whole vector.
     A bitwise `or` with a comparison that is never true has neither fault.
     """
-    for node in part.graph.find_nodes(op="call_function", target=aten.index_put.default):
+    nodes = part.graph.find_nodes(op="call_function", target=aten.index_put.default)
+    for node in nodes:
         total, indices, values, *accumulate = node.args
         if accumulate != [True]:
             continue
@@ -109,7 +110,7 @@ def _insert(graph: torch.fx.Graph, target: Any, *args: Any) -> torch.fx.Node:
 
 
 def _adopt_attributes(graph: torch.fx.GraphModule) -> None:
-    """Move what the nodes name (bodies of loops, constants) to the module that is being lowered."""
+    """Move what the nodes name (bodies of loops, constants) to the module being lowered."""
     root: Any = V.graph.module
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)

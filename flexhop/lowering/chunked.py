@@ -53,7 +53,9 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     args = AttentionArgs(*operands)
     returns_max = bool(args.options.get("return_max"))
 
-    def step(args: AttentionArgs, grids: Grids, chunk: Chunk, _: Tensors) -> tuple[Tensors, Tensors]:
+    def step(
+        args: AttentionArgs, grids: Grids, chunk: Chunk, _: Tensors
+    ) -> tuple[Tensors, Tensors]:
         return attend_rows(args, grids, chunk)[: 2 + returns_max], ()
 
     def formula(args: AttentionArgs, rows: int | None) -> Tensors:
@@ -71,7 +73,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
 
 
 def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
-    """Lower `flexhop_attention_backward`: (grad_query, grad_key, grad_value, captured grads)."""
+    """Lower `flexhop_attention_backward`: gradients of query, key, value and captures."""
 
     def formula(args: BackwardArgs, rows: int | None) -> Tensors:
         grad_key, grad_value, captured = zero_totals(args)
@@ -95,9 +97,9 @@ def _grad_step(
 
 
 def _lower(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any]:
-    """Lower formula(args, rows) for operands that are IR; results have the strides of the node's."""
+    """Lower formula(args, rows) for operands that are IR, strides as the node says."""
     fakes = type(args)(*inline.fake_operands())
-    rows = _rows_per_chunk(fakes.query, args)
+    rows = _rows_per_chunk(args, fakes.query.size(2))
     positions, rebuild = inline.separate(fakes)
     results = inline.lower_formula(
         lambda *values: formula(rebuild(values), rows),
@@ -111,12 +113,15 @@ def _lower(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any
     ]
 
 
-def _rows_per_chunk(query: Tensor, args: Any) -> int | None:
-    """Queries per chunk; None if all of them are known to fit into one."""
+def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
+    """Queries per chunk; None if all of them are known to fit into one.
+
+    fake_length: number of queries, a SymInt if it varies.
+    """
     batch, heads, length, _ = map(inductor.hint, args.query.get_size())
     per_query = batch * heads * inductor.hint(args.key.get_size()[2])
     rows = max(16, CHUNK_ELEMENTS // max(1, per_query))
-    if isinstance(query.size(2), int) and length <= rows:
+    if isinstance(fake_length, int) and length <= rows:
         return None
     chunks = -(-length // rows)
     return -(-length // chunks)  # equal chunks, so that the last one is not mostly filling
@@ -160,9 +165,8 @@ def _loop(
     def body(turn: Tensor, *values: Any) -> Tensors:
         args, grids = rebuild(values[count + len(totals) :])
         position = turn * rows + torch.arange(rows, device=turn.device)
-        results, added = work.step(
-            args, grids, _chunk_at(position, args.query.size(2)), values[count : count + len(totals)]
-        )
+        chunk = _chunk_at(position, args.query.size(2))
+        results, added = work.step(args, grids, chunk, values[count : count + len(totals)])
         written = (
             buffer.index_copy(2, position, result)
             for buffer, result in zip(values, results, strict=False)

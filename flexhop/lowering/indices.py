@@ -1,16 +1,17 @@
-"""Reads of captured tensors at computed indices: what is negative wraps, and nothing leaves the tensor.
+"""Reads of captured tensors at computed indices: the negative wraps, nothing leaves the tensor.
 
-PyTorch counts a negative index from the end; a kernel would read in front of the tensor. Each index is
-bounded by interval arithmetic over b, h, q_idx, kv_idx and constants. Where it may be negative, the
-tensor's size is added as PyTorch does; where it may be too large, it is clamped. An index outside
-[-size, size) is thereby undefined, as on the GPU without device assertions, but never a wild read.
+PyTorch counts a negative index from the end; a kernel would read in front of the tensor. Each
+index is bounded by interval arithmetic over b, h, q_idx, kv_idx and constants. Where it may be
+negative, its tensor's size is added as PyTorch does; where it may be too large, it is clamped. An
+index outside [-size, size) is thereby undefined, as on the GPU without device assertions, but
+never a wild read.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import sympy
 import torch
@@ -68,10 +69,13 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _wrap_sites(
-    graph: fx.Graph, captures: Sequence[fx.Node], sites: Sequence[Site], ranges: dict[fx.Node, Range]
+    graph: fx.Graph,
+    captures: Sequence[fx.Node],
+    sites: Sequence[Site],
+    ranges: dict[fx.Node, Range],
 ) -> None:
     output = graph.output_node()
-    results = list(output.args[0])
+    results: list[Any] = list(cast("Any", output.args[0]))
     with graph.inserting_before(output):
         for site in sites:
             indices = [results[i] for i in site.indices]
@@ -102,7 +106,9 @@ def _inside_one(
     found = range_of(index, ranges)
     length = inductor.as_expression(size)
     # A symbolic size enters the graph as a node of its own.
-    operand = size if isinstance(size, int) else graph.call_function(aten.sym_size.int, (source, axis))
+    operand = (
+        size if isinstance(size, int) else graph.call_function(aten.sym_size.int, (source, axis))
+    )
     added = []
     if found.low is None or not inductor.is_known(found.low >= 0):
         negative = graph.call_function(aten.lt.Scalar, (index, 0))
@@ -111,7 +117,9 @@ def _inside_one(
         if found.low is None or not inductor.is_known(found.low >= -length):
             added.append(graph.call_function(aten.maximum.default, (added[-1], 0)))
     if found.high is None or not inductor.is_known(found.high < length):
-        last = size - 1 if isinstance(size, int) else graph.call_function(operator.sub, (operand, 1))
+        last = (
+            size - 1 if isinstance(size, int) else graph.call_function(operator.sub, (operand, 1))
+        )
         added.append(graph.call_function(aten.minimum.default, ((added or [index])[-1], last)))
     for node in added:
         node.meta["val"] = index.meta["val"]
@@ -205,7 +213,11 @@ def _remainder(_: Range, b: Range) -> Range:
 
 def _divide(a: Range, b: Range) -> Range:
     """Rounded quotient of non-negative by positive numbers."""
-    if not _known(a.low, b.low) or not inductor.is_known(a.low >= 0) or not inductor.is_known(b.low > 0):
+    if (
+        not _known(a.low, b.low)
+        or not inductor.is_known(a.low >= 0)
+        or not inductor.is_known(b.low > 0)
+    ):
         return UNKNOWN
     if _known(a.high, b.high) and a.high.is_number and b.low.is_number:
         return Range(sympy.Integer(0), a.high // b.low)

@@ -39,7 +39,7 @@ _HOPPER: dict[Kernel, dict[int, Tile]] = {
 _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
     "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 4, 2)},
     "grad_query": {64: Tile(128, 64, 8, 3)},
-    "grad_key_value": {64: Tile(32, 128, 4, 3)},
+    "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
 }
 # Tables read per score: their loads compete with the operands' for time, so more programs help.
 _HOPPER_PER_ELEMENT: dict[Kernel, dict[int, Tile]] = {

@@ -35,12 +35,16 @@ def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
 @hop.register_fake(attention_backward)
 def _fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     args = BackwardArgs(*operands)
-    grads = tuple(empty_ordered(t.shape, t) for t in (args.query, args.key, args.value))
+    query, key, value = (empty_ordered(t.shape, t) for t in (args.query, args.key, args.value))
     captured = tuple(
-        torch.empty(args.score_captures[i].shape, dtype=args.score_captures[i].dtype, device=args.query.device)
+        torch.empty(
+            args.score_captures[i].shape,
+            dtype=args.score_captures[i].dtype,
+            device=args.query.device,
+        )
         for i in sorted(set(args.sites[::2]))
     )
-    return (*grads, captured)
+    return query, key, value, captured
 
 
 def _examples(*operands: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -85,7 +89,9 @@ def _autograd(*operands: Any) -> Any:
     if not (torch.is_grad_enabled() and roots):
         return grads
     flat, structure = hop.pytree.tree_flatten(grads)
-    return hop.pytree.tree_unflatten(_NoSecondDerivative.apply(len(flat), *flat, *roots), structure)
+    return hop.pytree.tree_unflatten(
+        _NoSecondDerivative.apply(len(flat), *flat, *roots), structure
+    )
 
 
 hop.register_undifferentiable(attention_backward)

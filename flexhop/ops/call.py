@@ -1,7 +1,8 @@
 """Check one call and write its static operands; plain Python over real or fake tensors.
 
-Under `torch.compile` Dynamo does not trace this module: the operator's tracker calls it on fake tensors,
-so a mistake raises the same error, compiled or not, and sizes compared here become guards.
+Under `torch.compile` Dynamo does not trace this module: the operator's tracker calls it on fake
+tensors, so a mistake raises the same error, compiled or not, and sizes compared here become
+guards.
 """
 
 from __future__ import annotations

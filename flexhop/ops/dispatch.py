@@ -36,7 +36,7 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def _run_traced(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """make_fx and non-strict export do not lift captured tensors; Dynamo does, so it goes first."""
+    """make_fx and non-strict export do not lift captured tensors; Dynamo does, and goes first."""
     with hop.setup_compilation_env() as backend:
         compiled = torch.compile(run_operator, backend=backend, fullgraph=True)
         return compiled(args, call)
@@ -47,15 +47,14 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     check_arity(args.score_mod, "score_mod")
     check_arity(args.mask_mod, "mask_mod")
     scale, options = prepare(args.query, args.key, args.value, args.blocks, call)
-    check_query_blocks(
-        torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options
-    )
+    check_query_blocks(torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options)
     for kind, mod in (("score_mod", args.score_mod), ("mask_mod", args.mask_mod)):
         check_captures(args.query, kind, closed_over(mod))
     _warn_once()
     args = args._replace(
         scale=scale, options=options,
-        score_mod=_checked(args.score_mod, "score_mod"), mask_mod=_checked(args.mask_mod, "mask_mod"),
+        score_mod=_checked(args.score_mod, "score_mod"),
+        mask_mod=_checked(args.mask_mod, "mask_mod"),
     )  # fmt: skip
     out, lse, max_scores = attend(args)
     return ordered(out, args.query), lse, max_scores

@@ -1,4 +1,4 @@
-"""Attention by definition, in plain PyTorch: the specification that every kernel is measured against.
+"""Attention by definition, in plain PyTorch: the specification of every kernel.
 
 Queries are evaluated in chunks, so memory is O(chunk * S) forward and backward. Mods run under
 `torch.vmap`, one score at a time as far as they can tell, exactly as the kernels run them.
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexhop.compat import hop
 from flexhop.block_lists import block_count, lists_to_dense
+from flexhop.compat import hop
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites
 
-# Score elements that one chunk holds: 2**22 fp32 scores are 16 MiB, with temporaries below 256 MiB.
+# Scores that one chunk holds: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
 CHUNK_ELEMENTS = 1 << 22
 
 
@@ -49,19 +49,19 @@ class _Rows(NamedTuple):
     raw: Tensor  # [B, Hq, m, N] scaled dot products
     modified: Tensor  # [B, Hq, m, N] after score_mod, -inf where not visible
     visible: Tensor  # [B, Hq, m, N] bool
-    index: tuple[Tensor, ...]  # b, h, q_idx, kv_idx
+    grid: tuple[Tensor, ...]  # b, h, q_idx, kv_idx
 
 
 def attend(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by definition: scores, score_mod, mask, softmax, combine.
 
     Args:
-        args: see AttentionArgs. A key is visible to a query if its block is listed as full, or is listed
-            as partial and mask_mod keeps it; without blocks, if mask_mod keeps it.
+        args: see AttentionArgs. A key is visible to a query if its block is listed as full, or is
+            listed as partial and mask_mod keeps it; without blocks, if mask_mod keeps it.
 
     Returns:
-        out [B, Hq, M, Dv] in query's dtype; lse [B, Hq, M], natural logarithm, -inf for rows that see
-        nothing (their out is 0), fp32 (fp64 for fp64); max_scores like lse, without gradient.
+        out [B, Hq, M, Dv] in query's dtype; lse [B, Hq, M], natural logarithm, -inf for rows that
+        see nothing (their out is 0), fp32 (fp64 for fp64); max_scores like lse, without gradient.
 
     Source: Dong et al. 2024, FlexAttention (arXiv 2412.05496), equation 2.
     """
@@ -206,8 +206,8 @@ def _visible_keys(
     keep = over_elements(args.mask_mod, 0, (), index, args.mask_captures)
     for blocks, combine in ((grids.partial, torch.logical_and), (grids.full, torch.logical_or)):
         if blocks is not None:
-            q_block = index[2] // args.options["q_block_size"]
-            kv_block = index[3] // args.options["kv_block_size"]
+            q_block = index[2] // int(args.options["q_block_size"])
+            kv_block = index[3] // int(args.options["kv_block_size"])
             keep = combine(keep, _per_element(blocks, q_block, kv_block))
     return keep.expand(scores.shape)
 
@@ -220,10 +220,11 @@ def attend_backward(args: BackwardArgs) -> tuple[Tensor, Tensor, Tensor, tuple[T
     """Gradients of `attend`, from the saved out and lse.
 
     Returns:
-        grad_query, grad_key, grad_value in their tensors' dtypes, and one gradient per capture that has
-        a site, in the order of the captures' positions.
+        grad_query, grad_key, grad_value in their tensors' dtypes; one gradient per capture that
+        has a site, in the order of the captures' positions.
 
-    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), algorithm 2, with the chain rule of score_mod.
+    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), algorithm 2, with the chain rule of
+    score_mod.
     """
     grids = listed_blocks(args)
     grad_key, grad_value, captured = zero_totals(args)
@@ -288,7 +289,7 @@ def grad_rows(
         delta = delta - chunk.pick(args.grad_lse).to(dtype)
     grad_modified = weights * (dot_keys(grad_out, args.value) - delta[..., None])
     elements = (rows.raw, grad_modified)
-    outputs = over_elements(args.joint, 1, elements, rows.index, args.score_captures)
+    outputs = over_elements(args.joint, 1, elements, rows.grid, args.score_captures)
     grad_raw = torch.where(rows.visible, outputs[0].to(dtype), 0.0) * args.scale
     return (
         _combine(grad_raw, args.key),

@@ -119,14 +119,16 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(max_scores)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grad_out, grad_lse, _ = grad_outputs
         args, out, lse = restore(ctx)
         score_mod, joint, mask_mod, sites = ctx.functions
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         operands = BackwardArgs(
-            *args[:3], out, lse, grad_out, grad_lse, score_mod, joint, mask_mod,
-            args.blocks, args.scale, args.options, args.score_captures, args.mask_captures, sites,
+            args.query, args.key, args.value, out, lse, grad_out, grad_lse,
+            score_mod, joint, mask_mod, args.blocks, args.scale, args.options,
+            args.score_captures, args.mask_captures, sites,
         )  # fmt: skip
         grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
         grad_query, grad_key, grad_value, captured = grads
@@ -141,7 +143,7 @@ class _Attention(torch.autograd.Function):
 
 
 def save(ctx: Any, values: Any) -> None:
-    """Keep tensors by save_for_backward and everything else (ints, SymInts, SymFloats, strings) as is."""
+    """Keep tensors by save_for_backward and everything else (ints, SymInts, strings) as is."""
     flat, ctx.spec = hop.pytree.tree_flatten(values)
     ctx.plain = [None if isinstance(value, Tensor) else value for value in flat]
     ctx.positions = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
@@ -180,12 +182,14 @@ hop.register_refusal(
 
 def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     """Put the dimension that torch.vmap maps in front of the batch; see hop.register_vmap."""
-    args, is_mapped = AttentionArgs(*operands), AttentionArgs(*mapped)
+    args = AttentionArgs(*operands)
+    is_mapped: Any = AttentionArgs(*mapped)
     tensors = (*args[:3], *args.blocks)
     flags = (*is_mapped[:3], *is_mapped.blocks)
     batch = args.query.size(1 if is_mapped.query else 0)
     query, key, value, *blocks = (
-        _into_batch(tensor, flag, count, batch) for tensor, flag in zip(tensors, flags, strict=True)
+        _into_batch(tensor, flag, count, batch)
+        for tensor, flag in zip(tensors, flags, strict=True)
     )
 
     folded = AttentionArgs(
@@ -197,13 +201,15 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
 
     def unfold(results: tuple[Tensor, ...]) -> list[tuple[Tensor, bool]]:
         # max_scores is empty if nobody asked for it.
-        return [(r.unflatten(0, (count, batch)), True) if r.dim() > 1 else (r, False) for r in results]
+        return [
+            (r.unflatten(0, (count, batch)), True) if r.dim() > 1 else (r, False) for r in results
+        ]
 
     return folded, unfold
 
 
 def _into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
-    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; what is shared stays."""
+    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; the shared stays."""
     if not is_mapped:
         if tensor.size(0) == 1:
             return tensor
@@ -212,7 +218,7 @@ def _into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tens
 
 
 def _unfolded(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
-    """A mod that sees the batch index, and its entry of every mapped capture, as before the fold."""
+    """A mod that sees the batch index and its entries of mapped captures as before the fold."""
 
     def unfolded(*inputs: Any) -> Tensor:
         score, (b, *index), captures = (

@@ -1,9 +1,10 @@
 """User functions as FX graphs: example inputs, hoisting, and the joint graph of score_mod.
 
-Gradients of captured tensors do not go through autograd's own scatter. Every read of a captured tensor
-that needs a gradient (a *site*) becomes an input of the differentiated function, so its gradient is one
-scalar per score element, and the operator adds it at the site's indices. Work that a mod does on captured
-tensors alone, such as `slopes.exp()[h]`, is hoisted out of the mod and differentiated by autograd.
+Gradients of captured tensors do not go through autograd's own scatter. Every read of a captured
+tensor that needs a gradient (a *site*) becomes an input of the differentiated function, so its
+gradient is one scalar per score element, and the operator adds it at the site's indices. Work that
+a mod does on captured tensors alone, such as `slopes.exp()[h]`, is hoisted out of the mod and
+differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -42,7 +43,7 @@ def score_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> li
 
 
 def joint_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> list[Tensor]:
-    """Example inputs of a joint graph without its captures: score, indices, gradient of the score."""
+    """Example inputs of a joint graph without captures: score, indices, the score's gradient."""
     return [*score_examples(device, dtype), torch.zeros((), dtype=dtype, device=device)]
 
 
@@ -61,7 +62,10 @@ def trace_score(
 ) -> fx.GraphModule:
     """FX graph of (score, b, h, q_idx, kv_idx, *captures) -> score; see `trace_joint`."""
     with isolated_trace(query, *captures), IndexMode():
-        examples = [*score_examples(query.device, score_dtype(query)), *map(capture_like, captures)]
+        examples = [
+            *score_examples(query.device, score_dtype(query)),
+            *map(capture_like, captures),
+        ]
         return trace_callable(score_mod, examples)
 
 
@@ -84,7 +88,9 @@ class Joint(NamedTuple):
     sites: tuple[int, ...]  # see BackwardArgs
 
 
-def trace_joint(score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]) -> Joint:
+def trace_joint(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]
+) -> Joint:
     """Differentiate `score_mod`.
 
     Args:
@@ -93,8 +99,8 @@ def trace_joint(score_mod: Callable[..., Tensor], query: Tensor, captures: Seque
         captures: what the mod closed over.
 
     Raises:
-        UnsupportedFeatureError: a captured tensor that needs a gradient is used other than by reading
-            single elements.
+        UnsupportedFeatureError: a captured tensor that needs a gradient is used other than by
+            reading single elements or short rows.
     """
     wanted = needs_grad(captures)
     graph = trace_score(score_mod, query, captures)
@@ -111,10 +117,16 @@ def _compose_reads(graph: fx.GraphModule) -> None:
     """table[b][q] -> table[b, q]: a chain of reads of leading dimensions is one read."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         inner = node.args[0]
-        if inner.target is aten.select.int and inner.args[1] == 0 and isinstance(inner.args[2], int):
+        if (
+            inner.target is aten.select.int
+            and inner.args[1] == 0
+            and isinstance(inner.args[2], int)
+        ):
             with graph.graph.inserting_before(node):
                 first = graph.graph.call_function(
-                    aten.full.default, ([], inner.args[2]), {"dtype": torch.int32, "device": _device(node)}
+                    aten.full.default,
+                    ([], inner.args[2]),
+                    {"dtype": torch.int32, "device": _device(node)},
                 )
             first.meta["val"] = node.args[1][0].meta["val"]
             node.args = (inner.args[0], [first, *node.args[1]])
@@ -129,7 +141,8 @@ def _device(node: fx.Node) -> torch.device:
 
 
 def _is_scalar_read(node: fx.Node) -> bool:
-    return all(index is not None and index.meta["val"].dim() == 0 for index in node.args[1])
+    indices = cast("Sequence[fx.Node | None]", node.args[1])
+    return all(index is not None and index.meta["val"].dim() == 0 for index in indices)
 
 
 def _hoist(
@@ -138,13 +151,16 @@ def _hoist(
     """Split off what depends on differentiable captures alone.
 
     Returns:
-        The mod over (score, b, h, q_idx, kv_idx, kept captures..., hoisted tensors...); the function
-        from all captures to the hoisted tensors, or None; the positions of the kept captures.
+        The mod over (score, b, h, q_idx, kv_idx, kept captures..., hoisted tensors...); the
+        function from all captures to the hoisted tensors, or None; the positions of the kept
+        captures.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     captures = placeholders[NUM_SCORE_INPUTS:]
     per_element = _dependents(graph, placeholders[:NUM_SCORE_INPUTS])
-    differentiable = _dependents(graph, [c for c, want in zip(captures, wanted, strict=True) if want])
+    differentiable = _dependents(
+        graph, [c for c, want in zip(captures, wanted, strict=True) if want]
+    )
     border = [
         node
         for node in graph.graph.nodes
@@ -170,13 +186,19 @@ def _dependents(graph: fx.GraphModule, roots: Sequence[fx.Node]) -> set[fx.Node]
 
 
 def _subgraph(
-    graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], *, single: bool = False
+    graph: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    *,
+    single: bool = False,
 ) -> fx.GraphModule:
     """The part of `graph` that computes `outputs` from `inputs`."""
     part = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(inputs):
-        known[node] = part.placeholder(f"{node.name}" if node.op == "placeholder" else f"hoisted_{position}")
+        known[node] = part.placeholder(
+            f"{node.name}" if node.op == "placeholder" else f"hoisted_{position}"
+        )
         known[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         if node not in known and node.op not in ("placeholder", "output") and _ready(node, known):
@@ -237,14 +259,16 @@ def _element_grads(reads: Sequence[_Read], grads: Sequence[Tensor]) -> list[Tens
 
 
 def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[Tensor]:
-    """Where each element stands in its capture: the indices of its read, then its place in the row."""
+    """Where each element stands in its capture: its read's indices, then its place in the row."""
     found: list[Tensor] = []
     start = 0
     for read in reads:
         own = indices[start : start + len(read.indices)]
         start += len(read.indices)
         for element in read.elements:
-            places = [torch.full((), place, dtype=torch.int32, device=own[0].device) for place in element]
+            places = [
+                torch.full((), place, dtype=torch.int32, device=own[0].device) for place in element
+            ]
             found += [*own, *places]
     return found
 
@@ -252,7 +276,7 @@ def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[
 def _score_gradients(
     body: Callable[..., Tensor], mod_inputs: Sequence[Any], values: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of body(score, ..., *values) for score and values; zeros where it does not depend."""
+    """Gradients of body(score, ..., *values) for score and values; zeros for what is unused."""
     with torch.enable_grad():
         leaves = [leaf.detach().requires_grad_() for leaf in (mod_inputs[0], *values)]
         result = body(leaves[0], *mod_inputs[1:], *leaves[1:])
@@ -260,7 +284,8 @@ def _score_gradients(
             return tuple(torch.zeros_like(leaf) for leaf in leaves)
         grads = torch.autograd.grad(result, leaves, grad.to(result.dtype), allow_unused=True)
     return tuple(
-        torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)
+        torch.zeros_like(leaf) if g is None else g
+        for leaf, g in zip(leaves, cast("Sequence[Tensor | None]", grads), strict=True)
     )
 
 
@@ -287,9 +312,10 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[_Read]:
             elements = _elements_read(user)
             if elements is None:
                 raise UnsupportedFeatureError(
-                    feature=f"score_mod applies {user.target} to a captured tensor that needs a gradient; this",
-                    reason="only reads such as table[h, q_idx - kv_idx], of single elements or of rows of "
-                    f"at most {MAX_ROW} elements, have a gradient",
+                    feature=f"score_mod applies {user.target} to a captured tensor that needs a "
+                    "gradient; this",
+                    reason="only reads such as table[h, q_idx - kv_idx], of single elements or of "
+                    f"rows of at most {MAX_ROW} elements, have a gradient",
                     mend="Index the tensor down to one element, or detach it",
                 )
             reads.append(_Read(position, user, tuple(user.args[1]), elements))
@@ -320,7 +346,9 @@ def _with_reads_as_inputs(main: fx.GraphModule, reads: Sequence[_Read]) -> fx.Gr
         inputs = [body.placeholder(f"read_{i}") for i in reversed(range(len(reads)))][::-1]
     for read, new in zip(reads, inputs, strict=True):
         old = copied[read.node]
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user.target is not aten.detach.default)
+        old.replace_all_uses_with(
+            new, delete_user_cb=lambda user: user.target is not aten.detach.default
+        )
     if isinstance(outputs, fx.Node):
         replaced = {copied[read.node]: new for read, new in zip(reads, inputs, strict=True)}
         outputs = replaced.get(outputs, outputs)

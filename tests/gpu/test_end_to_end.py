@@ -1,6 +1,6 @@
 """torch.compile on a GPU against the specification and against PyTorch's own flex_attention.
 
-    pytest tests/gpu -q -n 8
+pytest tests/gpu -q -n 8
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import flexhop
 from flexhop.errors import DeterminismError
 from flexhop.masks import causal
 from tests.budgets import TF32
-from tests.case_inputs import Case, Shape, copy_inputs, make_block_mask, make_call, make_inputs, make_loss
+from tests.case_inputs import (
+    Case,
+    Shape,
+    copy_inputs,
+    make_block_mask,
+    make_call,
+    make_inputs,
+    make_loss,
+)
 from tests.cases import BY_NAME, CASES
 from tests.judging import Outcome, assert_case
 
@@ -69,7 +77,9 @@ def assert_not_worse(case: Case, ours: Outcome, theirs: Outcome, gold: Outcome) 
             for t in (ours, theirs)
         )
         rounding = 2 * torch.finfo(actual.dtype).eps * float(reference[finite].abs().max())
-        assert error <= 2 * bound + rounding, f"{case.name}: {name}: {error:.3e} against {bound:.3e}"
+        assert error <= 2 * bound + rounding, (
+            f"{case.name}: {name}: {error:.3e} against {bound:.3e}"
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -82,7 +92,9 @@ def test_case(case: Case):
         assert_not_worse(case, ours, stock_run(case, inputs), gold)
 
 
-@pytest.mark.parametrize("name", ["causal_small_blocks", "soft_cap", "learned_table", "head_dim_96"])
+@pytest.mark.parametrize(
+    "name", ["causal_small_blocks", "soft_cap", "learned_table", "head_dim_96"]
+)
 def test_tf32(name):
     torch.set_float32_matmul_precision("high")
     case = BY_NAME[name].on_gpu()
@@ -98,7 +110,9 @@ LONG = dataclasses.replace(
 WIDE = dataclasses.replace(LONG, name="wide", shape=Shape(1, 4, 4, 1024, 1024, 128, 128))
 
 
-@pytest.mark.parametrize("case", [LONG, WIDE, BY_NAME["learned_table"].on_gpu()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [LONG, WIDE, BY_NAME["learned_table"].on_gpu()], ids=lambda c: c.name
+)
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_modes(case: Case, mode: str):
     inputs = make_inputs(case, "cuda")
@@ -115,12 +129,15 @@ def test_modes(case: Case, mode: str):
 
 def test_a_replayed_graph_reads_its_new_inputs():
     call = torch.compile(
-        lambda q, k, v, mask: flexhop.flex_attention(q, k, v, block_mask=mask), mode="reduce-overhead"
+        lambda q, k, v, mask: flexhop.flex_attention(q, k, v, block_mask=mask),
+        mode="reduce-overhead",
     )
     mask = flexhop.create_block_mask(causal, None, None, 512, 512, "cuda")
     for seed in range(4):
         torch.manual_seed(seed)
-        tensors = [torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        tensors = [
+            torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        ]
         torch.compiler.cudagraph_mark_step_begin()
         out = call(*tensors, mask).clone()
         expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
@@ -180,7 +197,9 @@ def test_one_dynamic_graph_serves_changing_lengths(grouped):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("case", [LONG, WIDE, BY_NAME["empty_rows_alternate"].on_gpu()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [LONG, WIDE, BY_NAME["empty_rows_alternate"].on_gpu()], ids=lambda c: c.name
+)
 def test_results_are_bitwise_reproducible(case: Case):
     inputs = make_inputs(case, "cuda")
     first = compiled_run(case, inputs)
@@ -229,7 +248,9 @@ def test_offsets_beyond_int32():
     storage = torch.zeros(length * stride, device="cuda", dtype=torch.bfloat16)
     key = storage.as_strided((1, 1, length, width), (0, 0, stride, 1))
     value = storage.as_strided((1, 1, length, width), (0, 0, stride, 1), width)
-    packed = [torch.randn(1, 1, length, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    packed = [
+        torch.randn(1, 1, length, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    ]
     key.copy_(packed[1])
     value.copy_(packed[2])
     query = packed[0]

@@ -3,6 +3,9 @@
 `EXPECTTEST_ACCEPT=1 pytest tests/graph` accepts new texts.
 """
 
+# Snapshots keep the lines of the generated text.
+# ruff: noqa: E501
+
 import torch
 from expecttest import TestCase
 

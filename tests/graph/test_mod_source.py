@@ -3,6 +3,9 @@
 `EXPECTTEST_ACCEPT=1 pytest tests/graph` accepts new texts.
 """
 
+# Snapshots keep the lines of the generated text.
+# ruff: noqa: E501
+
 from expecttest import TestCase
 
 from flexhop.offline import generate
@@ -29,8 +32,8 @@ def backward_text(name: str, function: str = "score_mod_grad") -> str:
 class ScoreMod(TestCase):
     maxDiff = None
 
-    def test_relative_causal(self):
-        self.assertExpectedInline(forward_text("relative_causal"), """\
+    def test_causal_as_a_score_mod(self):
+        self.assertExpectedInline(forward_text("score_causal"), """\
 @triton.jit
 def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx):
     \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
@@ -38,12 +41,9 @@ def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr
     tmp1 = (kv_idx)
     tmp2 = tmp0 >= tmp1
     tmp3 = (score)
-    tmp4 = tmp0 - tmp1
-    tmp5 = tmp4.to(tl.float32)
-    tmp6 = tmp3 + tmp5
-    tmp7 = tl.full([1], float("-inf"), tl.float32)
-    tmp8 = tl.where(tmp2, tmp6, tmp7)
-    result = tmp8
+    tmp4 = tl.full([1], float("-inf"), tl.float32)
+    tmp5 = tl.where(tmp2, tmp3, tmp4)
+    result = tmp5
 
     return result
 """)

@@ -13,7 +13,9 @@ from flexhop.compat import dynamo  # noqa: F401  # registers the operators' trac
 from flexhop.offline.codegen import operator_kept
 
 
-def aot_graphs(function: Callable[..., torch.Tensor], *args: Any, grad: bool) -> list[fx.GraphModule]:
+def aot_graphs(
+    function: Callable[..., torch.Tensor], *args: Any, grad: bool
+) -> list[fx.GraphModule]:
     """The forward graph, and the backward graph if asked for, as they reach a backend."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -76,7 +78,9 @@ def _function(name: str, graph: fx.GraphModule) -> str:
     known = {node: word for node, word in zip(inputs, words, strict=True)}
     lines = [f"def {name}({', '.join(words)}):"]
     for node in graph.graph.nodes:
-        if node.op == "call_function":
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            known[node] = known[node.args[0]]  # 2.15 traces autograd's detach as an alias
+        elif node.op == "call_function":
             known[node] = node.name
             lines.append(f"    {node.name} = {node.target}({_arguments(node, known)})")
         elif node.op == "output":
@@ -86,7 +90,9 @@ def _function(name: str, graph: fx.GraphModule) -> str:
 
 def _arguments(node: fx.Node, known: dict[fx.Node, str]) -> str:
     positional = [_argument(a, known) for a in node.args]
-    return ", ".join([*positional, *(f"{k}={_argument(v, known)}" for k, v in node.kwargs.items())])
+    return ", ".join(
+        [*positional, *(f"{k}={_argument(v, known)}" for k, v in node.kwargs.items())]
+    )
 
 
 def _argument(value: Any, known: dict[fx.Node, str]) -> str:

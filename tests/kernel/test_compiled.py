@@ -1,4 +1,4 @@
-"""The generated kernels compile for GPUs that need not be here: no spills, and within shared memory.
+"""The generated kernels compile for GPUs that need not be here: no spills, within shared memory.
 
 Inductor's code for a problem is compiled to machine code, and the numbers are read from it.
 """
@@ -50,12 +50,15 @@ def role(kernel: Kernel) -> str:
     return "grad_value" if "WRITES_KEY : tl.constexpr = False" in source else name
 
 
-def build(architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: int) -> list[Compiled]:
+def build(
+    architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: int
+) -> list[Compiled]:
     """Generate and compile the causal kernels of one problem, forward and backward."""
     capability = architecture // 10, architecture % 10
     width, value_width = dims
     inputs = [
-        torch.zeros(1, 2, length, d, dtype=dtype, requires_grad=True) for d in (width, width, value_width)
+        torch.zeros(1, 2, length, d, dtype=dtype, requires_grad=True)
+        for d in (width, width, value_width)
     ]
     mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
     generated = generate(
@@ -66,7 +69,9 @@ def build(architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: 
     found = []
     for kernel in generated.templates:
         constants = kernel.constants
-        tile = Tile(constants["BLOCK_M"], constants["BLOCK_N"], kernel.num_warps, kernel.num_stages)
+        tile = Tile(
+            constants["BLOCK_M"], constants["BLOCK_N"], kernel.num_warps, kernel.num_stages
+        )
         estimate = kernels.shared_memory(role(kernel), call, tile)  # type: ignore[arg-type]
         limit = GPUS[capability].shared_memory
         found.append(Compiled(role(kernel), compile_kernel(kernel, architecture), estimate, limit))
@@ -103,7 +108,9 @@ def test_default_configurations_do_not_spill(pool, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "product"), [(80, "mma"), (90, "wgmma"), (100, "tcgen05")])
+@pytest.mark.parametrize(
+    ("architecture", "product"), [(80, "mma"), (90, "wgmma"), (100, "tcgen05")]
+)
 def test_the_architectures_own_matrix_products_are_used(pool, architecture, product):
     found = build_all(pool, [(architecture, (64, 64), torch.bfloat16, 1024)])
     for compiled in next(iter(found.values())):

@@ -64,7 +64,11 @@ def test_mask_grouped_heads_and_captured_gradients(chunks: str):
 
     mask = flexhop.create_block_mask(in_document, 2, None, 67, 90, device="cpu", BLOCK_SIZE=16)
     attend = functools.partial(
-        flexhop.flex_attention, score_mod=biased, block_mask=mask, enable_gqa=True, return_aux=WANTED
+        flexhop.flex_attention,
+        score_mod=biased,
+        block_mask=mask,
+        enable_gqa=True,
+        return_aux=WANTED,
     )
     assert_compiled_agrees(attend, inputs, bias, temperature)
 
@@ -138,7 +142,9 @@ def test_no_buffer_holds_every_score():
     attend = functools.partial(flexhop.flex_attention, return_aux=WANTED)
     _, codes = run_and_get_code(results, torch.compile(attend, fullgraph=True), inputs)
     sizes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "\n".join(codes))
-    elements = [math.prod(map(int, size.replace(" ", "").strip(",").split(","))) for size in sizes if size]
+    elements = [
+        math.prod(map(int, size.replace(" ", "").strip(",").split(","))) for size in sizes if size
+    ]
     assert chunked.CHUNK_ELEMENTS in elements  # one chunk of scores: the reading of sizes works
     assert max(elements) < length * length // 8
 

@@ -13,9 +13,10 @@ from flexhop.options import KernelOptions, Tile
 from tests.problems import ALL_KERNELS, device, launched_kernels, problem, usual_problem
 
 PLAIN = KernelOptions()
+SQUARE = Tile(64, 64)
 
 
-def constants(kernel="forward", tile=Tile(64, 64), options=PLAIN, **facts):
+def constants(kernel="forward", tile=SQUARE, options=PLAIN, **facts):
     return kernels.constants(kernel, problem(**facts), options, tile)
 
 
@@ -44,7 +45,9 @@ def test_prescaling_replaces_both():
 
 
 def test_float32_precision_is_quoted_source(monkeypatch):
-    assert constants(options=KernelOptions(float32_precision="tf32"))["FLOAT32_PRECISION"] == "'tf32'"
+    assert (
+        constants(options=KernelOptions(float32_precision="tf32"))["FLOAT32_PRECISION"] == "'tf32'"
+    )
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     assert constants()["FLOAT32_PRECISION"] == "'ieee'"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
@@ -58,7 +61,9 @@ def test_lengths_known_to_be_multiples_need_no_checks():
 
 
 def test_blocks_that_tiles_do_not_divide_are_checked():
-    found = constants(tile=Tile(16, 16), blocks=MaskBlocks(20, 48, has_full=True), has_mask_mod=True)
+    found = constants(
+        tile=Tile(16, 16), blocks=MaskBlocks(20, 48, has_full=True), has_mask_mod=True
+    )
     assert found["CHECK_Q"]
     assert (found["TILES_PER_Q_BLOCK"], found["TILES_PER_KV_BLOCK"]) == (2, 3)
     assert found["HAS_FULL_BLOCKS"]
@@ -106,7 +111,9 @@ def test_a_users_tile_must_fit_the_device():
     options = KernelOptions(forward=Tile(256, 256, num_warps=8, num_stages=4))
     with pytest.raises(TileResourceError) as caught:
         kernels.choose_tiles("forward", problem(86, 256), options, search=False)
-    assert caught.value.facts["needed"] > caught.value.facts["available"] == device(86).shared_memory
+    assert (
+        caught.value.facts["needed"] > caught.value.facts["available"] == device(86).shared_memory
+    )
 
 
 @pytest.mark.parametrize("kernel", ALL_KERNELS)

@@ -54,13 +54,17 @@ def test_the_ladder_goes_down(start):
     assert len(set(steps)) == len(steps)
 
 
-@pytest.mark.parametrize("blocks", [(128, 128), (64, 128), (32, 64), (16, 16), (20, 96), (256, 256), (8, 48)])
+@pytest.mark.parametrize(
+    "blocks", [(128, 128), (64, 128), (32, 64), (16, 16), (20, 96), (256, 256), (8, 48)]
+)
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_tiles_divide_the_blocks_of_the_mask(kernel, blocks):
     call = usual_problem(kernel, blocks=MaskBlocks(*blocks, has_full=True), has_mask_mod=True)
     for tile in kernels.choose_tiles(kernel, call, KernelOptions(), search=True):
         for side, block in zip((tile.block_m, tile.block_n), blocks, strict=True):
-            assert block % side == 0 or side == 16, "16 is the smallest tile; such blocks are checked"
+            assert block % side == 0 or side == 16, (
+                "16 is the smallest tile; such blocks are checked"
+            )
 
 
 @pytest.mark.parametrize("kernel", ALL_KERNELS)

@@ -1,4 +1,4 @@
-"""What Dynamo may meet in mods, masks and options; each compiled result against eager attention."""
+"""What Dynamo may meet in mods, masks and options; compiled results against eager attention."""
 
 import functools
 
@@ -191,7 +191,11 @@ def _intree_mask():
 
 @pytest.mark.parametrize(
     "options",
-    [KernelOptions(float32_precision="ieee"), {"BLOCK_M": 32}, KernelOptions(forward=Tile(32, 32))],
+    [
+        KernelOptions(float32_precision="ieee"),
+        {"BLOCK_M": 32},
+        KernelOptions(forward=Tile(32, 32)),
+    ],
     ids=["object", "dict", "tile"],
 )
 def test_options_in_the_closure(options):

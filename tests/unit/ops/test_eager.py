@@ -120,7 +120,9 @@ def test_never_compiles(monkeypatch):
     flexhop.flex_attention(*tensors).sum().backward()
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, False), (False, False, True)]
+)
 def test_each_input_alone_may_require_a_gradient(wanted):
     full = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
     flexhop.flex_attention(*full).square().sum().backward()

@@ -13,6 +13,7 @@ pytestmark = [
     quiet,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 STRICT = pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
 

@@ -5,6 +5,7 @@ import torch
 
 from flexhop import flex_attention
 from flexhop.errors import UnsupportedFeatureError
+from flexhop.offline.interpret import Memory, interpret
 from flexhop.ops.subgraphs import MAX_ROW, trace_joint
 from tests.unit.ops.support import (
     BATCH,
@@ -56,7 +57,9 @@ def test_long_rows_are_refused_where_they_need_a_gradient():
 def test_work_on_captures_alone_is_hoisted():
     slopes, inputs = torch.randn(HEADS, requires_grad=True), operands(grad=True)
     assert_same(
-        lambda *x: flex_attention(*x, lambda s, b, h, q, k: s + slopes.exp().cumsum(0)[h] * (q - k)),
+        lambda *x: flex_attention(
+            *x, lambda s, b, h, q, k: s + slopes.exp().cumsum(0)[h] * (q - k)
+        ),
         inputs,
         [*inputs, slopes],
     )
@@ -78,7 +81,9 @@ def test_gradients_of_different_captures_do_not_mix():
     inputs = operands(grad=True)
     first, second = (torch.randn(LENGTH, requires_grad=True) for _ in range(2))
     assert_same(
-        lambda *x: flex_attention(*x, lambda s, b, h, q, k: s * first[q] + second[k] * first[k - q]),
+        lambda *x: flex_attention(
+            *x, lambda s, b, h, q, k: s * first[q] + second[k] * first[k - q]
+        ),
         inputs,
         [*inputs, first, second],
     )
@@ -92,3 +97,21 @@ def test_only_some_captures_need_a_gradient():
         inputs,
         [table],
     )
+
+
+@pytest.mark.parametrize("entries", [2 * LENGTH, 10], ids=["wraps", "clamps"])
+def test_kernels_wrap_negative_indices_and_never_leave_the_tensor(entries):
+    def function(query, key, value, table):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + table[q_idx - kv_idx] + table[(q_idx - kv_idx) // 2]
+
+        return flex_attention(query, key, value, score_mod)
+
+    inputs = [*operands(grad=True), torch.randn(entries, requires_grad=True)]
+    memory = Memory(poison=True, check_bounds=True)
+    out = interpret(function, *inputs, grad=True, memory=memory).result
+    if entries == 2 * LENGTH:  # what is outside [-size, size) is undefined
+        expected = function(*inputs)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        grads = torch.autograd.grad(expected.sum(), inputs)
+        torch.testing.assert_close([t.grad for t in inputs], list(grads), rtol=1e-3, atol=1e-3)

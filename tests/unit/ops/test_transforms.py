@@ -30,11 +30,12 @@ from tests.unit.ops.support import (
 
 pytestmark = quiet
 BIAS = torch.randn(HEADS, LENGTH, LENGTH)
+MASK = causal_mask()
 
 
 def biased(query, key, value, bias=None):
     bias = BIAS if bias is None else bias
-    return flex_attention(query, key, value, lambda s, b, h, q, k: s + bias[h, q, k], causal_mask())
+    return flex_attention(query, key, value, lambda s, b, h, q, k: s + bias[h, q, k], MASK)
 
 
 def with_gradients(query, key, value):
@@ -90,7 +91,9 @@ def test_an_unused_capture_gets_no_gradient():
 def test_a_capture_keeps_its_dtype():
     table, inputs = torch.randn(HEADS, dtype=torch.bfloat16, requires_grad=True), operands()
     grads = [
-        torch.autograd.grad(run(*inputs, lambda s, b, h, q, k: s + table[h]).square().sum(), table)[0]
+        torch.autograd.grad(
+            run(*inputs, lambda s, b, h, q, k: s + table[h]).square().sum(), table
+        )[0]
         for run in (flex_attention, compiled(flex_attention))
     ]
     assert grads[1].dtype == torch.bfloat16
@@ -146,9 +149,7 @@ def test_without_gradients(mode):
     ids=["squared", "sine", "where"],
 )
 def test_gradcheck(run, score_mod):
-    inputs = [
-        torch.randn(2, 2, 11, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
-    ]
+    inputs = [torch.randn(2, 2, 11, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     mask = causal_mask(11)
     function = run(lambda *x: flex_attention(*x, score_mod, mask))
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
@@ -211,9 +212,13 @@ def checkpointed(*inputs):
 
 @pytest.mark.parametrize(
     "run",
-    [checkpointed, compiled(checkpointed), functools.partial(checkpoint, compiled(biased), use_reentrant=False)],
+    [
+        checkpointed,
+        compiled(checkpointed),
+        functools.partial(checkpoint, compiled(biased), use_reentrant=False),
+    ],
     ids=["eager", "compiled", "of compiled"],
-)  # fmt: skip
+)
 def test_checkpoint(run):
     assert_same(biased, [*operands(grad=True), BIAS.clone().requires_grad_()], run=run)
 
@@ -323,7 +328,9 @@ def test_vmap(in_dims, run):
         return flex_attention(query, key, value, lambda s, b, h, q, k: s + table[b, h] + b, mask)
 
     inputs = [t if d == 0 else t[0] for t, d in zip(stacked(), in_dims, strict=True)]
-    each = [[t[n] if d == 0 else t for t, d in zip(inputs, in_dims, strict=True)] for n in range(3)]
+    each = [
+        [t[n] if d == 0 else t for t, d in zip(inputs, in_dims, strict=True)] for n in range(3)
+    ]
     found = run(lambda *x: torch.func.vmap(one, in_dims=in_dims)(*x))(*inputs)
     torch.testing.assert_close(found, torch.stack([one(*x) for x in each]))
 
@@ -343,6 +350,7 @@ def test_vmap_over_func_grad_is_refused():
         compiled(lambda *x: torch.func.vmap(gradients)(*x))(*stacked())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # 2.15 meets TorchScript on the way
 def test_forward_mode_is_refused():
     def push_forward(query, key, value):
         return torch.func.jvp(lambda q: flex_attention(q, key, value), (query,), (query,))

@@ -117,10 +117,23 @@ def test_ruff_finds_only_constants(kernel, tmp_path):
         pytest.skip("needs ruff, which is not installed")
     file = tmp_path / f"{kernel}.py"
     file.write_text(rendered(source(kernel)))
-    command = [ruff, "check", "--isolated", "--select", "F,B", "--output-format", "json", str(file)]
+    command = [
+        ruff,
+        "check",
+        "--isolated",
+        "--select",
+        "F,B",
+        "--output-format",
+        "json",
+        str(file),
+    ]
     found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
     undefined = {re.findall(r"`(\w+)`", f["message"])[0] for f in found if f["code"] == "F821"}
-    others = [f"{f['code']} line {f['location']['row']}: {f['message']}" for f in found if f["code"] != "F821"]
+    others = [
+        f"{f['code']} line {f['location']['row']}: {f['message']}"
+        for f in found
+        if f["code"] != "F821"
+    ]
     # Strides that one kernel of two needs are unpacked together.
     assert [line for line in others if "stride_" not in line] == []
     assert undefined - {"ARGUMENTS"} == _constants(kernel)
@@ -128,7 +141,17 @@ def test_ruff_finds_only_constants(kernel, tmp_path):
 
 def test_each_user_function_is_called_by_its_argument_names():
     for kernel in KERNELS:
-        functions = {f.name: f for f in ast.parse(rendered(source(kernel))).body if isinstance(f, ast.FunctionDef)}
+        functions = {
+            f.name: f
+            for f in ast.parse(rendered(source(kernel))).body
+            if isinstance(f, ast.FunctionDef)
+        }
         score = [a.arg for a in functions["score_mod"].args.args]
         assert score == ["ARGUMENTS", "score", "b", "h", "q_idx", "kv_idx"]
-        assert [a.arg for a in functions["mask_mod"].args.args] == ["ARGUMENTS", "b", "h", "q_idx", "kv_idx"]
+        assert [a.arg for a in functions["mask_mod"].args.args] == [
+            "ARGUMENTS",
+            "b",
+            "h",
+            "q_idx",
+            "kv_idx",
+        ]

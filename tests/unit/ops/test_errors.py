@@ -1,0 +1,312 @@
+"""Bad input: every mistake raises our error with its numbers, compiled or not."""
+
+import functools
+
+import pytest
+import torch
+
+from flexhop import AuxRequest, BlockMask, errors, flex_attention
+from tests.unit.ops.support import (
+    HEADS,
+    LENGTH,
+    causal,
+    causal_mask,
+    compiled,
+    operands,
+    quiet,
+)
+
+pytestmark = quiet
+RUN = pytest.mark.parametrize("run", [lambda f: f, compiled], ids=["eager", "compiled"])
+
+
+def tensor(*shape, **keywords):
+    return torch.randn(*shape, **keywords)
+
+
+QKV = (tensor(2, 2, 24, 8), tensor(2, 2, 24, 8), tensor(2, 2, 24, 8))
+
+
+def changed(position, value):
+    return (*QKV[:position], value, *QKV[position + 1 :])
+
+
+def mask_for(batch=None, heads=None, query=LENGTH, key=LENGTH):
+    from flexhop import create_block_mask
+
+    return create_block_mask(causal, batch, heads, query, key, device="cpu", BLOCK_SIZE=16)
+
+
+OPERANDS = {
+    "rank": (changed(0, tensor(2, 24, 8)), {}, errors.RankError, ["query", "4", "3"]),
+    "device": (changed(1, QKV[1].to("meta")), {}, errors.DeviceError, ["meta", "cpu"]),
+    "dtype": (changed(1, QKV[1].half()), {}, errors.DtypeError, ["float16", "float32"]),
+    "int dtype": (
+        tuple(t.int() for t in QKV), {}, errors.UnsupportedDtypeError, ["query", "int32"],
+    ),
+    "heads": (
+        changed(0, tensor(2, 4, 24, 8)), {}, errors.HeadCountError, ["4", "2", "enable_gqa"],
+    ),
+    "group": (
+        changed(0, tensor(2, 5, 24, 8)), {"enable_gqa": True}, errors.GroupSizeError, ["5", "2"],
+    ),
+    "value heads": (changed(2, tensor(2, 1, 24, 8)), {}, errors.KeyValueHeadsError, ["2", "1"]),
+    "head dim": (changed(1, tensor(2, 2, 24, 16)), {}, errors.HeadDimError, ["8", "16"]),
+    "large head dim": (
+        (tensor(1, 1, 4, 513), tensor(1, 1, 4, 513), tensor(1, 1, 4, 8)), {},
+        errors.HeadDimRangeError, ["query", "513", "512"],
+    ),
+    "length": (changed(2, tensor(2, 2, 25, 8)), {}, errors.LengthMismatchError, ["24", "25"]),
+    "no tokens": (changed(0, tensor(2, 2, 0, 8)), {}, errors.SequenceLengthError, ["query", "0"]),
+    "batch": (changed(1, tensor(3, 2, 24, 8)), {}, errors.BatchError, ["2", "3"]),
+    "mask length": (
+        QKV, {"block_mask": mask_for(query=32)}, errors.BlockMaskLengthError, ["32", "24"],
+    ),
+    "mask batch": (QKV, {"block_mask": mask_for(batch=3)}, errors.BlockMaskBatchError, ["3", "2"]),
+    "mask heads": (QKV, {"block_mask": mask_for(heads=5)}, errors.BlockMaskHeadsError, ["5", "2"]),
+    "mask device": (
+        QKV, {"block_mask": mask_for().to("meta")}, errors.BlockMaskDeviceError, ["meta", "cpu"],
+    ),
+    "mask type": (QKV, {"block_mask": 3}, errors.BlockMaskTypeError, ["int"]),
+    "unknown option": (
+        QKV, {"kernel_options": {"BLOCK_MM": 64}}, errors.UnknownOptionError, ["BLOCK_MM"],
+    ),
+    "option value": (
+        QKV, {"kernel_options": {"BLOCK_M": 48}}, errors.OptionValueError, ["48"],
+    ),
+    "two requests": (
+        QKV, {"return_lse": True, "return_aux": AuxRequest(lse=True)}, errors.AuxConflictError, [],
+    ),
+    "scale": (QKV, {"scale": 1j}, errors.OptionValueError, ["scale"]),
+}  # fmt: skip
+
+
+@RUN
+@pytest.mark.parametrize(("inputs", "keywords", "kind", "words"), OPERANDS.values(), ids=OPERANDS)
+def test_operands(inputs, keywords, kind, words, run):
+    with pytest.raises(kind) as caught:
+        run(functools.partial(flex_attention, **keywords))(*inputs)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert isinstance(caught.value, errors.FlexhopError)
+
+
+@RUN
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors(run):
+    rows = [torch.randn(n, 2, 8) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(errors.NestedTensorError, match=r"query is one"):
+        run(flex_attention)(nested, nested, nested)
+
+
+# masks without query blocks
+
+
+def without_query_blocks():
+    mask = causal_mask()
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=16, mask_mod=causal,
+        compute_q_blocks=False, seq_lengths=(LENGTH, LENGTH),
+    )  # fmt: skip
+
+
+@RUN
+def test_missing_query_blocks_are_noticed_at_the_forward_call(run):
+    mask = without_query_blocks()
+    function = run(lambda *x: flex_attention(*x, block_mask=mask))
+    with pytest.raises(errors.MissingQueryBlocksError, match="compute_q_blocks=True"):
+        function(*operands(grad=True))
+    function(*operands())
+    with torch.no_grad():
+        function(*operands(grad=True))
+
+
+def test_missing_query_blocks_where_only_a_capture_needs_a_gradient():
+    mask, slope = without_query_blocks(), torch.ones(HEADS, requires_grad=True)
+    with pytest.raises(errors.MissingQueryBlocksError):
+        compiled(flex_attention)(*operands(), lambda s, b, h, q, k: s * slope[h], mask)
+
+
+# mods
+
+
+@RUN
+def test_arity_of_lambdas_made_outside_and_inside(run):
+    mod = lambda s, b, h, q: s  # noqa: E731
+    expected = r"score_mod .* is called as \(score, b, h, q_idx, kv_idx\), but .* \(s, b, h, q\)"
+    with pytest.raises(errors.ModArityError, match=expected):
+        run(flex_attention)(*operands(), mod)
+    with pytest.raises(errors.ModArityError, match=expected):
+        run(lambda *x: flex_attention(*x, lambda s, b, h, q: s))(*operands())
+
+
+class Wrong:
+    def method(self, score, b, h, q_idx):
+        return score
+
+    def __call__(self, score, b, h, q_idx):
+        return score
+
+
+def wrong(score, b, h, q_idx, kv_idx, extra):
+    return score
+
+
+@RUN
+@pytest.mark.parametrize(
+    "mod",
+    [Wrong().method, Wrong(), wrong, functools.partial(wrong, None, None)],
+    ids=["method", "object", "function", "partial"],
+)
+def test_arity_of_other_callables(mod, run):
+    with pytest.raises(errors.ModArityError):
+        run(flex_attention)(*operands(), mod)
+
+
+@RUN
+def test_arity_of_a_mask_mod(run):
+    mask = causal_mask()
+    mask.mask_mod = lambda b, h, q: q > 0
+    with pytest.raises(errors.ModArityError, match="mask_mod"):
+        run(flex_attention)(*operands(), None, mask)
+
+
+@RUN
+def test_no_callable(run):
+    with pytest.raises(
+        errors.ModNotCallableError, match="score_mod must be callable, but is a int"
+    ):
+        run(flex_attention)(*operands(), 3)
+
+
+ROWS = torch.randn(LENGTH, 3)
+RESULTS = {
+    "bool": (lambda s, b, h, q, k: q > k, "dtype torch.bool"),
+    "number": (lambda s, b, h, q, k: 3.0, "returned"),
+    "nothing": (lambda s, b, h, q, k: None, "NoneType"),
+    "pair": (lambda s, b, h, q, k: (s, s), "tuple"),
+    "row": (lambda s, b, h, q, k: s + ROWS[q], r"one number per score.*shape \(3,\)"),
+}
+
+
+@RUN
+@pytest.mark.parametrize(("mod", "words"), RESULTS.values(), ids=RESULTS)
+def test_result_of_a_score_mod(mod, words, run):
+    with pytest.raises(errors.ModResultError, match=words):
+        run(flex_attention)(*operands(), mod)
+
+
+@RUN
+def test_result_of_a_mask_mod(run):
+    mask = causal_mask()
+    mask.mask_mod = lambda b, h, q, k: q - k
+    with pytest.raises(
+        errors.ModResultError, match=r"a bool tensor, but returned .* torch\.int32"
+    ):
+        run(flex_attention)(*operands(), None, mask)
+
+
+def breaks(score, b, h, q_idx, kv_idx):
+    torch._dynamo.graph_break()
+    return score
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    return score if q_idx > kv_idx else -score
+
+
+def prints(score, b, h, q_idx, kv_idx):
+    print(score)
+    return score
+
+
+def asks(score, b, h, q_idx, kv_idx):
+    return score * ROWS[0, 0].item()
+
+
+def assigns(score, b, h, q_idx, kv_idx):
+    ROWS[q_idx] = score
+    return score
+
+
+LINES = {
+    breaks: ("graph_break", "torch._dynamo.graph_break()"),
+    branches: ("Data-dependent branching", "return score if q_idx > kv_idx"),
+    prints: ("print", "print(score)"),
+    asks: ("Tensor.item", "return score * ROWS[0, 0].item()"),
+    assigns: ("", "ROWS[q_idx] = score"),
+}
+
+
+@pytest.mark.parametrize(("mod", "words"), LINES.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_what_cannot_be_traced_is_named_with_its_line(mod, words):
+    # 2.15 can trace the assignment, and refuses it as the write that it is.
+    kinds = (errors.ModLoweringError, errors.CaptureMutationError)
+    with pytest.raises(kinds) as caught:
+        compiled(flex_attention)(*operands(), mod)
+    message = str(caught.value)
+    assert all(word in message for word in (*words, "test_errors.py")), message
+
+
+def adds_to_a_capture(score, b, h, q_idx, kv_idx):
+    ROWS.add_(1)
+    return score
+
+
+def adds_to_the_score(score, b, h, q_idx, kv_idx):
+    score.add_(1)
+    return score * 2
+
+
+@pytest.mark.parametrize("mod", [adds_to_a_capture, adds_to_the_score])
+def test_mutation_is_refused_at_its_line(mod):
+    with pytest.raises(
+        errors.CaptureMutationError, match=r"score_mod writes .*test_errors.*add_\(1\)"
+    ):
+        compiled(flex_attention)(*operands(), mod)
+
+
+def test_writing_to_a_value_of_its_own_is_no_mutation():
+    def mod(score, b, h, q_idx, kv_idx):
+        doubled = score * 2
+        doubled.add_(1)
+        return doubled
+
+    inputs = operands()
+    torch.testing.assert_close(
+        compiled(flex_attention)(*inputs, mod), flex_attention(*inputs, mod)
+    )
+
+
+def test_reductions_are_refused_by_the_lowering():
+    from flexhop.offline import generate
+
+    table = torch.randn(LENGTH, 64)
+    with pytest.raises(
+        Exception, match=r"ModLoweringError: score_mod .*aten\.sum.*test_errors\.py"
+    ):
+        generate(
+            lambda *x: flex_attention(*x, lambda s, b, h, q, k: s + table[q].sum()), *operands()
+        )
+
+
+# captures
+
+
+@RUN
+def test_captures_elsewhere(run):
+    table = torch.randn(LENGTH, device="meta")
+    words = "Captured tensor 0 of score_mod is on meta, but query is on cpu"
+    with pytest.raises(errors.CaptureDeviceError, match=words):
+        run(flex_attention)(*operands(), lambda s, b, h, q, k: s + table[q])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mask_has_no_gradient(grad):
+    threshold = torch.randn(LENGTH, requires_grad=True)
+    mask = causal_mask(mask_mod=lambda b, h, q, k: threshold[q] > 0)
+    with pytest.raises(errors.MaskCaptureGradError, match="Captured tensor 0 of mask_mod"):
+        compiled(flex_attention)(*operands(grad=grad), None, mask)
+    with torch.no_grad():
+        compiled(flex_attention)(*operands(grad=grad), None, mask)
