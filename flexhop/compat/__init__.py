@@ -34,6 +34,4 @@ def check_torch_version() -> None:
     low, high = SUPPORTED
     if not low <= torch_version() <= high:
         text = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        warnings.warn(
-            TorchVersionWarning(supported=text, found=torch.__version__), stacklevel=3
-        )
+        warnings.warn(TorchVersionWarning(supported=text, found=torch.__version__), stacklevel=3)

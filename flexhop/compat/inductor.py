@@ -48,7 +48,9 @@ Expr = int | sympy.Expr
 aten = torch.ops.aten
 
 # FakeTensorUpdater (2.13) knows PyTorch's own operators; its default for others is right but talks.
-warnings.filterwarnings("ignore", message="Please add support for subgraph args to function flexhop")
+warnings.filterwarnings(
+    "ignore", message="Please add support for subgraph args to function flexhop"
+)
 
 _MODIFICATION_TAKES_DTYPES = (
     "input_dtypes" in inspect.signature(TritonTemplateKernel.modification).parameters
@@ -154,7 +156,9 @@ def make_template(name: str, grid: Callable[..., Any], source: str) -> Template:
     return Template(name=name, grid=SymbolicGridFn(grid), source=source, **extra)
 
 
-def select(name: str, choices: list[Any], inputs: Sequence[Any], layout: Any, generators: Any) -> Any:
+def select(
+    name: str, choices: list[Any], inputs: Sequence[Any], layout: Any, generators: Any
+) -> Any:
     """Benchmark the choices if there are several; 2.13 returns (node, choice)."""
     result = autotune_select_algorithm(
         name, choices, [x for x in inputs if is_ir(x)], layout, input_gen_fns=generators
@@ -225,8 +229,11 @@ def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str
     )
     try:
         # Short reductions, such as over a position in space, become sums of terms.
-        with config.patch(unroll_reductions_threshold=_UNROLLED + 1), V.set_graph_handler(lowering):
-            lowering.run(*inputs)
+        with (
+            config.patch(unroll_reductions_threshold=_UNROLLED + 1),
+            V.set_graph_handler(lowering),
+        ):
+            lowering.run(*(ir.TensorBox(x) if isinstance(x, ir.StorageBox) else x for x in inputs))
     except SubgraphLoweringException as error:
         node = lowering.current
         raise ModLoweringError(
@@ -255,9 +262,7 @@ def _scalar_buffer(output: Any) -> Any:
             device=box.get_device(), dtype=box.get_dtype(), inner_fn=box.make_loader(),
             ranges=box.get_size(),
         ).data  # fmt: skip
-    layout = ir.FlexibleLayout(
-        device=box.get_device(), dtype=box.get_dtype(), size=box.get_size()
-    )
+    layout = ir.FlexibleLayout(device=box.get_device(), dtype=box.get_dtype(), size=box.get_size())
     return ir.ComputedBuffer(name=None, data=box.data, layout=layout)
 
 
@@ -268,9 +273,13 @@ def note_subgraphs(result: Any, captures: Sequence[Any], buffers: Sequence[Any])
     template_buffer.subgraph_outs = list(buffers)
 
 
-def empty(size: Sequence[Expr], stride: Sequence[Expr] | None, dtype: torch.dtype, device: Any) -> Any:
+def empty(
+    size: Sequence[Expr], stride: Sequence[Expr] | None, dtype: torch.dtype, device: Any
+) -> Any:
     """Uninitialised tensor with storage."""
-    return empty_strided(list(size), None if stride is None else list(stride), dtype=dtype, device=device)
+    return empty_strided(
+        list(size), None if stride is None else list(stride), dtype=dtype, device=device
+    )
 
 
 def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any:
@@ -322,7 +331,9 @@ def hint(value: Any) -> int:
 
 def is_multiple(value: Any, factor: int) -> bool:
     """Whether a size is known to be a multiple, without adding a guard."""
-    return V.graph.sizevars.statically_known_true(sympy.Eq(sympy.Mod(sympy.sympify(value), factor), 0))
+    return V.graph.sizevars.statically_known_true(
+        sympy.Eq(sympy.Mod(sympy.sympify(value), factor), 0)
+    )
 
 
 def fits_int32(value: Any) -> bool:

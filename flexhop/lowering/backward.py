@@ -78,6 +78,9 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     problem = dataclasses.replace(
         read_problem(args, mods), has_score_grad=not is_additive(args.joint)
     )
+    needed = ("grad_query", *kernels.key_value_kernels(problem))
+    if not all(kernels.has_tile(kernel, problem) for kernel in needed):
+        return chunked.lower_attention_backward(*operands)
     call = _Call(args, problem, mods, joint, [*score_captures, *mask_captures])
 
     inputs = [query, key, value, *statistics, *block_inputs(args, "kv", delta, query)]
@@ -97,7 +100,9 @@ def _emit_key_value(call: _Call, operands: list[Any]) -> tuple[Any, Any]:
         inputs = [*operands, grad_value, *lists]
         return call.emit("grad_key_value", inputs, [grad_value], key, []), grad_value
     inputs = [*operands, value, *lists]  # DV is not written: value stands in
-    return call.emit("grad_key", inputs, [], key, []), call.emit("grad_value", inputs, [], value, [])
+    return call.emit("grad_key", inputs, [], key, []), call.emit(
+        "grad_value", inputs, [], value, []
+    )
 
 
 def _strides(position: int) -> list[Any]:
@@ -162,7 +167,12 @@ class _Call:
     """What both kernels of one backward call share."""
 
     def __init__(
-        self, args: BackwardArgs, problem: Any, mods: ModBuffers, joint: list[Any], captures: list[Any]
+        self,
+        args: BackwardArgs,
+        problem: Any,
+        mods: ModBuffers,
+        joint: list[Any],
+        captures: list[Any],
     ) -> None:
         self.args, self.problem, self.mods = args, problem, mods
         self.joint, self.captures = joint, captures

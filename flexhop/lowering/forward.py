@@ -49,6 +49,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     query, key, value = inductor.realize(args[:3])
     args = args._replace(query=query, key=key, value=value)
     problem = read_problem(args, mods)
+    if not kernels.has_tile("forward", problem):
+        return chunked.lower_attention(*operands)
     options = user_options(args.options)
 
     out_meta, _, max_meta = inductor.output_meta()
@@ -71,7 +73,13 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
 
 
 def _run(
-    problem: Any, options: Any, mods: ModBuffers, inputs: Any, written: Any, layout: Any, captures: Any
+    problem: Any,
+    options: Any,
+    mods: ModBuffers,
+    inputs: Any,
+    written: Any,
+    layout: Any,
+    captures: Any,
 ) -> Any:
     subgraphs = [mods.score, mods.mask]
     choices: list[Any] = []

@@ -69,7 +69,8 @@ class GradQueryConstants(SharedConstants):
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool
-    LOG2_E: float = LOG2_E
+    SUBTRACT_FIRST: bool
+    LSE_SCALE: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class GradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM: int
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
-    LOG2_E: float = LOG2_E
+    SUBTRACT_FIRST: bool
+    LSE_SCALE: float
 
 
 def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> ForwardConstants:
@@ -101,7 +103,9 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
     )
 
 
-def grad_query_constants(problem: Problem, options: KernelOptions, tile: Tile) -> GradQueryConstants:
+def grad_query_constants(
+    problem: Problem, options: KernelOptions, tile: Tile
+) -> GradQueryConstants:
     """Constants of the kernel for the gradient of query."""
     shared = _shared(problem, options, tile)
     # Rows that do not exist have weight 0 by their lse, unless a mod makes a NaN of their score.
@@ -112,6 +116,8 @@ def grad_query_constants(problem: Problem, options: KernelOptions, tile: Tile) -
         HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
+        SUBTRACT_FIRST=_is_float32(problem),
+        LSE_SCALE=1.0 if _is_float32(problem) else LOG2_E,
     )
 
 
@@ -130,6 +136,8 @@ def grad_key_value_constants(
         OUT_HEAD_DIM=width,
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
         CHECK_RANGE=shared["CHECK_Q"] and problem.has_score_mod,
+        SUBTRACT_FIRST=_is_float32(problem),
+        LSE_SCALE=1.0 if _is_float32(problem) else LOG2_E,
     )
 
 
@@ -153,7 +161,9 @@ def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
     return ("grad_key_value",)
 
 
-def constants(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
+def constants(
+    kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
+) -> dict[str, Any]:
     """Constants of a kernel as the template wants them: Triton source text by name."""
     values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
     return {name: _as_source(name, value) for name, value in values.items()}
@@ -168,7 +178,7 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
     blocks = problem.blocks or MaskBlocks(tile.block_m, tile.block_n, has_full=False)
     # exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
     # between; the running maximum then needs a positive factor.
-    scale_scores = problem.has_score_mod or problem.scale <= 0
+    scale_scores = problem.has_score_mod or problem.scale <= 0 or _is_float32(problem)
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -196,6 +206,10 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "FLOAT32_PRECISION": _float32_precision(options),
         "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
     }
+
+
+def _is_float32(problem: Problem) -> bool:
+    return problem.itemsize > 2
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -228,21 +242,24 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     """
     qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
     item, both = problem.itemsize, qk + v
+    slack = _SLACK if problem.device.capability[0] < 10 else _SLACK_BLACKWELL
     scores = tile.block_m * tile.block_n * item
     rows, columns = tile.block_m, tile.block_n
     if kernel == "forward":
         loop = columns * both * item * tile.num_stages
-        return max(rows * qk * item + loop + scores, rows * v * 4) + _SLACK
+        return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "grad_query":
-        return rows * both * item + columns * both * item * tile.num_stages + scores + _SLACK
+        return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)
-    return staying + rows * both * item * tile.num_stages + exchanged + _SLACK
+    return staying + rows * both * item * tile.num_stages + exchanged + slack
 
 
 _KEY_VALUE = ("grad_key_value", "grad_key", "grad_value")
 # Barriers, reductions across warps and the statistics of rows.
 _SLACK = 4096
+# Blackwell's fifth-generation products stage their accumulators through shared memory as well.
+_SLACK_BLACKWELL = 12288
 
 
 def choose_tiles(
@@ -266,6 +283,12 @@ def choose_tiles(
         if fitted not in found:
             found.append(fitted)
     return found
+
+
+def has_tile(kernel: Kernel, problem: Problem) -> bool:
+    """Whether the smallest tile fits the device; without one the call is computed in chunks instead."""
+    tile = _fit(kernel, problem, table_tile(kernel, problem))
+    return shared_memory(kernel, problem, tile) <= problem.device.shared_memory
 
 
 def _fit(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:

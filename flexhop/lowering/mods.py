@@ -18,7 +18,12 @@ from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 aten = torch.ops.aten
 _INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 # Operators that hand on their first argument's value.
-_TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_TRANSPARENT = (
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+)
 
 
 class ModFacts(NamedTuple):
@@ -26,7 +31,9 @@ class ModFacts(NamedTuple):
 
     has_score_mod: bool  # whether they do anything
     has_mask_mod: bool
-    reads_per_element: bool  # does score_mod read captures at indices that depend on both positions?
+    reads_per_element: (
+        bool  # does score_mod read captures at indices that depend on both positions?
+    )
 
 
 class ModBuffers(NamedTuple):
@@ -78,7 +85,8 @@ def lower_joint(
     """Lower the joint graph: gradient of the score, then values and indices of the sites."""
     names = ("score", *_INDEX_NAMES, "grad_score")
     inputs = [
-        inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device) for n in names
+        inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device)
+        for n in names
     ]
     graph = wrap_reads(inductor.graph_module(joint), _position_ranges(1), sites)
     return inductor.lower_pointwise(

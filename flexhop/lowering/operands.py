@@ -61,9 +61,7 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Proble
     return problem
 
 
-def read_tensor_problem(
-    args: AttentionArgs, device: Device, mods: ModFacts
-) -> Problem:
+def read_tensor_problem(args: AttentionArgs, device: Device, mods: ModFacts) -> Problem:
     """The facts of a call whose operands are tensors, for the GPU `device`; lengths are fixed."""
     query, value = args.query, args.value
     sizes = Sizes(
@@ -138,13 +136,25 @@ def block_inputs(
         return [rank3, rank4, rank3, rank4]
     blocks = BlockTensors(*args.blocks)
     if side == "kv":
-        lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
+        lists = (
+            blocks.kv_num_blocks,
+            blocks.kv_indices,
+            blocks.full_kv_num_blocks,
+            blocks.full_kv_indices,
+        )
     else:
-        lists = (blocks.q_num_blocks, blocks.q_indices, blocks.full_q_num_blocks, blocks.full_q_indices)
+        lists = (
+            blocks.q_num_blocks,
+            blocks.q_indices,
+            blocks.full_q_num_blocks,
+            blocks.full_q_indices,
+        )
     return inductor.realize(lists)
 
 
-def benchmark_inputs(inputs: Sequence[Any], first_list: int) -> dict[int, Callable[[Any], torch.Tensor]]:
+def benchmark_inputs(
+    inputs: Sequence[Any], first_list: int
+) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block listed as partial, none as full.
 
     Random contents would read outside the tensors.
@@ -161,10 +171,17 @@ def benchmark_inputs(inputs: Sequence[Any], first_list: int) -> dict[int, Callab
     def none(buffer: Any) -> torch.Tensor:
         return _sized(buffer).zero_()
 
-    return {first_list: counts, first_list + 1: indices, first_list + 2: none, first_list + 3: none}
+    return {
+        first_list: counts,
+        first_list + 1: indices,
+        first_list + 2: none,
+        first_list + 3: none,
+    }
 
 
 def _sized(buffer: Any) -> torch.Tensor:
     sizes = [inductor.hint(size) for size in buffer.get_size()]
     strides = [inductor.hint(stride) for stride in buffer.get_stride()]
-    return torch.empty_strided(sizes, strides, dtype=buffer.get_dtype(), device=buffer.get_device())
+    return torch.empty_strided(
+        sizes, strides, dtype=buffer.get_dtype(), device=buffer.get_device()
+    )

@@ -33,5 +33,7 @@ def empty_ordered(sizes: Sequence[int], like: Tensor) -> Tensor:
 def ordered(result: Tensor, like: Tensor) -> Tensor:
     """`result` stored in the dimension order of `like`."""
     # Made from `result`: under torch.vmap only that may be mapped.
-    target = result.new_empty_strided(tuple(result.shape), dense_strides(result.shape, like.stride()))
+    target = result.new_empty_strided(
+        tuple(result.shape), dense_strides(result.shape, like.stride())
+    )
     return target.copy_(result)

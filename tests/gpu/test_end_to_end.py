@@ -68,12 +68,17 @@ def stock_run(case: Case, inputs) -> Outcome:
 def assert_not_worse(case: Case, ours: Outcome, theirs: Outcome, gold: Outcome) -> None:
     """M(flexhop) <= 2 M(stock) + a, with a twice the rounding of the largest number."""
     for name, actual in ours.tensors.items():
-        reference = gold.tensors[name].double()
+        reference = gold.tensors[name].detach().double()
         finite = reference.isfinite()
         if name not in theirs.tensors or not bool(finite.any()):
             continue
         error, bound = (
-            float((t.tensors[name].double() - reference)[finite].abs().nan_to_num(torch.inf).max())
+            float(
+                (t.tensors[name].detach().double() - reference)[finite]
+                .abs()
+                .nan_to_num(torch.inf)
+                .max()
+            )
             for t in (ours, theirs)
         )
         rounding = 2 * torch.finfo(actual.dtype).eps * float(reference[finite].abs().max())
@@ -88,8 +93,15 @@ def test_case(case: Case):
     inputs = make_inputs(case, "cuda")
     ours = compiled_run(case, inputs)
     gold, _ = assert_case(case, inputs, ours)
-    if case.stock:
-        assert_not_worse(case, ours, stock_run(case, inputs), gold)
+    if not case.stock:
+        return
+    try:
+        theirs = stock_run(case, inputs)
+    except (torch._inductor.exc.InductorError, torch._dynamo.exc.TorchDynamoException):
+        # PyTorch refuses some of our cases: blocks that its tiles do not divide, one table read
+        # twice, a shared batch without a mask, tables that do not fit shared memory.
+        return
+    assert_not_worse(case, ours, theirs, gold)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,7 @@ def test_tf32(name):
     case = BY_NAME[name].on_gpu()
     inputs = make_inputs(case, "cuda")
     ours = compiled_run(case, inputs)
-    torch.set_float32_matmul_precision("highest")
+    # The plain computation rounds its products to TF32 as well; fp64 is not affected.
     assert_case(case, inputs, ours, budget=TF32)
 
 

@@ -26,8 +26,12 @@ class AotGraph(TestCase):
     maxDiff = None
 
     def test_plain(self):
-        (graph,) = aot_graphs(lambda q, k, v: flexhop.flex_attention(q, k, v), *_inputs(), grad=False)[:1]
-        self.assertExpectedInline(operator_text(graph), """\
+        (graph,) = aot_graphs(
+            lambda q, k, v: flexhop.flex_attention(q, k, v), *_inputs(), grad=False
+        )[:1]
+        self.assertExpectedInline(
+            operator_text(graph),
+            """\
 flexhop_attention(
     query=float32[1, 2, 64, 16],
     key=float32[1, 2, 64, 16],
@@ -47,7 +51,8 @@ def flexhop_score0(score, b, h, q_idx, kv_idx):
 def flexhop_mask0(b, h, q_idx, kv_idx):
     new_ones = aten.new_ones.default(b, [], dtype=torch.bool, pin_memory=False)
     return new_ones
-""")
+""",
+        )
 
     def test_mask_and_captured_bias_forward_and_backward(self):
         mask = flexhop.create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=32)
@@ -60,7 +65,9 @@ def flexhop_mask0(b, h, q_idx, kv_idx):
             return flexhop.flex_attention(query, key, value, score_mod, mask)
 
         forward, backward = aot_graphs(attention, *_inputs(), grad=True)
-        self.assertExpectedInline(operator_text(forward), """\
+        self.assertExpectedInline(
+            operator_text(forward),
+            """\
 flexhop_attention(
     query=float32[1, 2, 64, 16],
     key=float32[1, 2, 64, 16],
@@ -84,8 +91,11 @@ def flexhop_score0(score, b, h, q_idx, kv_idx, capture_0):
 def flexhop_mask0(b, h, q_idx, kv_idx):
     ge = aten.ge.Tensor(q_idx, kv_idx)
     return ge
-""")
-        self.assertExpectedInline(operator_text(backward), """\
+""",
+        )
+        self.assertExpectedInline(
+            operator_text(backward),
+            """\
 flexhop_attention_backward(
     query=float32[1, 2, 64, 16],
     key=float32[1, 2, 64, 16],
@@ -120,14 +130,19 @@ def flexhop_joint0(score, b, h, q_idx, kv_idx, grad_score, capture_0):
 def flexhop_mask1(b, h, q_idx, kv_idx):
     ge = aten.ge.Tensor(q_idx, kv_idx)
     return ge
-""")
+""",
+        )
 
     def test_squared_score_backward(self):
         def attention(query, key, value):
-            return flexhop.flex_attention(query, key, value, lambda s, b, h, q, k: s * s, scale=0.5)
+            return flexhop.flex_attention(
+                query, key, value, lambda s, b, h, q, k: s * s, scale=0.5
+            )
 
         _, backward = aot_graphs(attention, *_inputs(torch.float64), grad=True)
-        self.assertExpectedInline(operator_text(backward), """\
+        self.assertExpectedInline(
+            operator_text(backward),
+            """\
 flexhop_attention_backward(
     query=float64[1, 2, 64, 16],
     key=float64[1, 2, 64, 16],
@@ -160,7 +175,8 @@ def flexhop_joint0(score, b, h, q_idx, kv_idx, grad_score):
 def flexhop_mask1(b, h, q_idx, kv_idx):
     new_ones = aten.new_ones.default(b, [], dtype=torch.bool, pin_memory=False)
     return new_ones
-""")
+""",
+        )
 
     def test_hoisted_slopes(self):
         """What depends on captured tensors alone is computed once, outside of the operator."""
@@ -171,7 +187,9 @@ def flexhop_mask1(b, h, q_idx, kv_idx):
             return flexhop.flex_attention(query, key, value, alibi)
 
         _, backward = aot_graphs(attention, *_inputs(), grad=True)
-        self.assertExpectedInline(operator_text(backward), """\
+        self.assertExpectedInline(
+            operator_text(backward),
+            """\
 flexhop_attention_backward(
     query=float32[1, 2, 64, 16],
     key=float32[1, 2, 64, 16],
@@ -207,4 +225,5 @@ def flexhop_joint0(score, b, h, q_idx, kv_idx, grad_score, capture_0):
 def flexhop_mask1(b, h, q_idx, kv_idx):
     new_ones = aten.new_ones.default(b, [], dtype=torch.bool, pin_memory=False)
     return new_ones
-""")
+""",
+        )

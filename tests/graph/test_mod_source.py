@@ -33,7 +33,9 @@ class ScoreMod(TestCase):
     maxDiff = None
 
     def test_causal_as_a_score_mod(self):
-        self.assertExpectedInline(forward_text("score_causal"), """\
+        self.assertExpectedInline(
+            forward_text("score_causal"),
+            """\
 @triton.jit
 def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx):
     \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
@@ -46,10 +48,13 @@ def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr
     result = tmp5
 
     return result
-""")
+""",
+        )
 
     def test_soft_cap(self):
-        self.assertExpectedInline(forward_text("soft_cap"), """\
+        self.assertExpectedInline(
+            forward_text("soft_cap"),
+            """\
 @triton.jit
 def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx):
     \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
@@ -62,10 +67,13 @@ def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr
     result = tmp5
 
     return result
-""")
+""",
+        )
 
     def test_table(self):
-        self.assertExpectedInline(forward_text("exact_table"), """\
+        self.assertExpectedInline(
+            forward_text("exact_table"),
+            """\
 @triton.jit
 def score_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr8, out_ptr0, score, b, h, q_idx, kv_idx):
     \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
@@ -82,10 +90,13 @@ def score_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_IND
     result = tmp9
 
     return result
-""")
+""",
+        )
 
     def test_two_step_index(self):
-        self.assertExpectedInline(forward_text("two_step"), """\
+        self.assertExpectedInline(
+            forward_text("two_step"),
+            """\
 @triton.jit
 def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, in_ptr4, out_ptr0, score, b, h, q_idx, kv_idx):
     \"\"\"The user's score_mod, lowered by Inductor.\"\"\"
@@ -97,14 +108,17 @@ def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, in_ptr4
     result = tmp4
 
     return result
-""")
+""",
+        )
 
 
 class MaskMod(TestCase):
     maxDiff = None
 
     def test_causal(self):
-        self.assertExpectedInline(forward_text("causal", "mask_mod"), """\
+        self.assertExpectedInline(
+            forward_text("causal", "mask_mod"),
+            """\
 @triton.jit
 def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, out_ptr0, b, h, q_idx, kv_idx):
     \"\"\"The user's mask_mod, lowered by Inductor.\"\"\"
@@ -114,10 +128,13 @@ def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDI
     result = tmp3
 
     return result
-""")
+""",
+        )
 
     def test_documents(self):
-        self.assertExpectedInline(forward_text("documents", "mask_mod"), """\
+        self.assertExpectedInline(
+            forward_text("documents", "mask_mod"),
+            """\
 @triton.jit
 def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr8, out_ptr0, b, h, q_idx, kv_idx):
     \"\"\"The user's mask_mod, lowered by Inductor.\"\"\"
@@ -129,10 +146,13 @@ def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDI
     result = tmp5
 
     return result
-""")
+""",
+        )
 
     def test_window_and_causal(self):
-        self.assertExpectedInline(forward_text("window_and", "mask_mod"), """\
+        self.assertExpectedInline(
+            forward_text("window_and", "mask_mod"),
+            """\
 @triton.jit
 def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, out_ptr0, b, h, q_idx, kv_idx):
     \"\"\"The user's mask_mod, lowered by Inductor.\"\"\"
@@ -146,14 +166,17 @@ def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDI
     result = tmp7
 
     return result
-""")
+""",
+        )
 
 
 class ScoreModGrad(TestCase):
     maxDiff = None
 
     def test_squared(self):
-        self.assertExpectedInline(backward_text("squared"), """\
+        self.assertExpectedInline(
+            backward_text("squared"),
+            """\
 @triton.jit
 def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, out_ptr0, score, b, h, q_idx, kv_idx, grad_score):
     \"\"\"Gradient of the user's score_mod for its score, times grad_score.\"\"\"
@@ -164,10 +187,13 @@ def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_B
     result = tmp6
 
     return result
-""")
+""",
+        )
 
     def test_soft_cap(self):
-        self.assertExpectedInline(backward_text("soft_cap"), """\
+        self.assertExpectedInline(
+            backward_text("soft_cap"),
+            """\
 @triton.jit
 def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, out_ptr0, score, b, h, q_idx, kv_idx, grad_score):
     \"\"\"Gradient of the user's score_mod for its score, times grad_score.\"\"\"
@@ -186,10 +212,13 @@ def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_B
     result = tmp18
 
     return result
-""")
+""",
+        )
 
     def test_learned_table_adds_to_its_entries(self):
-        self.assertExpectedInline(backward_text("learned_table", "scatter_captured_grads"), """\
+        self.assertExpectedInline(
+            backward_text("learned_table", "scatter_captured_grads"),
+            """\
 @triton.jit
 def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr10, in_ptr11, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep):
     \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.\"\"\"
@@ -205,10 +234,13 @@ def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_
 
     grad_0 = tl.where(keep, grad_0, 0.0)
     tl.atomic_add(in_ptr11 + (0 + index_0_0 * 1 + tl.zeros_like(keep).to(tl.int32)), grad_0, mask=keep, sem='relaxed')
-""")
+""",
+        )
 
     def test_learned_query_bias_adds_a_row_at_once(self):
-        self.assertExpectedInline(backward_text("learned_factor", "scatter_captured_grads"), """\
+        self.assertExpectedInline(
+            backward_text("learned_factor", "scatter_captured_grads"),
+            """\
 @triton.jit
 def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, in_ptr6, in_ptr7, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep):
     \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.\"\"\"
@@ -223,4 +255,5 @@ def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_
     grad_0 = tl.where(keep, grad_0, 0.0)
     grad_0 = tl.sum(grad_0, 1, keep_dims=True)
     tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0, mask=None, sem='relaxed')
-""")
+""",
+        )

@@ -26,13 +26,18 @@ def test_the_estimate_of_every_choice_fits_the_device(architecture):
     ):
         call = problem(architecture, width, value_head_dim=value_width, dtype=dtype, blocks=blocks)
         for kernel in launched_kernels(call):
+            if not kernels.has_tile(kernel, call):
+                # The only calls that no tile serves, and that are computed in chunks.
+                assert dtype == torch.float32 and max(width, value_width) > 256, (kernel, width)
+                assert call.device.shared_memory < 110_000
+                continue
             chosen = kernels.choose_tiles(kernel, call, KernelOptions(), search=search)
             assert chosen
             for tile in chosen:
                 needed = kernels.shared_memory(kernel, call, tile)
                 assert needed <= call.device.shared_memory, (kernel, width, dtype, blocks, tile)
                 count += 1
-    assert count > 800
+    assert count > 750
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -41,7 +46,9 @@ def test_the_last_step_of_the_ladder_fits_the_widest_problem(architecture, kerne
     widest = problem(architecture, 512, dtype=torch.float32)
     *_, last = smaller_tiles(table_tile(kernel, widest))
     assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1)
-    assert kernels.shared_memory(kernel, widest, last) <= widest.device.shared_memory
+    fits = kernels.shared_memory(kernel, widest, last) <= widest.device.shared_memory
+    assert fits == kernels.has_tile(kernel, widest)
+    assert fits or widest.device.shared_memory < 110_000
 
 
 @pytest.mark.parametrize("start", [Tile(128, 128, 8, 3), Tile(16, 64, 4, 2), Tile(16, 16, 4, 1)])
