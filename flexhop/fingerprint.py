@@ -1,7 +1,8 @@
 """A fingerprint of the sources that decide what a compiled graph contains.
 
 Inductor's caches are keyed by the graph, its inputs and PyTorch's own sources, not by ours. The
-fingerprint is one of the operator's options, so an edit of a template or of the lowering is a new key.
+fingerprint is one of the operator's options, so an edit of a template or of the lowering is a new
+key.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ROOMS = ("ops", "lowering", "templates", "compat")
 
 @functools.cache
 def source_fingerprint() -> str:
-    """First 16 hexadecimal digits of the SHA-256 of our operator, lowering and template sources."""
+    """First 16 hexadecimal digits of the SHA-256 of operator, lowering and template sources."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for room in _ROOMS:

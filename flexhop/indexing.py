@@ -1,7 +1,9 @@
 """Indexing captured tensors with 0-d index tensors, traceable and without a host synchronisation.
 
-`table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__` turns
-into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and autograd all carry.
+`table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__`
+turns
+into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and autograd
+all carry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Inductor: IR, lowering registry, template class, autotuning.
 
 Differences between versions are absorbed here: `always_freeze_layout` (2.13), `input_dtypes` of
-modification (2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning of
+modification (2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning
+of
 `fx_utils` about operators that it does not know (2.13).
 """
 
@@ -47,7 +48,8 @@ __all__ = [
 Expr = int | sympy.Expr
 aten = torch.ops.aten
 
-# FakeTensorUpdater (2.13) knows PyTorch's own operators; its default for others is right but talks.
+# FakeTensorUpdater (2.13) knows PyTorch's own operators; its default for others is right but
+# talks.
 warnings.filterwarnings(
     "ignore", message="Please add support for subgraph args to function flexhop"
 )
@@ -125,7 +127,8 @@ class TemplateKernel(TritonTemplateKernel):
         zeros = f"tl.zeros_like({shape}).to(tl.int32)"
         pointer = self.args.input(site.buffer)
         lines.append(
-            f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}, mask={mask}, sem='relaxed')"
+            f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}, "
+            f"mask={mask}, sem='relaxed')"
         )
         return "\n".join(lines)
 
@@ -267,7 +270,7 @@ def _scalar_buffer(output: Any) -> Any:
 
 
 def note_subgraphs(result: Any, captures: Sequence[Any], buffers: Sequence[Any]) -> None:
-    """Tell the template's buffer about captured SymInts: they reach the kernel's arguments by this alone."""
+    """Tell the template's buffer about captured SymInts, which reach the kernel by this alone."""
     template_buffer = result.data.data
     template_buffer.subgraph_inps = list(captures)
     template_buffer.subgraph_outs = list(buffers)
@@ -337,7 +340,7 @@ def is_multiple(value: Any, factor: int) -> bool:
 
 
 def fits_int32(value: Any) -> bool:
-    """Whether a number of elements is known to stay below 2**31; unknown sizes are judged by their hint."""
+    """Whether a number stays below 2**31; unknown sizes are judged by their hint."""
     return hint(value) < 2**31
 
 

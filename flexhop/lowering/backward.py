@@ -155,7 +155,7 @@ def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.Scatt
 
 
 def _captured_grads(args: BackwardArgs, buffers: dict[int, Any]) -> list[Any]:
-    """The buffers in their captures' dtypes; after the kernel, or Inductor would read their zeros."""
+    """The buffers in their captures' dtypes; after the kernel, or zeros would be read."""
     convert = torch.ops.prims.convert_element_type.default
     return [
         inductor.call_lowering(convert, buffers[i], args.score_captures[i].get_dtype())

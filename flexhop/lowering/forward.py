@@ -86,7 +86,8 @@ def _run(
     for tile in kernels.choose_tiles("forward", problem, options, search=inductor.is_autotuning()):
         show_plan("forward", problem, options, tile)
         error = _template.maybe_append_choice(
-            choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs, mutated_inputs=written,
+            choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs,
+            mutated_inputs=written,
             call_sizes=inputs[0].get_size(), num_stages=tile.num_stages, num_warps=tile.num_warps,
             **kernels.constants("forward", problem, options, tile),
         )  # fmt: skip

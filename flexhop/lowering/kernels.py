@@ -217,7 +217,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _is_aligned(block: int, tile: int, is_multiple: Any) -> bool:
-    """Whether every row of every tile exists: tiles divide blocks, and blocks divide the length."""
+    """Whether every row of every tile exists: tiles divide blocks, blocks divide the length."""
     return block % tile == 0 and is_multiple(block)
 
 
@@ -237,7 +237,8 @@ def _heads_per_section(problem: Problem) -> int:
 def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     """Upper bound of the shared memory in bytes that a kernel with this tile asks for.
 
-    Operands of a loop are held once per stage; operands that stay are held once; a result that feeds
+    Operands of a loop are held once per stage; operands that stay are held once; a result that
+    feeds
     the next product passes through shared memory when its layout changes.
     """
     qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
@@ -286,7 +287,7 @@ def choose_tiles(
 
 
 def has_tile(kernel: Kernel, problem: Problem) -> bool:
-    """Whether the smallest tile fits the device; without one the call is computed in chunks instead."""
+    """Whether the smallest tile fits the device; otherwise the call is computed in chunks."""
     tile = _fit(kernel, problem, table_tile(kernel, problem))
     return shared_memory(kernel, problem, tile) <= problem.device.shared_memory
 

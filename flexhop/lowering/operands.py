@@ -155,7 +155,7 @@ def block_inputs(
 def benchmark_inputs(
     inputs: Sequence[Any], first_list: int
 ) -> dict[int, Callable[[Any], torch.Tensor]]:
-    """Contents of the block lists while tiles are timed: every block listed as partial, none as full.
+    """Contents of the block lists while tiles are timed: every block partial, none full.
 
     Random contents would read outside the tensors.
     """

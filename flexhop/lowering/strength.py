@@ -1,7 +1,9 @@
 """Cheaper arithmetic on positions.
 
-`slope * (kv_idx - q_idx)` subtracts integers for every score and converts each difference to a float, and
-the conversion is as slow as an exponential. Converting the two positions first gives the same value (both
+`slope * (kv_idx - q_idx)` subtracts integers for every score and converts each difference to a
+float, and
+the conversion is as slow as an exponential. Converting the two positions first gives the same
+value (both
 are below 2**24, the integers that fp32 holds exactly) with one conversion per row and column.
 """
 
@@ -17,7 +19,7 @@ _DIFFERENCES = (aten.sub.Tensor, aten.add.Tensor)
 
 
 def float_positions(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a mod's graph in which differences of positions that become floats are subtracted as floats."""
+    """A copy of a mod's graph that subtracts positions as floats where floats are wanted."""
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = result.graph_copy(graph.graph, values)

@@ -11,7 +11,8 @@ from flexhop.options import Tile
 Kernel = Literal["forward", "grad_query", "grad_key_value", "grad_key", "grad_value"]
 
 # Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90). Measured on an H200, bf16
-# (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a multiprocessor.
+# (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a
+# multiprocessor.
 _HOPPER: dict[Kernel, dict[int, Tile]] = {
     "forward": {
         64: Tile(64, 128, 4, 2),
@@ -129,7 +130,7 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
 
 
 def _lookup(table: dict[Kernel, dict[int, Tile]], kernel: Kernel, width: int) -> Tile:
-    """Kernels that write one of two gradients have the tiles of the one that writes both, or their own."""
+    """A kernel that writes one of two gradients has its own tiles, or those of both."""
     return table.get(kernel, table["grad_key_value"])[width]
 
 
@@ -139,7 +140,7 @@ def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:
 
 
 def smaller_tiles(tile: Tile) -> Iterator[Tile]:
-    """A ladder down from `tile` to the smallest there is: fewer stages first, then the longer side."""
+    """A ladder down from `tile` to the smallest: fewer stages first, then the longer side."""
     yield tile
     while (tile.block_m, tile.block_n, tile.num_stages) != (16, 16, 1):
         if tile.num_stages > 1:

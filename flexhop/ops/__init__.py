@@ -1,0 +1,1 @@
+"""The operators: what attention is, and how a graph carries it."""

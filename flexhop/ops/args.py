@@ -1,6 +1,7 @@
 """The operands of both operators, named once.
 
-On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional operands in
+On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional
+operands in
 the order of the fields below. Every container among them is homogeneous, because export refuses to
 serialise a tuple that mixes tensors and callables. Everywhere else the fields are used by name.
 """
@@ -51,7 +52,8 @@ class BackwardArgs(NamedTuple):
     """Operands of `flexhop_attention_backward`.
 
     joint(score, b, h, q_idx, kv_idx, grad_score, *score_captures) returns the gradient of the
-    unmodified score, then one value per scatter site, then the indices of every site. `sites` holds
+    unmodified score, then one value per scatter site, then the indices of every site. `sites`
+    holds
     one (capture position, number of indices) pair per site, flattened.
     """
 

@@ -26,7 +26,7 @@ def dense_strides(sizes: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def empty_ordered(sizes: Sequence[int], like: Tensor) -> Tensor:
-    """Uninitialised dense tensor of `sizes`, in the dtype, device and dimension order of `like`."""
+    """Uninitialised dense tensor of `sizes` in the dtype, device and order of `like`."""
     return like.new_empty_strided(tuple(sizes), dense_strides(sizes, like.stride()))
 
 
