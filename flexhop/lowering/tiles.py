@@ -42,6 +42,12 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
     "grad_query": {64: Tile(128, 64, 8, 3)},
     "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
 }
+# Blackwell (sm_100): accumulators pass through registers on their way to the softmax. Chosen to fit
+# without spills; not measured.
+_BLACKWELL: dict[Kernel, dict[int, Tile]] = {
+    "forward": {128: Tile(128, 64, 8, 3)},
+    "grad_query": {128: Tile(64, 64, 8, 2)},
+}
 # Tables read per score: their loads compete with the operands' for time, so more programs help.
 _HOPPER_PER_ELEMENT: dict[Kernel, dict[int, Tile]] = {
     "forward": {128: Tile(128, 32, 4, 3)},
@@ -121,6 +127,8 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_FLOAT32, kernel, width)
     if problem.device.capability[0] not in (9, 10):
         return _lookup(_AMPERE, kernel, width)
+    if problem.device.capability[0] == 10 and width in _BLACKWELL.get(kernel, {}):
+        return _BLACKWELL[kernel][width]
     if problem.reads_per_element and width in _HOPPER_PER_ELEMENT.get(kernel, {}):
         return _HOPPER_PER_ELEMENT[kernel][width]
     dense = problem.blocks is None and not problem.has_score_mod
