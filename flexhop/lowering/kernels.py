@@ -258,7 +258,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
 
 _KEY_VALUE = ("grad_key_value", "grad_key", "grad_value")
 # Barriers, reductions across warps and the statistics of rows.
-_SLACK = 4096
+_SLACK = 8192
 # Blackwell's fifth-generation products stage their accumulators through shared memory as well.
 _SLACK_BLACKWELL = 12288
 

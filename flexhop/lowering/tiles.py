@@ -42,8 +42,8 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
     "grad_query": {64: Tile(128, 64, 8, 3)},
     "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
 }
-# Blackwell (sm_100): accumulators pass through registers on their way to the softmax. Chosen to fit
-# without spills; not measured.
+# Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
+# Chosen to fit without spills; not measured.
 _BLACKWELL: dict[Kernel, dict[int, Tile]] = {
     "forward": {128: Tile(128, 64, 8, 3)},
     "grad_query": {128: Tile(64, 64, 8, 2)},

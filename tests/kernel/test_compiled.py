@@ -120,7 +120,7 @@ def test_the_architectures_own_matrix_products_are_used(pool, architecture, prod
 # The widest heads where memory is smallest, where an operand stays in shared memory (90, 100), and
 # unequal widths. tests/unit/lowering/test_tiles.py holds the estimate against every combination.
 TIGHT = [
-    # fp32 with 512 columns has no tile in 99 KB: such calls are computed in chunks (test_tiles.py).
+    # fp32 with 512 columns has no tile in 99 KB: such calls are computed in chunks.
     *((architecture, (512, 512), torch.float32, 128) for architecture in (80, 90, 100)),
     *((architecture, (256, 256), torch.float32, 128) for architecture in (86, 120)),
     *((architecture, (512, 512), torch.bfloat16, 256) for architecture in (80, 86, 90, 100, 120)),
