@@ -243,7 +243,10 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     """
     qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
     item, both = problem.itemsize, qk + v
-    slack = _SLACK if problem.device.capability[0] < 10 else _SLACK_BLACKWELL
+    slack = _SLACK
+    if problem.device.capability[0] == 10:
+        # Operands of unequal width do not share a staging buffer there (seen in cubins).
+        slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
     scores = tile.block_m * tile.block_n * item
     rows, columns = tile.block_m, tile.block_n
     if kernel == "forward":
