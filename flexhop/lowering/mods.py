@@ -31,9 +31,8 @@ class ModFacts(NamedTuple):
 
     has_score_mod: bool  # whether they do anything
     has_mask_mod: bool
-    reads_per_element: (
-        bool  # does score_mod read captures at indices that depend on both positions?
-    )
+    # Whether score_mod reads captures at indices that depend on both positions.
+    reads_per_element: bool
 
 
 class ModBuffers(NamedTuple):
@@ -98,6 +97,11 @@ def _output(graph: fx.GraphModule) -> Any:
     result = graph.graph.output_node().args[0]
     if isinstance(result, (tuple, list)):
         (result,) = result
+    return _value_of(result)
+
+
+def _value_of(result: Any) -> Any:
+    """The node that computes what `result` hands on."""
     while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
         result = result.args[0]
     return result
@@ -111,9 +115,7 @@ def is_identity(graph: fx.GraphModule) -> bool:
 def is_additive(joint: Any) -> bool:
     """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
     graph = inductor.graph_module(joint).graph
-    result = graph.output_node().args[0][0]
-    while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
-        result = result.args[0]
+    result = _value_of(graph.output_node().args[0][0])
     return result is graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 
 

@@ -127,13 +127,14 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_FLOAT32, kernel, width)
     if problem.device.capability[0] not in (9, 10):
         return _lookup(_AMPERE, kernel, width)
-    if problem.device.capability[0] == 10 and width in _BLACKWELL.get(kernel, {}):
-        return _BLACKWELL[kernel][width]
-    if problem.reads_per_element and width in _HOPPER_PER_ELEMENT.get(kernel, {}):
-        return _HOPPER_PER_ELEMENT[kernel][width]
-    dense = problem.blocks is None and not problem.has_score_mod
-    if dense and width in _HOPPER_DENSE.get(kernel, {}):
-        return _HOPPER_DENSE[kernel][width]
+    exceptions = (
+        (_BLACKWELL, problem.device.capability[0] == 10),
+        (_HOPPER_PER_ELEMENT, problem.reads_per_element),
+        (_HOPPER_DENSE, problem.blocks is None and not problem.has_score_mod),
+    )
+    for table, applies in exceptions:
+        if applies and width in table.get(kernel, {}):
+            return table[kernel][width]
     return _lookup(_HOPPER, kernel, width)
 
 
