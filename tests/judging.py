@@ -14,8 +14,10 @@ import flexhop
 from flexhop.errors import EagerWarning
 from tests.budgets import (
     Budget,
+    Dense,
     assert_within_budget,
     dense_attention,
+    dense_backward,
     evaluate_mask_mod,
 )
 from tests.case_inputs import (
@@ -72,12 +74,20 @@ def reference_outcome(case: Case, inputs: Inputs) -> Outcome:
     scores = torch.empty(*shape.query[:3], shape.kv_len, device=copies.query.device)
     scale = 1 / math.sqrt(shape.head_dim) if case.scale is None else case.scale
     score_mod = case.score(copies.captures) if case.score is not None else None
-    out, lse, largest, seen = dense_attention(
+    dense = dense_attention(
         copies.query, copies.key, copies.value, score_mod, _visible(case, copies, scores), scale
     )
-    result = (out, flexhop.AuxOutput(lse, largest))
-    make_loss(case, copies)(result).backward()
-    return dataclasses.replace(Outcome.of(case, result, copies), seen=seen)
+    dense_backward(dense, *_loss_gradients(case, copies, dense))
+    result = (dense.out, flexhop.AuxOutput(dense.lse, dense.largest))
+    return dataclasses.replace(Outcome.of(case, result, copies), seen=dense.seen)
+
+
+def _loss_gradients(case: Case, inputs: Inputs, dense: Dense) -> tuple[Tensor, Tensor | None]:
+    """What make_loss hands back to out and lse."""
+    out, lse = (t.detach().requires_grad_() for t in (dense.out, dense.lse))
+    make_loss(case, inputs)((out, flexhop.AuxOutput(lse, None))).backward()
+    assert out.grad is not None
+    return out.grad, lse.grad
 
 
 def _visible(case: Case, inputs: Inputs, scores: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -16,7 +17,6 @@ from flexhop.lowering.tiles import Kernel, search_tiles, smaller_tiles, table_ti
 from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)
-LN_2 = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ForwardConstants(SharedConstants):
     PRESCALE_QK: bool
     ROWS_GUARANTEED_SAFE: bool
     RETURN_MAX: bool
-    LN_2: float = LN_2
+    LN_2: float  # as EXP_SCALE implies it, which is fp32 in the kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,12 +94,14 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
     shared = _shared(problem, options, tile)
     if prescale:
         shared |= {"SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
+    inside = shared["SCALE_SCORES"] or prescale  # is the scale part of the score?
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=_heads_per_section(problem),
         PRESCALE_QK=prescale,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
+        LN_2=(1.0 if inside else problem.scale) / ctypes.c_float(shared["EXP_SCALE"]).value,
     )
 
 
