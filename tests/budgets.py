@@ -27,7 +27,8 @@ class Budget:
     tensors. row: largest error of a row against the reference's in this row and on average.
     floor: relative error that is always granted, because a reference can be exact by luck.
     absolute: granted where gold is 0 by cancellation. eps: the rounding of the result itself,
-    granted to single elements.
+    granted to single elements. truncates: whether the reference's products drop the bits of
+    their operands that TF32 does not have, as tensor cores do.
     """
 
     mean: float
@@ -36,6 +37,7 @@ class Budget:
     eps: float
     rms: float = 1.35
     absolute: float = 1e-6
+    truncates: bool = False
 
 
 BUDGETS = {
@@ -44,8 +46,7 @@ BUDGETS = {
     torch.float32: Budget(2.0, 32.0, 1e-6, 4 * torch.finfo(torch.float32).eps),
     torch.float64: Budget(2.0, 32.0, 1e-14, 8 * torch.finfo(torch.float64).eps),
 }
-# fp32 operands rounded to TF32 (10 bits) before every product.
-TF32 = Budget(10.0, 40.0, 1e-4, 2.0**-11)
+TF32 = dataclasses.replace(BUDGETS[torch.float32], eps=2.0**-10, truncates=True)
 
 
 def assert_within_budget(
@@ -129,11 +130,32 @@ def _assert_rows(error: Tensor, allowed: Tensor, size: Tensor, budget: Budget, n
     )
 
 
+class Truncated(torch.autograd.Function):
+    """A product of fp32 matrices whose operands keep the 10 bits of TF32."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        left, right = _truncate(left), _truncate(right)
+        ctx.save_for_backward(left, right)
+        return left @ right
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = ctx.saved_tensors
+        grad = _truncate(grad)
+        return grad @ right.mT, left.mT @ grad
+
+
+def _truncate(values: Tensor) -> Tensor:
+    return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
 class Dense(NamedTuple):
     """Every score of a call at once, and what follows from them.
 
-    key, value: repeated for every batch and query head. scores: modified, -inf where hidden, with the graph
-    that leads to query, key and captures. out [B, Hq, M, Dv]; lse, largest [B, Hq, M].
+    key, value: repeated for every batch and query head. scores: modified, -inf where hidden, with
+    the graph that leads to query, key and captures. out [B, Hq, M, Dv]; lse, largest [B, Hq, M].
+    product: how matrices are multiplied.
     """
 
     key: Tensor
@@ -142,6 +164,7 @@ class Dense(NamedTuple):
     out: Tensor
     lse: Tensor
     largest: Tensor
+    product: Callable[[Tensor, Tensor], Tensor]
 
     @property
     def seen(self) -> Tensor:
@@ -156,6 +179,8 @@ def dense_attention(
     score_mod: Callable[..., Tensor] | None,
     visible: Tensor,
     scale: float,
+    *,
+    truncates: bool = False,
 ) -> Dense:
     """Attention as the field writes it: every score at once, in the dtype of query.
 
@@ -166,14 +191,16 @@ def dense_attention(
         score_mod: as for flex_attention.
         visible: which keys a query sees, bool, broadcasts to [B, Hq, M, N].
         scale: multiplies the products before score_mod.
+        truncates: see Budget.
     """
+    product = Truncated.apply if truncates else torch.matmul
     group = query.size(1) // key.size(1)
     batch = query.size(0)
     key, value = (
         t.expand(batch, -1, -1, -1).repeat_interleave(group, dim=1) for t in (key, value)
     )
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    scores = product(query, key.transpose(-1, -2)).to(wide) * scale
     if score_mod is not None:
         scores = evaluate_score_mod(score_mod, scores)
     scores = torch.where(visible, scores.to(wide), -INF)
@@ -184,9 +211,9 @@ def dense_attention(
         weights = torch.exp(scores - shift[..., None])
         total = weights.sum(-1)
         safe = torch.where(seen, total, 1.0)
-        out = (weights / safe[..., None]).to(query.dtype) @ value
+        out = product((weights / safe[..., None]).to(query.dtype), value)
         lse = torch.where(seen, shift + torch.log(safe), -INF)
-    return Dense(key, value, scores, out, lse, largest)
+    return Dense(key, value, scores, out, lse, largest, product)
 
 
 def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> None:
@@ -201,9 +228,9 @@ def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> N
     delta = (dense.out.to(wide) * grad_out.to(wide)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse[..., None]
-    grad_weights = (grad_out @ dense.value.detach().transpose(-1, -2)).to(wide)
+    grad_weights = dense.product(grad_out, dense.value.detach().transpose(-1, -2)).to(wide)
     grad_scores = weights * (grad_weights - delta)
-    grad_value = weights.to(dtype).transpose(-1, -2) @ grad_out
+    grad_value = dense.product(weights.to(dtype).transpose(-1, -2), grad_out)
     torch.autograd.backward((dense.scores, dense.value), (grad_scores, grad_value))
 
 

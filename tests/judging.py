@@ -67,7 +67,7 @@ def gold_outcome(case: Case, inputs: Inputs) -> Outcome:
     return run(case, copy_inputs(case, inputs, torch.float64))
 
 
-def reference_outcome(case: Case, inputs: Inputs) -> Outcome:
+def reference_outcome(case: Case, inputs: Inputs, *, truncates: bool = False) -> Outcome:
     """Plain PyTorch in the dtype of the case."""
     copies = copy_inputs(case, inputs)
     shape = case.shape
@@ -75,8 +75,9 @@ def reference_outcome(case: Case, inputs: Inputs) -> Outcome:
     scale = 1 / math.sqrt(shape.head_dim) if case.scale is None else case.scale
     score_mod = case.score(copies.captures) if case.score is not None else None
     dense = dense_attention(
-        copies.query, copies.key, copies.value, score_mod, _visible(case, copies, scores), scale
-    )
+        copies.query, copies.key, copies.value, score_mod, _visible(case, copies, scores), scale,
+        truncates=truncates,
+    )  # fmt: skip
     dense_backward(dense, *_loss_gradients(case, copies, dense))
     result = (dense.out, flexhop.AuxOutput(dense.lse, dense.largest))
     return dataclasses.replace(Outcome.of(case, result, copies), seen=dense.seen)
@@ -120,7 +121,8 @@ def assert_case(
     case: Case, inputs: Inputs, outcome: Outcome, *, budget: Budget | None = None
 ) -> tuple[Outcome, Outcome]:
     """Judge every tensor of a run of `case`; returns gold and reference."""
-    gold, reference = gold_outcome(case, inputs), reference_outcome(case, inputs)
+    gold = gold_outcome(case, inputs)
+    reference = reference_outcome(case, inputs, truncates=budget is not None and budget.truncates)
     unseen = _unseen(case, reference)
     for name, actual in outcome.tensors.items():
         leaf = name.removeprefix("grad_")

@@ -64,12 +64,13 @@ _INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 class ScatterSite(NamedTuple):
     """How one site's gradient is added to its buffer, as the template kernel needs it."""
 
-    buffer: str  # name of the zero-filled fp32 buffer
+    buffer: str  # name of the zero-filled buffer
     strides: tuple[Expr, ...]
     value: int  # number of the subgraph that computes the gradient per element
     indices: tuple[int, ...]  # numbers of the subgraphs that compute the indices
     uses_q_idx: bool  # whether any index depends on the query (the key) position
     uses_kv_idx: bool
+    dtype: str  # of the buffer, as Triton writes it
     is_large: bool  # whether offsets can exceed int32
 
 
@@ -127,7 +128,7 @@ class TemplateKernel(TritonTemplateKernel):
         zeros = f"tl.zeros_like({shape}).to(tl.int32)"
         pointer = self.args.input(site.buffer)
         lines.append(
-            f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}, "
+            f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), "
             f"mask={mask}, sem='relaxed')"
         )
         return "\n".join(lines)

@@ -17,6 +17,7 @@ from flexhop.lowering.operands import block_inputs, read_problem, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
 aten = torch.ops.aten
+_MANY_READS = 64  # scores per entry of a captured tensor
 
 
 def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
@@ -98,6 +99,8 @@ def _scatter_sites(
     args: BackwardArgs,
 ) -> tuple[dict[int, Any], list[inductor.ScatterSite]]:
     """Zero-filled buffers for captured gradients by capture, and what the kernel adds to them."""
+    batch, heads, length, _ = args.query.get_size()
+    scores = batch * heads * length * args.key.get_size()[2]
     sites = unpack_sites(args.sites)
     if sites and args.options.get("deterministic"):
         raise DeterminismError(
@@ -107,10 +110,18 @@ def _scatter_sites(
     for site in sites:
         if site.capture not in buffers:
             like = args.score_captures[site.capture]
-            buffers[site.capture] = inductor.zeros(
-                like.get_size(), torch.float32, like.get_device()
-            )
+            dtype = _sum_dtype(inductor.hint(scores), inductor.hint(like.get_numel()))
+            buffers[site.capture] = inductor.zeros(like.get_size(), dtype, like.get_device())
     return buffers, [_scatter_site(args, site, buffers[site.capture]) for site in sites]
+
+
+def _sum_dtype(scores: int, entries: int) -> torch.dtype:
+    """What the gradient of a captured tensor with that many entries is summed in.
+
+    Where many scores read one entry, rounding after each addition would cost fp32 its last
+    digits. Such a tensor is small beside the scores, so that fp64 costs no memory to speak of.
+    """
+    return torch.float64 if scores >= _MANY_READS * entries else torch.float32
 
 
 def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.ScatterSite:
@@ -123,6 +134,7 @@ def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.Scatt
         indices=tuple(2 + i for i in site.indices),
         uses_q_idx=uses_q_idx,
         uses_kv_idx=uses_kv_idx,
+        dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
         is_large=not inductor.fits_int32(buffer.get_numel()),
     )
 

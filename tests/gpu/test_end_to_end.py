@@ -112,7 +112,6 @@ def test_tf32(name):
     case = BY_NAME[name].on_gpu()
     inputs = make_inputs(case, "cuda")
     ours = compiled_run(case, inputs)
-    # The plain computation rounds its products to TF32 as well; fp64 is not affected.
     assert_case(case, inputs, ours, budget=TF32)
 
 

@@ -233,7 +233,7 @@ def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_
     index_0_0 = tmp17
 
     grad_0 = tl.where(keep, grad_0, 0.0)
-    tl.atomic_add(in_ptr11 + (0 + index_0_0 * 1 + tl.zeros_like(keep).to(tl.int32)), grad_0, mask=keep, sem='relaxed')
+    tl.atomic_add(in_ptr11 + (0 + index_0_0 * 1 + tl.zeros_like(keep).to(tl.int32)), grad_0.to(tl.float64), mask=keep, sem='relaxed')
 """,
         )
 
@@ -254,6 +254,6 @@ def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_
 
     grad_0 = tl.where(keep, grad_0, 0.0)
     grad_0 = tl.sum(grad_0, 1, keep_dims=True)
-    tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0, mask=None, sem='relaxed')
+    tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0.to(tl.float64), mask=None, sem='relaxed')
 """,
         )

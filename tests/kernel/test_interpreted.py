@@ -29,7 +29,7 @@ def interpreted(case: Case, inputs: Inputs, **generation) -> Outcome:
 
 
 def budget_of(case: Case) -> Budget | None:
-    """TF32 where a case asks for it; the interpreter multiplies exactly, the GPU does not."""
+    """TF32 where a case asks for it, though the interpreter multiplies exactly."""
     asked = case.options is not None and case.options.float32_precision == "tf32"
     return TF32 if asked else None
 
