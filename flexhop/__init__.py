@@ -12,6 +12,7 @@ from flexhop.mask_creation import create_block_mask, create_mask
 from flexhop.mods import and_masks, noop_mask, or_masks
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.plugin import install
+from flexhop.varlen import varlen_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "mods",
     "noop_mask",
     "or_masks",
+    "varlen_attention",
 ]
 
 install()

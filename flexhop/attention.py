@@ -14,7 +14,7 @@ from flexhop.block_mask import BlockMask
 from flexhop.block_selection import sliced_mask_mod
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call, MaskFacts
+from flexhop.ops.call import Call, MaskFacts, Mistake
 from flexhop.ops.dispatch import run_operator
 from flexhop.options import FlexKernelOptions, KernelOptions
 
@@ -143,15 +143,37 @@ def flex_attention(
     """
     if return_lse and return_aux is None and not torch.compiler.is_dynamo_compiling():
         warnings.warn(errors.ReturnLseDeprecationWarning(), stacklevel=2)
-    wants_max = return_aux is not None and return_aux.max_scores
+    return attend(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | Any | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: Options,
+    return_aux: AuxRequest | None,
+    mistake: Mistake | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """What every front door does; `mistake` is what the door found wrong."""
     # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
     # exception raised in this traced code would reach the user as an error of the compiler.
+    wants_max = return_aux is not None and return_aux.max_scores
     is_mask = block_mask is None or hasattr(block_mask, "kv_num_blocks")
     wrong_mask = None if is_mask else type(block_mask).__name__
     blocks, mask_mod, facts = _mask_operands(block_mask if is_mask else None)
     score_mod = noop_score if score_mod is None else score_mod
     two_requests = return_lse and return_aux is not None
-    call = Call(scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests)
+    call = Call(
+        scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake
+    )
     out, lse, max_scores = run_operator(
         AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}), call
     )

@@ -221,6 +221,12 @@ class BlockMaskFieldError(FlexhopError, ValueError, AssertionError):
     message = "BlockMask field {field}: {reason}."
 
 
+class SequenceOffsetsError(FlexhopError, ValueError, RuntimeError):
+    """Offsets that do not cut packed tokens into sequences."""
+
+    message = "{argument} {found}, but {expected}."
+
+
 class ModNotCallableError(FlexhopError, TypeError, RuntimeError):
     """Something that cannot be called, where a mod belongs."""
 

@@ -34,6 +34,13 @@ class MaskFacts(NamedTuple):
     is_sliced: bool = False  # whether its mask_mod was lost by slicing
 
 
+class Mistake(NamedTuple):
+    """An error to raise: the name of its class, and its facts as pairs."""
+
+    error: str
+    facts: tuple[tuple[str, Any], ...]
+
+
 class Call(NamedTuple):
     """The choices of one call of flex_attention that are no tensors, checked by `prepare`."""
 
@@ -44,6 +51,7 @@ class Call(NamedTuple):
     mask: MaskFacts | None
     wrong_mask: str | None = None  # type of a block_mask that is none
     has_two_requests: bool = False  # return_lse and return_aux at once
+    mistake: Mistake | None = None  # that another front door found
 
 
 def prepare(
@@ -75,6 +83,9 @@ def prepare(
 
 
 def _check_requests(call: Call) -> None:
+    if call.mistake is not None:
+        error, facts = call.mistake
+        raise getattr(errors, error)(**dict(facts))
     if call.has_two_requests:
         raise errors.AuxConflictError()
     if call.wrong_mask is not None:

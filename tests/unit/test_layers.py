@@ -24,6 +24,8 @@ LAW: dict[str, set[str]] = {
     "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
     | {"tanh"},
     "attention": {"ops", "block_mask", "mods", "options", "errors"},
+    "row_tables": {"mods"},
+    "varlen": {"attention", "block_mask", "row_tables", "mods", "ops"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -43,7 +45,7 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline"},
+    | {"explain", "offline", "varlen"},
 }
 
 

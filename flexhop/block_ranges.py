@@ -1,0 +1,129 @@
+"""Block lists where each query sees one range of keys: no element of the mask is looked at.
+
+Packed sequences, causal or with a window, are such masks. Both ends of the range never decrease
+from a query to the next, so the blocks that a row or a column visits are a range as well, and the
+full ones among them a range inside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.block_lists import block_count
+
+
+class RangeLists(NamedTuple):
+    """The block lists of one side, as BlockMask has them; without the axes of batch and head."""
+
+    num_blocks: Tensor  # [R] int32
+    indices: Tensor  # [R, W] int32
+    full_num_blocks: Tensor
+    full_indices: Tensor
+
+
+class _Ranges(NamedTuple):
+    """Blocks start..stop of each row, of which full_start.. and full_count more are full."""
+
+    start: Tensor
+    stop: Tensor
+    full_start: Tensor
+    full_count: Tensor
+
+
+def list_ranges(
+    seen: tuple[Tensor, Tensor],
+    key_length: int,
+    block_size: tuple[int, int],
+    *,
+    has_full: bool,
+    widths: tuple[int | None, int | None] = (None, None),
+) -> tuple[RangeLists, RangeLists]:
+    """The blocks of a mask whose query i sees the keys first[i] .. end[i] - 1; seen = first, end.
+
+    O(M / block + R · W) work and memory. Nothing waits for the device.
+
+    Args:
+        seen: two of [M] integers, never decreasing; query i sees nothing where both are equal.
+        key_length: N.
+        block_size: queries and keys of a block.
+        has_full: whether a block that lies in all of its queries' ranges is listed as full.
+        widths: the most blocks that a row and a column visit, if the caller knows; else C and R.
+
+    Returns:
+        key blocks of each row of blocks, and query blocks of each column.
+    """
+    first, end = seen
+    rows, columns = (
+        block_count(first.size(0), block_size[0]),
+        block_count(key_length, block_size[1]),
+    )
+    by_row = _row_ranges(first, end, columns, block_size, has_full=has_full)
+    by_column = _transpose(by_row, columns, first.size(0) // block_size[0])
+    width, height = widths
+    return (
+        _list(by_row, columns if width is None else min(width, columns)),
+        _list(by_column, rows if height is None else min(height, rows)),
+    )
+
+
+def _row_ranges(
+    first: Tensor, end: Tensor, columns: int, block_size: tuple[int, int], *, has_full: bool
+) -> _Ranges:
+    q_size, kv_size = block_size
+    queries = first.size(0)
+    rows = torch.arange(block_count(queries, q_size), device=first.device)
+    # The ends never decrease: the first and the last query of a block say all about it.
+    top, bottom = rows * q_size, ((rows + 1) * q_size).clamp(max=queries) - 1
+    start, stop = _floor(first[top], kv_size), _ceil(end[bottom], kv_size)
+    full_start, full_stop = _ceil(first[bottom], kv_size), _floor(end[top], kv_size)
+    count = (full_stop - full_start).clamp(min=0)
+    if not has_full:
+        count = torch.zeros_like(count)
+    # A row of blocks that overhangs the queries has no full blocks.
+    count = torch.where(rows < queries // q_size, count, 0)
+    return _nested(_Ranges(start, stop, full_start, count), columns)
+
+
+def _transpose(ranges: _Ranges, columns: int, whole_rows: int) -> _Ranges:
+    """The rows that visit each column; the same by symmetry, since no end decreases."""
+    column = torch.arange(columns, device=ranges.start.device)
+    stop = torch.searchsorted(ranges.start, column, right=True)
+    start = torch.searchsorted(ranges.stop, column, right=True)
+    full_start = ranges.full_start[:whole_rows].contiguous()
+    full_stop = (full_start + ranges.full_count[:whole_rows]).contiguous()
+    lowest = torch.searchsorted(full_stop, column, right=True)
+    highest = torch.searchsorted(full_start, column, right=True)
+    rows = ranges.start.size(0)
+    return _nested(_Ranges(start, stop, lowest, (highest - lowest).clamp(min=0)), rows)
+
+
+def _nested(ranges: _Ranges, limit: int) -> _Ranges:
+    """The full blocks among the visited ones, these among those that exist.
+
+    True already, unless the ends decrease; then results are wrong, but nothing outside is read.
+    """
+    start = ranges.start.clamp(0, limit)
+    stop = torch.maximum(ranges.stop.clamp(0, limit), start)
+    full_start = torch.minimum(torch.maximum(ranges.full_start, start), stop)
+    return _Ranges(start, stop, full_start, torch.minimum(ranges.full_count, stop - full_start))
+
+
+def _list(ranges: _Ranges, width: int) -> RangeLists:
+    start, stop, full_start, full_count = (t[:, None] for t in ranges)
+    position = torch.arange(width, device=start.device)
+    count = stop - start - full_count
+    behind = (full_count > 0) & (position >= full_start - start)
+    indices = start + position + torch.where(behind, full_count, 0)
+    lists = (count[:, 0], indices, full_count[:, 0], full_start + position)
+    return RangeLists(*(t.to(torch.int32).contiguous() for t in lists))
+
+
+def _floor(value: Tensor, block: int) -> Tensor:
+    return torch.div(value, block, rounding_mode="floor")
+
+
+def _ceil(value: Tensor, block: int) -> Tensor:
+    return _floor(value + block - 1, block)

@@ -1,0 +1,119 @@
+"""Packed sequences as tables over the query tokens: what each one sees, and its own position.
+
+Sequence s has the query tokens offsets_q[s] .. offsets_q[s + 1] - 1 and the key tokens
+offsets_k[s] .. offsets_k[s + 1] - 1 of the packed tensors. A query sees one range of keys, so that
+a kernel needs two numbers per query to mask, and none per key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.mods import MaskMod, ScoreMod, and_masks
+
+
+class Window(NamedTuple):
+    """How far a query sees around the key that is aligned with it; None is to the end.
+
+    left, right: keys before and behind it. bottom_right: whether the last query is aligned with
+    the last key of its sequence; else the first with the first.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = True
+
+
+class RowTables(NamedTuple):
+    """[M] int32 each, by query token of the packed tensor."""
+
+    sequence: Tensor
+    position: Tensor  # in its sequence
+    key_start: Tensor  # where the keys of its sequence begin
+    last_key: Tensor  # the last position of a key in its sequence, 0 if there is none
+    first: Tensor  # the keys that it sees, first .. end - 1, in the packed tensor
+    end: Tensor
+
+
+def tabulate_rows(
+    offsets_q: Tensor, offsets_k: Tensor, queries: int, window: Window, used_k: Tensor | None
+) -> RowTables:
+    """Tables for `queries` tokens; tokens behind the last sequence see nothing.
+
+    Args:
+        offsets_q, offsets_k: [S + 1] int32, from 0, never decreasing.
+        queries: M.
+        window: which keys of its sequence a query sees.
+        used_k: [S], how many of a sequence's keys count, or None for all.
+    """
+    token = torch.arange(queries, device=offsets_q.device, dtype=torch.int32)
+    last = offsets_q.size(0) - 2
+    sequence = (torch.searchsorted(offsets_q, token, right=True, out_int32=True) - 1).clamp(
+        0, last
+    )
+    lengths_q, lengths_k = offsets_q.diff(), offsets_k.diff()
+    if used_k is not None:
+        lengths_k = torch.minimum(lengths_k, used_k.to(lengths_k.dtype))
+    position = token - offsets_q[sequence]
+    key_start, length_k = offsets_k[sequence], lengths_k[sequence]
+    aligned = position
+    if window.bottom_right:
+        aligned = position + length_k - lengths_q[sequence]
+    exists = position < lengths_q[sequence]
+    seen_from = _limit(aligned, window.left, -1, length_k, torch.zeros_like(position))
+    seen_to = _limit(aligned + 1, window.right, 1, length_k, length_k)
+    tables = (
+        sequence, position, key_start, (length_k - 1).clamp(min=0),
+        key_start + torch.where(exists, seen_from, length_k),
+        key_start + torch.where(exists, seen_to, length_k),
+    )  # fmt: skip
+    return RowTables(*(table.to(torch.int32) for table in tables))
+
+
+def _limit(
+    aligned: Tensor, reach: int | None, sign: int, length: Tensor, without: Tensor
+) -> Tensor:
+    if reach is None:
+        return without
+    return torch.minimum((aligned + sign * reach).clamp(min=0), length)
+
+
+def range_mask(tables: RowTables) -> MaskMod:
+    """A mask_mod of the packed tensors that keeps the range of each query."""
+    first, end = tables.first, tables.end
+
+    def packed_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx >= first[q_idx]) & (kv_idx < end[q_idx])
+
+    return packed_mask
+
+
+def local_mask_mod(mask_mod: MaskMod, tables: RowTables) -> MaskMod:
+    """A mask_mod of the packed tensors: the ranges, and within them mask_mod in local indices."""
+    sequence, position = tables.sequence, tables.position
+    start, last = tables.key_start, tables.last_key
+
+    def local_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        key = torch.minimum((kv_idx - start[q_idx]).clamp(min=0), last[q_idx])
+        return mask_mod(sequence[q_idx], h, position[q_idx], key)
+
+    return and_masks(range_mask(tables), local_mask)
+
+
+def local_score_mod(score_mod: ScoreMod, tables: RowTables) -> ScoreMod:
+    """A score_mod of the packed tensors that calls score_mod with local indices.
+
+    Keys of other sequences have a position as well, though their scores count for nothing: a
+    table that score_mod reads has no entry beyond its sequence.
+    """
+    sequence, position = tables.sequence, tables.position
+    start, last = tables.key_start, tables.last_key
+
+    def local_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        key = torch.minimum((kv_idx - start[q_idx]).clamp(min=0), last[q_idx])
+        return score_mod(score, sequence[q_idx], h, position[q_idx], key)
+
+    return local_score

@@ -1,0 +1,234 @@
+"""The front door for packed sequences of different lengths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexhop.attention import AuxOutput, AuxRequest, Options, attend
+from flexhop.block_mask import BlockMask
+from flexhop.block_ranges import list_ranges
+from flexhop.mods import MaskMod, ScoreMod
+from flexhop.ops.call import Mistake
+from flexhop.row_tables import (
+    RowTables,
+    Window,
+    local_mask_mod,
+    local_score_mod,
+    range_mask,
+    tabulate_rows,
+)
+
+_BLOCK = 128
+
+
+class Packing(NamedTuple):
+    """How packed tokens are cut into sequences, and which keys of its sequence a query sees.
+
+    offsets_q, offsets_k: [S + 1], where each sequence begins, and the end of the last one.
+    used_k: [S] or None. longest_q, longest_k: at least the lengths of the longest sequences, or
+    None.
+    """
+
+    offsets_q: Tensor
+    offsets_k: Tensor
+    used_k: Tensor | None
+    longest_q: int | None
+    longest_k: int | None
+    window: Window
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    bottom_right: bool = True,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Options = None,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """Attention within each of many sequences of different lengths, packed without padding.
+
+    Sequence s has the query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1, and its own keys.
+    Mods see it alone: b is the number of the sequence, q_idx and kv_idx count from its first
+    token. Which blocks are visited follows from the offsets, is_causal and window_size on the
+    device, in time that grows with the number of tokens; mask_mod is applied inside of them.
+
+    Args:
+        query: [T, Hq, D], the tokens of all sequences one after the other.
+        key: [U, Hkv, D]; value: [U, Hkv, Dv].
+        cu_seqlens_q: [S + 1] int32 or int64 on query's device: 0, then where each sequence ends.
+            A sequence may be empty. Tokens behind the last sequence see nothing: their out is 0.
+        cu_seqlens_k: the same for the keys; cu_seqlens_q by default.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, as for flex_attention.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool: which of the keys left by the other arguments.
+        is_causal: a query sees no key behind the one that it is aligned with.
+        window_size: how many keys before and behind that one a query sees; None is all of them.
+        bottom_right: align the last query of a sequence with its last key, as for decoding behind
+            a cache; else the first with the first. The same for equal lengths.
+        seqused_k: [S], how many keys of each sequence count; all by default.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds, in tokens. Where keys are
+            cut like queries, the lists of blocks then grow with the tokens times this length,
+            instead of with the square of the tokens over that of a block (128).
+        scale, enable_gqa, kernel_options, return_aux: as for flex_attention.
+
+    Returns:
+        out [T, Hq, Dv]; with return_aux (out, AuxOutput) whose statistics are [T, Hq].
+
+    Raises:
+        SequenceOffsetsError: offsets of a wrong dtype, rank, device or number; without
+            torch.compile also offsets that do not start at 0, decrease or exceed the tokens,
+            which compiled code does not wait for the device to see.
+        FlexhopError: as for flex_attention.
+
+    Source: flash_attn.flash_attn_varlen_func (flash-attn 2.8), with mods.
+    """
+    offsets_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    left, right = window_size
+    right = 0 if is_causal else right
+    packing = Packing(
+        cu_seqlens_q, offsets_k, seqused_k, max_seqlen_q, max_seqlen_k,
+        Window(left, right, bottom_right),
+    )  # fmt: skip
+    mistake = _rank_mistake(query=query, key=key, value=value)
+    if mistake is None:
+        mistake = _find_mistake(query, key, packing)
+    block_mask = None
+    if mistake is None:
+        tables, block_mask = pack_mask(query.size(0), key.size(0), packing, mask_mod)
+        score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
+    operands = (_as_batch(query), _as_batch(key), _as_batch(value))
+    result = attend(
+        *operands, score_mod, block_mask, scale, enable_gqa, False, kernel_options, return_aux,
+        mistake,
+    )  # fmt: skip
+    if isinstance(result, Tensor):
+        return _as_tokens(result)
+    out, aux = cast(tuple[Tensor, AuxOutput], result)
+    return _as_tokens(out), AuxOutput(*(None if t is None else _as_tokens(t) for t in aux))
+
+
+def _as_batch(tokens: Tensor) -> Tensor:
+    """[T, H, D] as [1, H, T, D], without a copy; something else is left for the checks."""
+    return tokens.transpose(0, 1).unsqueeze(0) if tokens.dim() == 3 else tokens
+
+
+def _as_tokens(batch: Tensor) -> Tensor:
+    """[1, H, T, ...] as [T, H, ...]."""
+    return batch.squeeze(0).transpose(0, 1)
+
+
+def pack_mask(
+    queries: int, keys: int, packing: Packing, mask_mod: MaskMod | None
+) -> tuple[RowTables, BlockMask]:
+    """The tables and the block mask of packed sequences, made without looking at the mask.
+
+    Args:
+        queries: T, number of query tokens. keys: U.
+        packing: the sequences.
+        mask_mod: in local indices, or None.
+    """
+    tables = tabulate_rows(
+        packing.offsets_q, packing.offsets_k, queries, packing.window, packing.used_k
+    )
+    by_row, by_column = list_ranges(
+        (tables.first, tables.end), keys, (_BLOCK, _BLOCK),
+        has_full=mask_mod is None, widths=_widths(packing),
+    )  # fmt: skip
+    row, column = (tuple(t[None, None] for t in lists) for lists in (by_row, by_column))
+    keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
+    block_mask = BlockMask((queries, keys), *row, *column, (_BLOCK, _BLOCK), keep)
+    return tables, block_mask
+
+
+def _widths(packing: Packing) -> tuple[int | None, int | None]:
+    """The most blocks that a row and a column visit; known where both sides are cut alike."""
+    longest = packing.longest_k if packing.longest_q is None else packing.longest_q
+    if packing.offsets_q is not packing.offsets_k or longest is None:
+        return None, None
+    # The first and the last sequence of a block reach beyond it.
+    width = (2 * longest + _BLOCK) // _BLOCK + 2
+    return width, width
+
+
+def _rank_mistake(**tensors: Tensor) -> Mistake | None:
+    for argument, tensor in tensors.items():
+        if tensor.dim() != 3:
+            facts = (("argument", argument), ("rank", tensor.dim()), ("expected", 3))
+            return Mistake("RankError", facts)
+    return None
+
+
+def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | None:
+    """What is wrong with the offsets; noted, not raised, for the sake of Dynamo."""
+    named = {
+        "cu_seqlens_q": packing.offsets_q,
+        "cu_seqlens_k": packing.offsets_k,
+        "seqused_k": packing.used_k,
+    }
+    for argument, offsets in named.items():
+        if offsets is None:
+            continue
+        fault = _static_fault(offsets, query)
+        if fault is not None:
+            return _mistake(argument, *fault)
+    sequences = packing.offsets_q.size(0) - 1
+    if sequences < 1:
+        return _mistake("cu_seqlens_q", "has no sequence", "needs at least two entries, 0 and T")
+    if packing.offsets_k.size(0) != sequences + 1:
+        found = f"has {packing.offsets_k.size(0)} entries"
+        return _mistake("cu_seqlens_k", found, f"cu_seqlens_q has {sequences + 1}")
+    if packing.used_k is not None and packing.used_k.size(0) != sequences:
+        found = f"has {packing.used_k.size(0)} entries"
+        return _mistake("seqused_k", found, f"there are {sequences} sequences")
+    if torch.compiler.is_compiling():
+        return None
+    return _value_mistake(query.size(0), key.size(0), packing)
+
+
+def _static_fault(offsets: Any, query: Tensor) -> tuple[str, str] | None:
+    if offsets.dtype not in (torch.int32, torch.int64):
+        return f"is {offsets.dtype}", "must be int32 or int64"
+    if offsets.dim() != 1:
+        return f"has {offsets.dim()} dimensions", "must have 1"
+    if offsets.device != query.device:
+        return f"is on {offsets.device}", f"query is on {query.device}"
+    return None
+
+
+def _value_mistake(queries: int, keys: int, packing: Packing) -> Mistake | None:
+    """What needs the values; waits for the device."""
+    sides = {
+        "cu_seqlens_q": (packing.offsets_q, queries),
+        "cu_seqlens_k": (packing.offsets_k, keys),
+    }
+    for argument, (offsets, tokens) in sides.items():
+        values: list[int] = offsets.tolist()
+        if values[0] != 0:
+            return _mistake(argument, f"starts at {values[0]}", "must start at 0")
+        for place, (before, after) in enumerate(itertools.pairwise(values)):
+            if after < before:
+                found = f"decreases from {before} to {after} at entry {place + 1}"
+                return _mistake(argument, found, "a sequence cannot have a negative length")
+        if values[-1] > tokens:
+            return _mistake(argument, f"ends at {values[-1]}", f"there are {tokens} tokens")
+    return None
+
+
+def _mistake(argument: str, found: str, expected: str) -> Mistake:
+    facts = (("argument", argument), ("found", found), ("expected", expected))
+    return Mistake("SequenceOffsetsError", facts)

@@ -1,0 +1,117 @@
+"""Packed sequences: equal to a loop over sequences, eager and compiled; mistakes."""
+
+import pytest
+import torch
+
+import flexhop
+from flexhop import errors
+from flexhop.varlen import Packing, Window, pack_mask
+from tests.varlen_cases import (
+    CASES,
+    call_arguments,
+    gradients,
+    loop,
+    make_operands,
+    offsets,
+    packed_call,
+    used_keys,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+
+
+def assert_equals_the_loop(case, operands, call) -> None:
+    out, aux = call(*call_arguments(case, operands))
+    expected, expected_lse = loop(case, operands)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(aux.lse, expected_lse, rtol=0, atol=1e-12)
+    found, right = (gradients(case, operands, t) for t in (out, expected))
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_equals_a_loop_over_sequences(name):
+    case = CASES[name]
+    operands = make_operands(case, torch.float64)
+    assert_equals_the_loop(case, operands, packed_call(case, used_keys(case)))
+
+
+@pytest.mark.parametrize("name", ["cross_causal", "mods"])
+def test_compiled_equals_a_loop_over_sequences(name):
+    case = CASES[name]
+    operands = make_operands(case, torch.float64)
+    call = torch.compile(packed_call(case, used_keys(case)), fullgraph=True)
+    assert_equals_the_loop(case, operands, call)
+
+
+def test_new_lengths_need_no_new_graph():
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(module, _):
+        graphs.append(module)
+        return module.forward
+
+    call = torch.compile(packed_call(CASES["causal"]), fullgraph=True, dynamic=True, backend=count)
+    for lengths in ((140, 7, 190), (3, 200, 64), (300, 100, 28), (9, 500, 71, 30)):
+        total = sum(lengths)
+        tokens = [torch.randn(total, 2, 16) for _ in range(3)]
+        cut = offsets(lengths)
+        out, _ = call(*tokens, torch.zeros(4, 2), cut)
+        expected = flexhop.varlen_attention(*tokens, cut, is_causal=True)
+        torch.testing.assert_close(out, expected)
+    assert len(graphs) == 1
+
+
+def test_known_longest_sequences_shorten_the_lists():
+    lengths = (1, 2, 3, 1, 2) * 300
+    cut = offsets(lengths)
+    total = sum(lengths)
+    _, wide = pack_mask(total, total, Packing(cut, cut, None, None, None, Window()), None)
+    _, narrow = pack_mask(total, total, Packing(cut, cut, None, 3, 3, Window()), None)
+    assert narrow.kv_indices.shape[-1] == 3 and wide.kv_indices.shape[-1] > 10
+    assert torch.equal(narrow.to_dense(), wide.to_dense())
+
+
+def bad_calls():
+    good = offsets((10, 22))
+    return {
+        "dtype": ({"cu_seqlens_q": good.float()}, "float32"),
+        "rank": ({"cu_seqlens_q": good[None]}, "2 dimensions"),
+        "device": ({"cu_seqlens_q": good.to("meta")}, "meta"),
+        "empty": ({"cu_seqlens_q": good[:1]}, "no sequence"),
+        "count": ({"cu_seqlens_q": good, "cu_seqlens_k": offsets((10, 10, 12))}, "4 entries"),
+        "used": ({"cu_seqlens_q": good, "seqused_k": good}, "3 entries"),
+    }
+
+
+def bad_values():
+    return {
+        "start": (torch.tensor([1, 10, 32]), "starts at 1"),
+        "order": (torch.tensor([0, 20, 10, 32]), "decreases from 20 to 10 at entry 2"),
+        "total": (torch.tensor([0, 20, 33]), "there are 32 tokens"),
+    }
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+@pytest.mark.parametrize("name", bad_calls())
+def test_wrong_offsets(name, compiled):
+    arguments, text = bad_calls()[name]
+    call = flexhop.varlen_attention
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(errors.SequenceOffsetsError, match=text):
+        call(*(torch.randn(32, 2, 8) for _ in range(3)), **arguments)
+
+
+@pytest.mark.parametrize("name", bad_values())
+def test_wrong_values_are_found_without_compile(name):
+    values, text = bad_values()[name]
+    with pytest.raises(errors.SequenceOffsetsError, match=text):
+        flexhop.varlen_attention(*(torch.randn(32, 2, 8) for _ in range(3)), values)
+
+
+def test_padded_tensors_are_refused():
+    with pytest.raises(errors.RankError, match="query must have 3 dimensions, but has 4"):
+        flexhop.varlen_attention(*(torch.randn(1, 2, 32, 8) for _ in range(3)), offsets((32,)))
