@@ -2,8 +2,7 @@
 
 Differences between versions are absorbed here: `always_freeze_layout` (2.13), `input_dtypes` of
 modification (2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning
-of
-`fx_utils` about operators that it does not know (2.13).
+of `fx_utils` about operators that it does not know (2.13).
 """
 
 from __future__ import annotations

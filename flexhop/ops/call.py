@@ -1,8 +1,7 @@
 """Check one call and write its static operands; plain Python over real or fake tensors.
 
 Under `torch.compile` Dynamo does not trace this module: the operator's tracker calls it on fake
-tensors, so a mistake raises the same error, compiled or not, and sizes compared here become
-guards.
+tensors, so a mistake raises the same error, compiled or not, and sizes compared here are guards.
 """
 
 from __future__ import annotations
