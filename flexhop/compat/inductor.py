@@ -291,6 +291,11 @@ def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any
     return _realize(result)
 
 
+def device_of(tensor: Any) -> torch.device:
+    """Where a lowered tensor will be."""
+    return tensor.get_device()
+
+
 def fixed_layout(device: torch.device, dtype: torch.dtype, size: Any, stride: Any) -> Any:
     """Layout of a template's output."""
     return ir.FixedLayout(device, dtype, list(size), stride=list(stride))
