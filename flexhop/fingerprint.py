@@ -1,8 +1,7 @@
 """A fingerprint of the sources that decide what a compiled graph contains.
 
 Inductor's caches are keyed by the graph, its inputs and PyTorch's own sources, not by ours. The
-fingerprint is one of the operator's options, so an edit of a template or of the lowering is a new
-key.
+fingerprint is one of the operator's options, so an edit of a template or lowering is a new key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Indexing captured tensors with 0-d index tensors, traceable and without a host synchronisation.
 
 `table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__`
-turns
-into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and autograd
-all carry.
+turns into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and
+autograd all carry. Slices, `...` and `None` may stand beside them.
 """
 
 from __future__ import annotations
@@ -14,19 +13,63 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+WHOLE = slice(None)
+
 
 def _is_index_tensor(item: object) -> bool:
     return isinstance(item, Tensor) and not item.is_floating_point() and not item.is_complex()
 
 
-def _index(tensor: Tensor, items: tuple[Any, ...]) -> Tensor:
-    """tensor[items] for leading items that are 0-d integer tensors or ints."""
+def _is_int(item: object) -> bool:
+    return isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool)
+
+
+def _is_view(item: object) -> bool:
+    """Whether an item of an index keeps or adds a dimension."""
+    return item is None or item is Ellipsis or isinstance(item, slice)
+
+
+def _is_rewritten(items: tuple[Any, ...]) -> bool:
+    """Whether an index holds a tensor, and beside tensors only what `_read` knows."""
+    tensors = [item for item in items if _is_index_tensor(item)]
+    others = [item for item in items if not _is_index_tensor(item)]
+    if any(_is_view(item) for item in others) and any(item.dim() > 0 for item in tensors):
+        return False  # where the dimensions of several index tensors go is PyTorch's to say
+    return bool(tensors) and all(_is_int(item) or _is_view(item) for item in others)
+
+
+def _spell_out(items: tuple[Any, ...], rank: int) -> list[Any]:
+    """`items` with the slices that `...` stands for."""
+    named = sum(item is not None and item is not Ellipsis for item in items)
+    spelled: list[Any] = []
+    for item in items:
+        spelled += [WHOLE] * (rank - named) if item is Ellipsis else [item]
+    return spelled
+
+
+def _read(tensor: Tensor, items: list[Any]) -> Tensor:
+    """tensor[items] for integer tensors, ints, slices and None.
+
+    What the captured tensor alone decides, its slices and their order, comes before the read: the
+    indexed dimensions are brought to the front, so that every read is one of leading dimensions.
+    """
     device = next(item.device for item in items if isinstance(item, Tensor))
+    of_dims = [item for item in items if item is not None]
+    indexed = [dim for dim, item in enumerate(of_dims) if not isinstance(item, slice)]
+    for dim, item in enumerate(of_dims):
+        if isinstance(item, slice) and item != WHOLE:
+            tensor = tensor[(*[WHOLE] * dim, item)]
+    if indexed != list(range(len(indexed))):
+        tensor = tensor.movedim(indexed, list(range(len(indexed))))
     indices = [
-        torch.full((), item, dtype=torch.int32, device=device) if isinstance(item, int) else item
-        for item in items
+        torch.full((), item, dtype=torch.int32, device=device) if _is_int(item) else item
+        for item in (of_dims[dim] for dim in indexed)
     ]
-    return torch.ops.aten.index.Tensor(tensor, indices)
+    read = torch.ops.aten.index.Tensor(tensor, indices)
+    for axis, item in enumerate(item for item in items if _is_view(item)):
+        if item is None:
+            read = read.unsqueeze(axis)
+    return read
 
 
 class IndexMode(TorchFunctionMode):
@@ -45,10 +88,6 @@ class IndexMode(TorchFunctionMode):
             items = items if isinstance(items, tuple) else (items,)
             if tensor.dim() == 0 and items in ((), (Ellipsis,)):
                 return tensor
-            plain = all(
-                _is_index_tensor(item) or (isinstance(item, int) and not isinstance(item, bool))
-                for item in items
-            )
-            if plain and any(isinstance(item, Tensor) for item in items):
-                return _index(tensor, items)
+            if _is_rewritten(items):
+                return _read(tensor, _spell_out(items, tensor.dim()))
         return func(*args, **(kwargs or {}))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flexhop import debug, mods
-from flexhop.compat import check_torch_version, dynamo
+from flexhop import compat, debug, mods
+from flexhop.compat import dynamo
+from flexhop.errors import NoTritonError
 from flexhop.indexing import IndexMode
 from flexhop.ops import call
 from flexhop.ops.backward import attention_backward
@@ -32,7 +34,7 @@ def install(*, lowering: bool = False) -> None:
 
 @functools.cache
 def _install_operators() -> None:
-    check_torch_version()
+    compat.check_torch_version()
     debug.wanted()  # a wrong name is refused at import, not inside the compiler
     rules = dynamo.ModRules(
         prepare=_prepare,
@@ -52,7 +54,17 @@ def _prepare(
     blocks: tuple[Tensor, ...],
     flat_call: tuple[Any, ...],
 ) -> tuple[float, call.Wire]:
-    """Named again: Dynamo was handed plain tuples (ops/dispatch.py)."""
+    """Check a call that is being compiled, not exported.
+
+    Args:
+        query, key, value, blocks: as in `call.prepare`.
+        flat_call: a Call as plain tuples, which is what Dynamo was handed (ops/dispatch.py).
+
+    Raises:
+        FlexhopError: as `call.prepare`; NoTritonError, because Inductor would say it wrapped.
+    """
+    if query.device.type == "cuda" and not (compat.has_triton() or torch.compiler.is_exporting()):
+        raise NoTritonError()
     given = call.Call(*flat_call)
     facts = None if given.mask is None else call.MaskFacts(*given.mask)
     return call.prepare(query, key, value, blocks, given._replace(mask=facts))

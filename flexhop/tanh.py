@@ -36,8 +36,7 @@ _tanh_approx.register_autograd(_backward, setup_context=_save_output)
 def tanh_approx(x: Tensor) -> Tensor:
     """Hyperbolic tangent with the precision of the GPU's `tanh.approx.f32`.
 
-    In a compiled kernel it is one instruction (relative error up to 2**-11) instead of about
-    twenty;
+    In a compiled kernel it is one instruction (relative error up to 2**-11) and not about twenty;
     everywhere else it is torch.tanh. Its derivative uses the approximated value.
 
     Args:

@@ -14,6 +14,7 @@ Every function states which versions differ; `git grep 'torch\\._'` outside find
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 
 import torch
@@ -27,6 +28,11 @@ def torch_version() -> tuple[int, int]:
     """Major and minor version of PyTorch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; it need not have a GPU."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def check_torch_version() -> None:

@@ -2,8 +2,7 @@
 
 Differences between versions are absorbed here: `always_freeze_layout` (2.13), `input_dtypes` of
 modification (2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning
-of
-`fx_utils` about operators that it does not know (2.13).
+of `fx_utils` about operators that it does not know (2.13).
 """
 
 from __future__ import annotations
@@ -291,6 +290,11 @@ def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any
     result = lowerings[aten.full.default](list(size), 0.0, dtype=dtype, device=device)
     result.realize()
     return _realize(result)
+
+
+def device_of(tensor: Any) -> torch.device:
+    """Where a lowered tensor will be."""
+    return tensor.get_device()
 
 
 def fixed_layout(device: torch.device, dtype: torch.dtype, size: Any, stride: Any) -> Any:

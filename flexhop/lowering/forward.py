@@ -19,7 +19,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     args = AttentionArgs(*operands)
     if chunked.is_without_kernel(args.query):
         return chunked.lower_attention(*args)
-    device = args.query.get_device()
+    device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import sympy
 import torch
@@ -100,6 +100,11 @@ def _output(graph: fx.GraphModule) -> Any:
     return _value_of(result)
 
 
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    """What a graph with several outputs returns."""
+    return cast("Sequence[Any]", graph.output_node().args[0])
+
+
 def _value_of(result: Any) -> Any:
     """The node that computes what `result` hands on."""
     while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
@@ -115,7 +120,7 @@ def is_identity(graph: fx.GraphModule) -> bool:
 def is_additive(joint: Any) -> bool:
     """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
     graph = inductor.graph_module(joint).graph
-    result = _value_of(graph.output_node().args[0][0])
+    result = _value_of(_outputs(graph)[0])
     return result is graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 
 
@@ -132,7 +137,7 @@ def is_all_true(graph: fx.GraphModule) -> bool:
 def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
     """Whether a site's indices depend on q_idx, and on kv_idx."""
     graph = inductor.graph_module(joint).graph
-    outputs = graph.output_node().args[0]
+    outputs = _outputs(graph)
     return _positions_of(graph, [outputs[i] for i in site.indices])
 
 

@@ -13,8 +13,8 @@ import torch
 class Device:
     """What a kernel may use of a GPU.
 
-    shared_memory: bytes that one program can ask for. multiprocessors: programs that run side by
-    side.
+    shared_memory: bytes that one program can ask for.
+    multiprocessors: programs that run side by side.
     """
 
     capability: tuple[int, int]
@@ -38,9 +38,9 @@ class Problem:
     """One call as plain values.
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; has_score_grad: whether the derivative of score_mod differs from 1. Lengths are hints:
-    the sizes seen at this compile; what must hold for every size is in
-    `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
+    key; has_score_grad: whether the derivative of score_mod differs from 1. Lengths are hints: the
+    sizes seen at this compile; what must hold for every size is in `is_query_multiple` and
+    `is_key_multiple` (is the length known to be a multiple of n?).
     """
 
     device: Device

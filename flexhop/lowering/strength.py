@@ -1,10 +1,9 @@
 """Cheaper arithmetic on positions.
 
 `slope * (kv_idx - q_idx)` subtracts integers for every score and converts each difference to a
-float, and
-the conversion is as slow as an exponential. Converting the two positions first gives the same
-value (both
-are below 2**24, the integers that fp32 holds exactly) with one conversion per row and column.
+float, and the conversion is as slow as an exponential. Converting the two positions first gives
+the same value (both are below 2**24, the integers that fp32 holds exactly) with one conversion per
+row and column.
 """
 
 from __future__ import annotations

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,10 +115,9 @@ def generate(
         return lambda values: interpreter.run(*values)
 
     compiled = trace(function, run_on_cpu, capability, options=options, dynamic=dynamic)
-    with operator_kept():
-        result = compiled(*args)
-        if grad:
-            differentiate(result, grad)
+    result = compiled(*args)
+    if grad:
+        differentiate(result, grad)
     codes = [canonical(graph.code) for graph in graphs]
     if not codes:
         raise ValueError("The function has no tensor operation: nothing was generated.")
@@ -135,10 +131,7 @@ def trace(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """`torch.compile` on CPU tensors with GPU code, whose graphs run as `runner` says.
-
-    Call the result inside `operator_kept()`.
-    """
+    """`torch.compile` on CPU tensors with GPU code, whose graphs run as `runner` says."""
 
     def compile_graph(
         module: torch.fx.GraphModule, inputs: Sequence[Any], keywords: dict[str, Any]
@@ -157,18 +150,6 @@ def differentiate(result: Any, grad: bool | Loss) -> None:
         first = result if isinstance(result, torch.Tensor) else result[0]
         loss = first.sum()
     loss.backward()
-
-
-def operator_kept() -> contextlib.AbstractContextManager[Any]:
-    """Keep flexhop's operators in graphs of CPU tensors.
-
-    On the CPU the operators are decomposed before Inductor sees them, and a graph that is to be
-    moved to a GPU must still hold them. `flexhop.ops.cpu` owns that decision; without that room
-    nothing decomposes them.
-    """
-    if importlib.util.find_spec("flexhop.ops.cpu") is None:
-        return contextlib.nullcontext()
-    return importlib.import_module("flexhop.ops.cpu").keep_operator()
 
 
 def canonical(code: str) -> str:

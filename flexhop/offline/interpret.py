@@ -13,7 +13,6 @@ from flexhop.offline.codegen import (
     Loss,
     canonical,
     differentiate,
-    operator_kept,
     trace,
 )
 from flexhop.offline.kernel import Kernel, read_kernel
@@ -55,10 +54,9 @@ def interpret(
         return load(graph.code, memory)
 
     compiled = trace(function, run_kernels, generation.pop("capability", (9, 0)), **generation)
-    with operator_kept():
-        result = compiled(*args)
-        if grad:
-            differentiate(result, grad)
+    result = compiled(*args)
+    if grad:
+        differentiate(result, grad)
     codes = [canonical(graph.code) for graph in graphs]
     return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
 

@@ -1,9 +1,8 @@
 """The operands of both operators, named once.
 
-On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional
-operands in
-the order of the fields below. Every container among them is homogeneous, because export refuses to
-serialise a tuple that mixes tensors and callables. Everywhere else the fields are used by name.
+On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional operands
+in the order of the fields below. Every container among them is homogeneous, because export refuses
+to serialise a tuple that mixes tensors and callables. Everywhere else the fields are used by name.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class BackwardArgs(NamedTuple):
 
     joint(score, b, h, q_idx, kv_idx, grad_score, *score_captures) returns the gradient of the
     unmodified score, then one value per scatter site, then the indices of every site. `sites`
-    holds
-    one (capture position, number of indices) pair per site, flattened.
+    holds one (capture position, number of indices) pair per site, flattened.
     """
 
     query: Tensor

@@ -1,8 +1,7 @@
 """Check one call and write its static operands; plain Python over real or fake tensors.
 
 Under `torch.compile` Dynamo does not trace this module: the operator's tracker calls it on fake
-tensors, so a mistake raises the same error, compiled or not, and sizes compared here become
-guards.
+tensors, so a mistake raises the same error, compiled or not, and sizes compared here are guards.
 """
 
 from __future__ import annotations
@@ -74,12 +73,18 @@ def prepare(
     wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint()}
     if call.return_max:
         wire["return_max"] = True
-    if torch.are_deterministic_algorithms_enabled():
+    if _is_determinism_required():
         wire["deterministic"] = True
     if call.mask is not None:
         _check_mask(query, key, blocks, call.mask)
+        _check_tile("forward", wire, call.mask.q_block_size, call.mask.kv_block_size)
         wire.update(_mask_options(call.mask))
     return _scale(call.scale, query), wire
+
+
+def _is_determinism_required() -> bool:
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warns_only
 
 
 def _check_requests(call: Call) -> None:
@@ -182,15 +187,42 @@ def _mask_options(mask: MaskFacts) -> Wire:
     }
 
 
-def check_query_blocks(needs_backward: bool, options: Wire) -> None:
-    """Refuse a mask without query lists where a backward pass will need them."""
-    if needs_backward and "q_block_size" in options and not options["has_q_blocks"]:
+def check_backward(is_needed: bool, options: Wire) -> None:
+    """Refuse, where a backward pass will follow, what its kernels cannot use.
+
+    Raises:
+        MissingQueryBlocksError: the mask has no query lists.
+        TileError: a tile of the user's does not divide the blocks of the mask.
+    """
+    if not is_needed or "q_block_size" not in options:
+        return
+    if not options["has_q_blocks"]:
         raise errors.MissingQueryBlocksError()
+    for field in ("grad_query", "grad_key_value"):
+        _check_tile(field, options, int(options["q_block_size"]), int(options["kv_block_size"]))
+
+
+def _check_tile(field: str, options: Wire, q_block: int, kv_block: int) -> None:
+    """Refuse a tile of the user's that does not divide the blocks of the mask."""
+    rows, columns = (options.get(f"{field}.{side}") for side in ("block_m", "block_n"))
+    # What the user left open is chosen to fit.
+    if q_block % int(rows or 1) or kv_block % int(columns or 1):
+        raise errors.TileError(
+            kernel=field, block_m=rows, block_n=columns, q_block=q_block, kv_block=kv_block
+        )
+
+
+def check_determinism(query: Tensor, sites: tuple[int, ...], options: Wire) -> None:
+    """Refuse gradients of captured tensors where kernels would add them up in changing order."""
+    if sites and options.get("deterministic") and query.device.type != "cpu":
+        raise errors.DeterminismError(
+            capture=sites[0], reason="its gradient is summed by atomic additions"
+        )
 
 
 def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
     """Refuse what has no gradient, at the forward call of one that will need them."""
-    check_query_blocks(True, options)
+    check_backward(True, options)
     for position, capture in enumerate(mask_captures):
         if isinstance(capture, Tensor) and capture.requires_grad:
             raise errors.MaskCaptureGradError(index=position)

@@ -14,7 +14,7 @@ from flexhop import errors
 from flexhop.compat import hop
 from flexhop.mods import check_arity
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call, check_captures, check_query_blocks, check_result, prepare
+from flexhop.ops.call import Call, check_backward, check_captures, check_result, prepare
 from flexhop.ops.eager import attend
 from flexhop.ops.forward import attention
 from flexhop.ops.layout import ordered
@@ -47,7 +47,7 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     check_arity(args.score_mod, "score_mod")
     check_arity(args.mask_mod, "mask_mod")
     scale, options = prepare(args.query, args.key, args.value, args.blocks, call)
-    check_query_blocks(torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options)
+    check_backward(torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options)
     for kind, mod in (("score_mod", args.score_mod), ("mask_mod", args.mask_mod)):
         check_captures(args.query, kind, closed_over(mod))
     _warn_once()

@@ -124,7 +124,7 @@ def _fold_group(tensor: Tensor, kv_heads: int) -> Tensor:
 
 def _score_rows(args: AttentionArgs | BackwardArgs, grids: Grids, chunk: Chunk) -> _Rows:
     raw = dot_keys(chunk.pick(args.query), args.key) * args.scale
-    b, h, _, kv_idx = index_grids(raw, 0)
+    b, h, _, kv_idx = index_grids(raw)
     index = (b, h, chunk.q_idx, kv_idx)
     modified = over_elements(args.score_mod, 1, (raw,), index, args.score_captures)
     visible = _visible_keys(args, grids, index, raw)
@@ -147,12 +147,10 @@ def _combine(weights: Tensor, value: Tensor) -> Tensor:
     return folded.reshape(*weights.shape[:3], value.size(-1))
 
 
-def index_grids(scores: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The 1-d index vectors b, h, q_idx, kv_idx of a chunk of scores."""
-    batch, heads, rows, keys = scores.shape
-    bounds = ((0, batch), (0, heads), (start, start + rows), (0, keys))
+def index_grids(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The 1-d index vectors b, h, q_idx, kv_idx of scores, each counted from 0."""
     b, h, q_idx, kv_idx = (
-        torch.arange(low, high, device=scores.device, dtype=torch.int32) for low, high in bounds
+        torch.arange(size, device=scores.device, dtype=torch.int32) for size in scores.shape
     )
     return b, h, q_idx, kv_idx
 

@@ -10,7 +10,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from flexhop.compat import dynamo  # noqa: F401  # registers the operators' trackers
-from flexhop.offline.codegen import operator_kept
 
 
 def aot_graphs(
@@ -27,10 +26,9 @@ def aot_graphs(
         return make_boxed_func(graph.forward)
 
     compiled = torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    with operator_kept():
-        result = compiled(*args)
-        if grad:
-            result.sum().backward()
+    result = compiled(*args)
+    if grad:
+        result.sum().backward()
     return graphs
 
 

@@ -2,9 +2,14 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+
+from flexhop.compat import check_torch_version
+from flexhop.errors import TorchVersionWarning
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "scripts" / "check_private_imports.py"
@@ -27,6 +32,29 @@ def test_import_is_light():
 def test_import_is_silent():
     result = run_python("-W", "error::UserWarning:flexhop", "-c", "import flexhop")
     assert (result.stdout, result.returncode) == ("", 0), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "is_supported"),
+    [("2.10.1", False), ("2.11.0+cu130", True), ("2.15.0", True), ("2.16.0.dev2026", False)],
+)
+def test_the_version_of_torch_is_checked(
+    version: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch, "__version__", version)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_torch_version()
+    expected = f"flexhop supports torch 2.11 to 2.15, but this is {version}; it may not work."
+    assert [str(w.message) for w in caught] == ([] if is_supported else [expected])
+    assert all(w.category is TorchVersionWarning for w in caught)
+
+
+def test_import_warns_of_an_unknown_torch():
+    code = "import torch; torch.__version__ = '2.99.0'; import flexhop"
+    result = run_python("-W", "always", "-c", code)
+    assert "TorchVersionWarning: flexhop supports torch 2.11 to 2.15" in result.stderr
+    assert result.returncode == 0
 
 
 def test_private_torch_lives_in_compat_only():

@@ -1,11 +1,22 @@
 """Bad input: every mistake raises our error with its numbers, compiled or not."""
 
 import functools
+import importlib.util
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexhop import AuxRequest, BlockMask, errors, flex_attention
+from flexhop import (
+    AuxRequest,
+    BlockMask,
+    KernelOptions,
+    Tile,
+    errors,
+    flex_attention,
+    plugin,
+)
+from flexhop.ops.call import Call
 from tests.unit.ops.support import (
     HEADS,
     LENGTH,
@@ -126,6 +137,58 @@ def test_missing_query_blocks_where_only_a_capture_needs_a_gradient():
     mask, slope = without_query_blocks(), torch.ones(HEADS, requires_grad=True)
     with pytest.raises(errors.MissingQueryBlocksError):
         compiled(flex_attention)(*operands(), lambda s, b, h, q, k: s * slope[h], mask)
+
+
+# tiles, determinism, Triton
+
+
+@RUN
+@pytest.mark.parametrize("field", ["forward", "grad_query", "grad_key_value"])
+def test_a_tile_must_divide_the_blocks(run, field):
+    options = KernelOptions(**{field: Tile(32, 16)})
+    function = run(lambda *x: flex_attention(*x, block_mask=causal_mask(), kernel_options=options))
+    with pytest.raises(errors.TileError, match=f"the {field} kernel was asked for BLOCK_M=32"):
+        function(*operands(grad=True))
+    if field != "forward":
+        function(*operands())
+
+
+@pytest.fixture
+def determinism(request):
+    torch.use_deterministic_algorithms(True, warn_only=request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def learned_slopes(device, grad):
+    slopes = torch.ones(HEADS, requires_grad=grad, device=device)
+    q, k, v = (t.to(device) for t in operands())
+    return compiled(flex_attention)(q, k, v, lambda s, b, h, q, k: s * slopes[h])
+
+
+@pytest.mark.parametrize("determinism", [False], indirect=True)
+def test_captured_gradients_that_are_not_deterministic(determinism):
+    with pytest.raises(errors.DeterminismError, match=r"captured tensor 0.*atomic"):
+        learned_slopes("meta", grad=True)
+    learned_slopes("meta", grad=False)
+    learned_slopes("cpu", grad=True)
+
+
+@pytest.mark.parametrize("determinism", [True], indirect=True)
+def test_captured_gradients_where_determinism_only_warns(determinism):
+    learned_slopes("meta", grad=True)
+
+
+def test_compiling_for_a_gpu_needs_triton(monkeypatch):
+    with FakeTensorMode():
+        query = torch.empty(1, 1, 16, 16, device="cuda")
+    request = tuple(Call(None, False, None, False, None))
+    plugin._prepare(query, query, query, (), request)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.NoTritonError, match="pip install triton"):
+        plugin._prepare(query, query, query, (), request)
+    on_cpu = torch.empty(1, 1, 16, 16)
+    plugin._prepare(on_cpu, on_cpu, on_cpu, (), request)
 
 
 # mods

@@ -1,0 +1,57 @@
+"""Reads of captured tensors: slices, `...` and `None` beside 0-d index tensors."""
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.errors import ModResultError
+from flexhop.indexing import IndexMode
+from tests.unit.ops.support import BATCH, HEADS, LENGTH, assert_same, compiled, operands, quiet
+
+pytestmark = quiet
+READS = {
+    "ellipsis first": lambda t, h, i: t[..., h, 1, i],
+    "ellipsis between": lambda t, h, i: t[h, ..., i][2],
+    "ellipsis last": lambda t, h, i: t[h, 0, i, ...],
+    "slice, then a number": lambda t, h, i: t[h, :, i][1],
+    "slice, then an index": lambda t, h, i: t[:, 2, i][h],
+    "part of a dimension": lambda t, h, i: t[:, 1:, :][h, 0, i] + t[h, 1:, i][0],
+    "every other": lambda t, h, i: t[h, ::2, i][1],
+    "new dimension first": lambda t, h, i: t[None, h, 1, i][0],
+    "new dimension last": lambda t, h, i: t[h, 1, i, None][0],
+    "negative number": lambda t, h, i: t[h, -1, i],
+}
+TABLE = torch.randn(HEADS, 3, LENGTH, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_what_plain_indexing_reads(name):
+    read = READS[name]
+    with IndexMode():
+        rows = torch.vmap(read, in_dims=(None, None, 0))
+        found = torch.vmap(rows, in_dims=(None, 0, None))(
+            TABLE, torch.arange(HEADS, dtype=torch.int32), torch.arange(LENGTH, dtype=torch.int32)
+        )
+    expected = [[read(TABLE, h, i) for i in range(LENGTH)] for h in range(HEADS)]
+    assert torch.equal(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_compiled_with_gradients(name):
+    read = READS[name]
+
+    def attend(query, key, value, table):
+        return flexhop.flex_attention(
+            query, key, value, lambda s, b, h, q, k: s + read(table, h, q) * read(table, h, k)
+        )
+
+    assert_same(attend, [*operands(grad=True), TABLE.clone().requires_grad_()])
+
+
+@pytest.mark.parametrize("run", [lambda function: function, compiled], ids=["eager", "compiled"])
+def test_a_row_is_no_score(run):
+    def attend(query, key, value):
+        return flexhop.flex_attention(query, key, value, lambda s, b, h, q, k: s + TABLE[h, :, q])
+
+    with pytest.raises(ModResultError, match=r"one number per score.*shape \(3,\)"):
+        run(attend)(*operands(BATCH))
