@@ -35,7 +35,7 @@ def _is_rewritten(items: tuple[Any, ...]) -> bool:
     others = [item for item in items if not _is_index_tensor(item)]
     if any(_is_view(item) for item in others) and any(item.dim() > 0 for item in tensors):
         return False  # where the dimensions of several index tensors go is PyTorch's to say
-    return bool(tensors) and all(_is_int(item) or _is_view(item) for item in others)
+    return len(tensors) > 0 and all(_is_int(item) or _is_view(item) for item in others)
 
 
 def _spell_out(items: tuple[Any, ...], rank: int) -> list[Any]:

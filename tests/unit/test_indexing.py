@@ -55,3 +55,15 @@ def test_a_row_is_no_score(run):
 
     with pytest.raises(ModResultError, match=r"one number per score.*shape \(3,\)"):
         run(attend)(*operands(BATCH))
+
+
+def test_reads_in_the_creation_of_a_compiled_mask():
+    table = TABLE > 0
+
+    def create():
+        return flexhop.create_block_mask(
+            lambda b, h, q, k: table[..., 1, q][h] & table[h, 1:, k][-1] & table[h, 0, None, k][0],
+            None, HEADS, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4,
+        ).kv_num_blocks  # fmt: skip
+
+    assert torch.equal(compiled(create)(), create())
