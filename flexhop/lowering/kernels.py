@@ -240,8 +240,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     """Upper bound of the shared memory in bytes that a kernel with this tile asks for.
 
     Operands of a loop are held once per stage; operands that stay are held once; a result that
-    feeds
-    the next product passes through shared memory when its layout changes.
+    feeds the next product passes through shared memory when its layout changes.
     """
     qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
     item, both = problem.itemsize, qk + v

@@ -106,7 +106,7 @@ def closed_over(mod: Any) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _warn_once() -> None:
-    warnings.warn(errors.EagerWarning(), stacklevel=5)
+    warnings.warn(errors.EagerWarning(), stacklevel=6)
 
 
 def reset_warnings() -> None:
