@@ -297,6 +297,11 @@ def fixed_layout(device: torch.device, dtype: torch.dtype, size: Any, stride: An
     return ir.FixedLayout(device, dtype, list(size), stride=list(stride))
 
 
+def contiguous_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Expr]) -> Any:
+    """Layout of a template's output that only we read."""
+    return fixed_layout(device, dtype, size, ir.FlexibleLayout.contiguous_strides(list(size)))
+
+
 def as_expressions(values: Sequence[Any]) -> list[Any]:
     """SymInts and ints as sympy expressions."""
     return [v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in values]
@@ -320,6 +325,19 @@ def operand_meta(position: int) -> Any:
 def static(value: Any) -> int:
     """The value of a size, with a guard if it is symbolic."""
     return V.graph.sizevars.guard_int(value)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a size is the same in every call of the compiled graph."""
+    return not isinstance(value, sympy.Basic) or bool(value.is_number)
+
+
+def guard_at_most(value: Any, limit: int) -> bool:
+    """Whether a size is at most `limit`, with a guard on the answer if it is symbolic.
+
+    A size that depends on data has no answer yet, and counts as larger.
+    """
+    return bool(V.graph.sizevars.guard_or_false(sympy.Le(value, limit)))
 
 
 def hint(value: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
-Kernel = Literal["forward", "grad_query", "grad_key_value", "grad_key", "grad_value"]
+Kernel = Literal["forward", "decode", "grad_query", "grad_key_value", "grad_key", "grad_value"]
 
 # Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90). Measured on an H200, bf16
 # (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a
@@ -19,6 +19,12 @@ _HOPPER: dict[Kernel, dict[int, Tile]] = {
         128: Tile(128, 128, 8, 2),
         256: Tile(128, 64, 8, 2),
         512: Tile(64, 32, 8, 2),
+    },
+    "decode": {
+        64: Tile(128, 128, 4, 3),
+        128: Tile(128, 64, 4, 3),
+        256: Tile(64, 64, 4, 2),
+        512: Tile(16, 32, 4, 2),
     },
     "grad_query": {
         64: Tile(64, 64, 4, 3),
@@ -60,6 +66,12 @@ _AMPERE: dict[Kernel, dict[int, Tile]] = {
         256: Tile(64, 32, 4, 2),
         512: Tile(32, 16, 4, 1),
     },
+    "decode": {
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 32, 4, 3),
+        256: Tile(32, 32, 4, 2),
+        512: Tile(16, 16, 4, 2),
+    },
     "grad_query": {
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
@@ -78,6 +90,12 @@ _FLOAT32: dict[Kernel, dict[int, Tile]] = {
         64: Tile(64, 32, 4, 2),
         128: Tile(32, 32, 4, 2),
         256: Tile(16, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+    "decode": {
+        64: Tile(32, 64, 4, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(16, 32, 4, 2),
         512: Tile(16, 16, 4, 1),
     },
     "grad_query": {
@@ -102,6 +120,13 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
         Tile(128, 64, 4, 3),
         Tile(64, 64, 4, 3),
         Tile(64, 32, 4, 3),
+    ),
+    "decode": (
+        Tile(128, 128, 4, 2),
+        Tile(128, 64, 4, 2),
+        Tile(128, 64, 4, 4),
+        Tile(128, 32, 4, 4),
+        Tile(128, 64, 8, 3),
     ),
     "grad_query": (
         Tile(128, 64, 8, 2),
