@@ -1,4 +1,4 @@
-"""Emit the decode kernel, and the one that combines its shares of the keys if there are several."""
+"""Emit the decode kernel, and the one that combines its shares of the keys."""
 
 from __future__ import annotations
 

@@ -34,14 +34,7 @@ def _query_grid(
 
 
 def _decode_grid(
-    batch: Any,
-    heads: Any,
-    length: Any,
-    width: Any,
-    meta: dict[str, Any],
-    *,
-    cdiv: Any,
-    min: Any,  # noqa: A002  # Inductor fills it in by this name
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any, min: Any
 ) -> tuple[Any, int, int]:
     """One program per tile of rows, share of the keys, batch and packed heads, on one axis."""
     block, packed = meta["SPARSE_Q_BLOCK_SIZE"], meta["PACKED_HEADS"]

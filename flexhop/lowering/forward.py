@@ -27,6 +27,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
     query, key, value = inductor.realize(args[:3])
+    inductor.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
     kernel = _choose(args, problem, options)

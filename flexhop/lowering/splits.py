@@ -15,10 +15,8 @@ MAX_ROWS = 128
 _ALWAYS_SHORT = 16
 # Keys per query from which the reads outweigh the rest.
 _KEYS_PER_QUERY = 4
-# Programs of one multiprocessor that run side by side: their loads hide each other's waits.
-_PROGRAMS_EACH = 2
-# A share below this many keys costs more to combine than it saves.
-_LEAST_KEYS = 64
+# Programs that each multiprocessor runs at most, one after the other or side by side.
+_PROGRAMS_EACH = 4
 # Shares are added until this part of the best use of the device is reached.
 _GOOD_ENOUGH = 0.9
 
@@ -68,16 +66,15 @@ def choose_splits(problem: Problem, options: KernelOptions, tile: Tile) -> int:
         return options.splits
     heads = problem.batch * problem.query_heads // packed_heads(problem)
     programs = max(1, heads * row_tiles(problem, tile.block_m))
-    slots = problem.device.multiprocessors * _PROGRAMS_EACH
-    most = max(1, slots // programs)
+    processors = problem.device.multiprocessors
+    most = max(1, _PROGRAMS_EACH * processors // programs)
     if not problem.key_len_varies:
-        most = min(most, max(1, problem.key_len // _LEAST_KEYS))
-    best = max(_use(programs * n, slots) for n in range(1, most + 1))
-    return next(
-        n for n in range(1, most + 1) if _use(programs * n, slots) >= _GOOD_ENOUGH * best
-    )
+        most = min(most, -(-problem.key_len // tile.block_n))
+    best = max(_use(programs * n, processors) for n in range(1, most + 1))
+    good = (n for n in range(1, most + 1) if _use(programs * n, processors) >= _GOOD_ENOUGH * best)
+    return next(good)
 
 
-def _use(programs: int, slots: int) -> float:
-    """Part of the device's slots that are busy, averaged over the waves of programs."""
-    return programs / (-(-programs // slots) * slots)
+def _use(programs: int, processors: int) -> float:
+    """Part of the multiprocessors that have work, averaged over rounds of programs."""
+    return programs / (-(-programs // processors) * processors)
