@@ -15,10 +15,14 @@ MAX_ROWS = 128
 _ALWAYS_SHORT = 16
 # Keys per query from which the reads outweigh the rest.
 _KEYS_PER_QUERY = 4
-# Programs that each multiprocessor runs at most, one after the other or side by side.
-_PROGRAMS_EACH = 4
-# Shares are added until this part of the best use of the device is reached.
-_GOOD_ENOUGH = 0.9
+# Warps whose loads keep a multiprocessor's share of the memory busy.
+_WARPS_EACH = 8
+# Rounds of programs, one after the other, into which work is divided to come out even.
+_ROUNDS = 4
+# Tiles of a share in a call of many keys.
+_MANY_TILES = 64
+# The fewest shares are taken that cost at most this much more time than the best number.
+_TOLERANCE = 1.05
 
 
 def packed_heads(problem: Problem) -> int:
@@ -60,21 +64,19 @@ def choose_splits(problem: Problem, options: KernelOptions, tile: Tile) -> int:
     """Shares of the keys; a constant of the kernel, whatever the tiles of a search.
 
     The lists of a mask are on the device, so the shares are of what turns out to be live. Where
-    the number of keys varies from call to call, there are as many as the device takes.
+    the number of keys varies from call to call, there are as many as many keys would need.
     """
     if options.splits is not None:
         return options.splits
     heads = problem.batch * problem.query_heads // packed_heads(problem)
     programs = max(1, heads * row_tiles(problem, tile.block_m))
-    processors = problem.device.multiprocessors
-    most = max(1, _PROGRAMS_EACH * processors // programs)
+    side_by_side = max(1, _WARPS_EACH // tile.num_warps) * problem.device.multiprocessors
+    tiles = -(-problem.key_len // tile.block_n)
+    most = max(1, _ROUNDS * side_by_side // programs)
     if not problem.key_len_varies:
-        most = min(most, -(-problem.key_len // tile.block_n))
-    best = max(_use(programs * n, processors) for n in range(1, most + 1))
-    good = (n for n in range(1, most + 1) if _use(programs * n, processors) >= _GOOD_ENOUGH * best)
-    return next(good)
-
-
-def _use(programs: int, processors: int) -> float:
-    """Part of the multiprocessors that have work, averaged over rounds of programs."""
-    return programs / (-(-programs // processors) * processors)
+        most = min(most, tiles)
+    else:
+        tiles = max(tiles, _MANY_TILES * most)
+    # Time in tiles: rounds of programs, and the tiles of the longest share.
+    times = [-(-programs * n // side_by_side) * -(-tiles // n) for n in range(1, most + 1)]
+    return 1 + next(i for i, time in enumerate(times) if time <= _TOLERANCE * min(times))

@@ -22,7 +22,7 @@ MARKS = {
     "grad_query": "grad_query_blocks",
     "grad_key_value": "grad_key_value_blocks",
 }
-DECODE_MARKS = {"decode": "attend_blocks", "decode_combine": "weigh_share"}
+DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
 
 
 @functools.cache
