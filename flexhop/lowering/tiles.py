@@ -99,7 +99,7 @@ _FLOAT32: dict[Kernel, dict[int, Tile]] = {
         512: Tile(16, 16, 4, 1),
     },
     "decode": {
-        64: Tile(32, 64, 4, 2),
+        64: Tile(32, 32, 4, 2),
         128: Tile(32, 32, 4, 2),
         256: Tile(16, 32, 4, 2),
         512: Tile(16, 16, 4, 1),
