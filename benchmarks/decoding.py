@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import attention as sdpa
@@ -198,8 +198,19 @@ def budget(errors: dict[str, float], exact: torch.Tensor, dtype: torch.dtype) ->
     return 2 * errors.get("in-tree", 8 * rounding) + rounding
 
 
-def capture(attention: Attention, copies: list[Tensors]) -> tuple[Callable[[], None], int]:
-    """A function that makes some calls, and how many: on a GPU, the replay of a graph."""
+class Run(NamedTuple):
+    """What is timed: some calls, and how many; on a GPU, the replay of a graph.
+
+    attention: kept, for a graph does not keep what it reads.
+    """
+
+    start: Callable[[], None]
+    calls: int
+    attention: Attention
+
+
+def capture(attention: Attention, copies: list[Tensors]) -> Run:
+    """The calls that are timed, through all copies in turn; they were made once."""
     calls = -(-CALLS // len(copies)) * len(copies)
 
     def run() -> None:
@@ -207,7 +218,8 @@ def capture(attention: Attention, copies: list[Tensors]) -> tuple[Callable[[], N
             attention(*copies[call % len(copies)])
 
     if copies[0][0].device.type != "cuda":
-        return run, calls
+        run()
+        return Run(run, calls, attention)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -216,21 +228,23 @@ def capture(attention: Attention, copies: list[Tensors]) -> tuple[Callable[[], N
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay, calls
+    graph.replay()
+    torch.cuda.synchronize()
+    return Run(graph.replay, calls, attention)
 
 
-def microseconds(run: Callable[[], None], calls: int, on_gpu: bool) -> float:
+def microseconds(run: Run, on_gpu: bool) -> float:
     """Of one call, by CUDA events or the wall clock."""
     if not on_gpu:
         start = time.perf_counter()
-        run()
-        return 1e6 * (time.perf_counter() - start) / calls
+        run.start()
+        return 1e6 * (time.perf_counter() - start) / run.calls
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
-    run()
+    run.start()
     after.record()
     torch.cuda.synchronize()
-    return 1e3 * before.elapsed_time(after) / calls
+    return 1e3 * before.elapsed_time(after) / run.calls
 
 
 def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[str, Any]:
@@ -241,14 +255,13 @@ def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[st
     exact = torch.softmax(scores, -1) @ copies[0][2][-1, -1].double()
     errors: dict[str, float] = {}
     failed: dict[str, str] = {}
-    runs: dict[str, tuple[Callable[[], None], int]] = {}
+    runs: dict[str, Run] = {}
     for name in names:
         try:
             attention = build(name, step, device)
             if attention is not None:
                 errors[name] = largest_error(exact, attention(*copies[0]))
                 runs[name] = capture(attention, copies)
-                runs[name][0]()
         except Exception as error:  # a peer that cannot must not end the others' measurement
             failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             runs.pop(name, None)
@@ -265,14 +278,12 @@ def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[st
     }
 
 
-def time_in_turn(
-    runs: dict[str, tuple[Callable[[], None], int]], on_gpu: bool
-) -> dict[str, float]:
+def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
     """Median microseconds of a call over interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
-        for name, (run, calls) in runs.items():
-            times[name].append(microseconds(run, calls, on_gpu))
+        for name, run in runs.items():
+            times[name].append(microseconds(run, on_gpu))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

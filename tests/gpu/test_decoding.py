@@ -161,21 +161,21 @@ def test_masks_sliced_per_step_in_a_replayed_graph(kind, with_alibi):
         )  # fmt: skip
 
 
-def test_a_replay_neither_allocates_nor_waits():
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_call_neither_waits_nor_reserves_memory():
     inputs = tensors(batch=1, keys=4000)
     call = torch.compile(attend, fullgraph=True)
     with torch.no_grad():
         call(*inputs)
         torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved()
-        torch.cuda.set_sync_debug_mode("error")
+        before = torch.cuda.memory_reserved()
         try:
+            torch.cuda.set_sync_debug_mode("error")
             for _ in range(3):
                 call(*inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        after = torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved()
-    assert before == after
+    assert torch.cuda.memory_reserved() == before
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
