@@ -255,9 +255,10 @@ class BlockMask(MaskFields):
     def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:
         """Select batches, heads and blocks of queries.
 
-        An int keeps its dimension, with size 1. A selection renumbers what it leaves, so unless
-        every dimension is kept whole the new mask's mask_mod raises SlicedMaskModError until you
-        set one that fits. A tensor of Q-blocks gives whole blocks: the length is a multiple.
+        An int, or a tensor without dimensions, keeps its dimension, with size 1. A selection
+        renumbers what it leaves, so unless every dimension is kept whole the new mask's mask_mod
+        raises SlicedMaskModError until you set one that fits. A tensor of Q-blocks gives whole
+        blocks: the length is a multiple.
 
         Raises:
             BlockMaskIndexError: more than batch, head and Q-block.

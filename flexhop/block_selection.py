@@ -38,16 +38,20 @@ def select_blocks(
     sizes = fields.kv_num_blocks.shape
     if len(items) > len(sizes):
         raise BlockMaskIndexError(count=len(items))
-    selection = tuple(
-        _as_slice(item, size) if isinstance(item, int) else item
-        for item, size in zip(items, sizes, strict=False)
-    )
+    selection = tuple(_kept(item, size) for item, size in zip(items, sizes, strict=False))
     new_sizes = fields.kv_num_blocks[selection].shape
     whole = new_sizes == sizes and not any(isinstance(item, Tensor) for item in selection)
     q_len, kv_len = fields.seq_lengths
     if len(selection) == len(sizes):  # the last dimension is that of the Q-blocks
         q_len = _remaining(selection[-1], (q_len, fields.BLOCK_SIZE[0]), sizes[-1], new_sizes[-1])
     return selection, (q_len, kv_len), whole
+
+
+def _kept(item: Index, size: int) -> slice | Tensor:
+    """An index of one dimension that keeps the dimension."""
+    if isinstance(item, int):
+        return _as_slice(item, size)
+    return item[None] if isinstance(item, Tensor) and item.dim() == 0 else item
 
 
 def _as_slice(position: int, size: int) -> slice:

@@ -276,8 +276,13 @@ def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
 
 def _kernel_notes(constants: dict[str, Any]) -> list[str]:
     notes: list[str] = []
-    if constants["CHECK_Q"] or constants["CHECK_KV"]:
+    if constants.get("CHECK_Q") or constants["CHECK_KV"]:
         notes.append("The last tile overhangs a length or a block: its rows are checked.")
+    if constants.get("SPLITS", 1) > 1:
+        notes.append(
+            f"The keys are divided into {constants['SPLITS']} shares; a second, small kernel "
+            "combines what they give."
+        )
     for name, prefix in (("head", "QK"), ("value head", "V")):
         size, width = constants[f"{prefix}_HEAD_DIM"], constants[f"{prefix}_HEAD_DIM_ROUNDED"]
         if width != size:

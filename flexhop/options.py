@@ -22,10 +22,10 @@ from flexhop.errors import (
     UnknownOptionError,
 )
 
-Pass = Literal["forward", "grad_query", "grad_key_value"]
+Pass = Literal["forward", "decode", "grad_query", "grad_key_value"]
 WireValue = int | str | bool | float
 
-PASSES: tuple[Pass, ...] = ("forward", "grad_query", "grad_key_value")
+PASSES: tuple[Pass, ...] = ("forward", "decode", "grad_query", "grad_key_value")
 
 
 class _Rule(NamedTuple):
@@ -47,6 +47,8 @@ _TILE_RULES = {
 }
 _FIELD_RULES = {
     "backend": _Rule(("auto", "triton"), "'auto' or 'triton'"),
+    "short_queries": _Rule(("auto", "decode", "forward"), "'auto', 'decode' or 'forward'"),
+    "splits": _Rule((None, *range(1, 257)), "an integer from 1 to 256 or None"),
     "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
     "prescale_qk": _FLAG,
     "rows_guaranteed_safe": _FLAG,
@@ -127,6 +129,11 @@ class KernelOptions:
     Args:
         backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton.
         forward: tile of the forward kernel; None lets flexhop choose.
+        decode: tile of the decode kernel, whose rows are the queries of all query heads that share
+            a key head.
+        short_queries: "auto" takes the decode kernel where a group has at most 128 queries and
+            many keys; "decode" at whatever number of keys; "forward" never.
+        splits: shares of the keys in the decode kernel, 1 to 256; None lets flexhop choose.
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
         float32_precision: products of float32 operands, "ieee" or "tf32"; None follows
@@ -143,6 +150,9 @@ class KernelOptions:
 
     backend: Literal["auto", "triton"] = "auto"
     forward: Tile | TileRequest | None = None
+    decode: Tile | TileRequest | None = None
+    short_queries: Literal["auto", "decode", "forward"] = "auto"
+    splits: int | None = None
     grad_query: Tile | TileRequest | None = None
     grad_key_value: Tile | TileRequest | None = None
     float32_precision: Literal["ieee", "tf32"] | None = None
@@ -162,11 +172,12 @@ class KernelOptions:
 
         Args:
             value: KernelOptions; None for the defaults; or a mapping with these field names or
-                with the names of torch 2.13's FlexKernelOptions. There `num_warps`, `num_stages`
-                and `BLOCK_M`, `BLOCK_N` speak to the forward kernel, `BLOCK_M1`, `BLOCK_N1` to
+                with the names of torch 2.13's FlexKernelOptions. There `BLOCK_M` speaks to the
+                forward kernel, `BLOCK_N` to forward and decode, `BLOCK_M1`, `BLOCK_N1` to
                 the gradients of key and value, `BLOCK_M2`, `BLOCK_N2` to the gradient of query;
-                warps and stages without a prefix speak to all. `fwd_` and `bwd_` before a name
-                restrict it to one direction and win over the bare name.
+                warps and stages speak to all. `fwd_` and `bwd_` before a name restrict it to one
+                direction and win over the bare name. `BACKEND` "TRITON_DECODE" means
+                short_queries="decode", "TRITON" or FORCE_USE_FLEX_ATTENTION means "forward".
 
         Raises:
             UnknownOptionError: a name that no kernel reads.
@@ -247,7 +258,7 @@ class FlexKernelOptions(TypedDict, total=False):
     PRESCALE_QK: bool
     ROWS_GUARANTEED_SAFE: bool
     FLOAT32_PRECISION: str
-    BACKEND: Literal["AUTO", "TRITON"]
+    BACKEND: Literal["AUTO", "TRITON", "TRITON_DECODE"]
     BLOCKS_ARE_CONTIGUOUS: bool
     WRITE_DQ: bool
     FORCE_USE_FLEX_ATTENTION: bool
@@ -262,7 +273,7 @@ class FlexKernelOptions(TypedDict, total=False):
 _GRADS: tuple[Pass, ...] = ("grad_query", "grad_key_value")
 _TORCH_TILE_NAMES: dict[str, tuple[str, tuple[Pass, ...]]] = {
     "BLOCK_M": ("block_m", ("forward",)),
-    "BLOCK_N": ("block_n", ("forward",)),
+    "BLOCK_N": ("block_n", ("forward", "decode")),
     "BLOCK_M1": ("block_m", ("grad_key_value",)),
     "BLOCK_N1": ("block_n", ("grad_key_value",)),
     "BLOCK_M2": ("block_m", ("grad_query",)),
@@ -275,17 +286,24 @@ _TORCH_FLAGS = {
     "ROWS_GUARANTEED_SAFE": "rows_guaranteed_safe",
     "FLOAT32_PRECISION": "float32_precision",
 }
-_TORCH_BACKEND = _Rule(("AUTO", "TRITON"), "'AUTO' or 'TRITON', the backends of flexhop")
+_TORCH_BACKENDS: dict[str, dict[str, str]] = {
+    "AUTO": {"backend": "auto"},
+    "TRITON": {"backend": "triton", "short_queries": "forward"},
+    "TRITON_DECODE": {"backend": "triton", "short_queries": "decode"},
+}
+_TORCH_BACKEND = _Rule(
+    tuple(_TORCH_BACKENDS), "'AUTO', 'TRITON' or 'TRITON_DECODE', the backends of flexhop"
+)
 _TORCH_IGNORED = (
     "BLOCKS_ARE_CONTIGUOUS",
     "WRITE_DQ",
-    "FORCE_USE_FLEX_ATTENTION",
     "USE_TMA",
     "kpack",
     "matrix_instr_nonkdim",
     "waves_per_eu",
 )
-_DIRECTIONS: dict[str, tuple[Pass, ...]] = {"fwd_": ("forward",), "bwd_": _GRADS}
+_FORCE_FORWARD = "FORCE_USE_FLEX_ATTENTION"
+_DIRECTIONS: dict[str, tuple[Pass, ...]] = {"fwd_": ("forward", "decode"), "bwd_": _GRADS}
 
 
 def _tile_words() -> dict[str, tuple[str, tuple[Pass, ...]]]:
@@ -307,8 +325,9 @@ _TILE_WORDS = _tile_words()
 _FLAG_WORDS = _with_prefixes(_TORCH_FLAGS)
 _IGNORED_WORDS = _with_prefixes({name: name for name in _TORCH_IGNORED})
 _OWN_WORDS = tuple(field.name for field in dataclasses.fields(KernelOptions))
-_KNOWN = (*_OWN_WORDS, "BACKEND", *_TORCH_TILE_NAMES, *_TORCH_FLAGS, *_TORCH_IGNORED)
-_ALL_WORDS = (*_OWN_WORDS, "BACKEND", *_TILE_WORDS, *_FLAG_WORDS, *_IGNORED_WORDS)
+_CHOICES = ("BACKEND", _FORCE_FORWARD)
+_KNOWN = (*_OWN_WORDS, *_CHOICES, *_TORCH_TILE_NAMES, *_TORCH_FLAGS, *_TORCH_IGNORED)
+_ALL_WORDS = (*_OWN_WORDS, *_CHOICES, *_TILE_WORDS, *_FLAG_WORDS, *_IGNORED_WORDS)
 
 
 def _translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -333,16 +352,21 @@ def _unknown(name: object) -> UnknownOptionError:
 
 
 def _translate_backend(options: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    forced = options.get(_FORCE_FORWARD, False)
+    _check(_FORCE_FORWARD, forced, _FLAG)
     if "BACKEND" not in options:
+        if forced:
+            _put(fields, "short_queries", "forward", _FORCE_FORWARD)
         return
-    if options.get("FORCE_USE_FLEX_ATTENTION"):
+    if forced:
         raise OptionConflictError(
             first="BACKEND",
             second="legacy FORCE_USE_FLEX_ATTENTION",
             reason="BACKEND alone says which kernel to use",
         )
     _check("BACKEND", options["BACKEND"], _TORCH_BACKEND)
-    _put(fields, "backend", options["BACKEND"].lower(), "BACKEND")
+    for field, value in _TORCH_BACKENDS[options["BACKEND"]].items():
+        _put(fields, field, value, "BACKEND")
 
 
 def _translate_flags(options: Mapping[str, Any], fields: dict[str, Any]) -> None:

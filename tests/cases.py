@@ -9,6 +9,7 @@ A factory gets `c`, the captured tensors and the `shape` of its case, and return
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -179,6 +180,22 @@ def listed_blocks(mask_mod, with_full: bool):
     return make
 
 
+def at_step(mask_mod):
+    """The mask of one step of generation: the row of blocks of a longer mask that holds the step."""
+
+    def make(c: Captures, device) -> BlockMask:
+        length = c.shape.kv_len
+        whole = flexhop.create_block_mask(
+            mask_mod(c), None, None, length, length, str(device), BLOCK_SIZE=32
+        )
+        step = whole[:, :, c.offset // 32]
+        step.seq_lengths = (c.shape.q_len, length)
+        step.mask_mod = lambda b, h, q, k: mask_mod(c)(b, h, q + c.offset, k)
+        return step
+
+    return make
+
+
 # shapes
 
 ODD = Shape(q_len=37, kv_len=65)
@@ -190,6 +207,18 @@ LEARN = Shape(batch=2, heads=4, kv_heads=4, q_len=37, kv_len=37)
 def width(head_dim: int, value_head_dim: int | None = None, length: int = 37) -> Shape:
     """One head of the given widths; on the GPU a realistic length of the same widths."""
     return Shape(1, 1, 1, length, length, head_dim, value_head_dim or head_dim)
+
+
+def short(q_len: int, group: int, kv_len: int = 77, **sizes: int) -> dict[str, Shape]:
+    """A few queries of two key heads; on the GPU with more keys, wider heads and as many queries."""
+    sizes = {"batch": 2, "head_dim": 16, "value_head_dim": 16} | sizes
+    shape = Shape(heads=2 * group, kv_heads=2, q_len=q_len, kv_len=kv_len, **sizes)
+    wide = {name: max(64, sizes[name]) for name in ("head_dim", "value_head_dim")}
+    return {"shape": shape, "grown": dataclasses.replace(shape, kv_len=40 * kv_len, **wide)}
+
+
+def decoded(splits: int | None = None, tile: Tile | None = TINY) -> KernelOptions:
+    return KernelOptions(short_queries="decode", splits=splits, decode=tile)
 
 
 def groups(size: int, kv_heads: int = 1, **sizes: int) -> Shape:
@@ -465,12 +494,62 @@ LAYOUTS = [
     Case("layout_column_unmasked", layout="column", shape=Shape(2, 2, 2, 37, 65)),
 ]  # fmt: skip
 
+DECODE = [
+    *(Case(f"decode_{q}_of_{g}", score=plain(alibi_8) if g > 3 else None, options=decoded(splits), lse=q == 3,
+           max_scores=g == 3, dtype=BF16 if g == 7 else torch.float32, stock=False, **short(q, g))
+      for q, g, splits in ((1, 1, None), (1, 3, 5), (1, 7, 1), (3, 1, 2), (3, 6, 3), (3, 7, None), (8, 8, 2),
+                           (8, 3, 1))),
+    Case("decode_default", options=decoded(tile=None), lse=True, dtype=BF16, stock=False,
+         **short(1, 6, kv_len=333)),
+    Case("decode_many_splits", options=decoded(64), lse=True, max_scores=True, **short(1, 4)),
+    Case("decode_two_row_tiles", options=decoded(3), score=plain(alibi_8), lse=True, stock=False, **short(5, 7)),
+    *(Case(f"decode_head_dims_{d}_{v}", options=decoded(3), score=plain(soft_cap), lse=True, stock=False, dtype=BF16,
+           **short(3, 3, head_dim=d, value_head_dim=v)) for d, v in ((64, 64), (128, 128), (80, 80), (24, 94))),
+    Case("decode_causal_step", blocks=at_step(plain(causal)), options=decoded(2), stock=False, lse=True,
+         captures=lambda s, r: {"offset": torch.tensor(s.kv_len * 2 // 3)}, **short(1, 6)),
+    Case("decode_causal_step_of_8", blocks=at_step(plain(causal)), options=decoded(3), stock=False, dtype=BF16,
+         captures=lambda s, r: {"offset": torch.tensor(s.kv_len // 64 * 32)}, **short(8, 3)),
+    Case("decode_window_step", blocks=at_step(plain(and_masks(causal, window(40)))), options=decoded(3), lse=True,
+         captures=lambda s, r: {"offset": torch.tensor(s.kv_len * 5 // 6)}, stock=False, **short(1, 7, 127)),
+    Case("decode_documents_step", options=decoded(2), stock=False, score=plain(soft_cap),
+         blocks=at_step(lambda c: and_masks(causal, lambda b, h, q, k: c.ids[q] == c.ids[k])),
+         captures=lambda s, r: {"offset": torch.tensor(s.kv_len // 64 * 32), "ids": r.documents(3, s.kv_len)},
+         **short(3, 3, 127)),
+    Case("decode_alibi_step", blocks=at_step(plain(causal)), options=decoded(2), stock=False, max_scores=True,
+         score=lambda c: lambda s, b, h, q, k: s + c.slopes[h] * (k - q - c.offset),
+         captures=lambda s, r: {"offset": torch.tensor(s.kv_len * 2 // 3), "slopes": r.uniform(s.heads)},
+         **short(1, 6)),
+    Case("decode_empty_rows", mask=plain(lambda b, h, q, k: (q == 1) & (k >= 50)), lse=True, max_scores=True,
+         options=decoded(3), block_size=32, stock=False, **short(3, 6)),
+    Case("decode_nothing_seen", mask=plain(lambda b, h, q, k: k < 0), lse=True, max_scores=True,
+         options=decoded(2), block_size=32, stock=False, **short(1, 3)),
+    Case("decode_mask_per_head", mask=plain(lambda b, h, q, k: (k % 3 != h % 3) & (k >= 32 * (h % 2))),
+         per_head=True, options=decoded(2), block_size=32, lse=True, stock=False, **short(3, 3)),
+    Case("decode_small_query_blocks", mask=plain(lambda b, h, q, k: k <= q + 60), block_size=(4, 48),
+         options=decoded(2), lse=True, stock=False, **short(7, 3, 127)),
+    Case("decode_padding", mask=lambda c: flexhop.masks.padding(c.lengths), per_batch=True, options=decoded(3),
+         captures=lambda s, r: {"lengths": r.integers(s.kv_len, s.batch)}, block_size=16, stock=False, **short(1, 3)),
+    Case("decode_bias", score=lambda c: lambda s, b, h, q, k: s + c.bias[b, h, q, k], options=decoded(2),
+         captures=lambda s, r: {"bias": r.normal(s.batch, s.heads, s.q_len, s.kv_len)}, stock=False, **short(3, 3)),
+    Case("decode_learned", score=lambda c: lambda s, b, h, q, k: s * torch.sigmoid(c.gate[h]) + c.bias[k],
+         captures=lambda s, r: {"gate": r.normal(s.heads), "bias": r.normal(s.kv_len)}, learned=("bias",),
+         options=decoded(2), stock=False, dtype=BF16, **short(3, 3)),
+    Case("decode_prescaled", options=KernelOptions(short_queries="decode", decode=TINY, prescale_qk=True), stock=False,
+         **short(1, 3)),
+    Case("decode_negative_scale", scale=-0.3, options=decoded(2), max_scores=True, lse=True, **short(1, 2)),
+    Case("decode_kv_batch_shared", options=decoded(2), stock=False, **short(1, 3, kv_batch=1)),
+    *(Case(f"decode_layout_{layout}", score=plain(soft_cap), layout=layout, options=decoded(2), stock=False,
+           **short(3, 3, head_dim=17, value_head_dim=24)) for layout in ("bshd", "column", "padded")),
+]  # fmt: skip
+
 OPTIONS = [
     Case("prescaled", mask=plain(causal), options=KernelOptions(forward=TINY, prescale_qk=True), lse=True),
     Case("rows_safe", mask=plain(causal), options=KernelOptions(rows_guaranteed_safe=True)),
     Case("tf32", mask=plain(causal), options=KernelOptions(float32_precision="tf32")),
 ]  # fmt: skip
 
-CASES = [*SCORES, *MASKS, *CAPTURES, *LEARNED, *WIDTHS, *GROUPS, *LAYOUTS, *OPTIONS]
+CASES = [
+    *SCORES, *MASKS, *CAPTURES, *LEARNED, *WIDTHS, *GROUPS, *LAYOUTS, *DECODE, *OPTIONS,
+]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two cases share a name"

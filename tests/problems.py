@@ -11,6 +11,7 @@ from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering import kernels
 from flexhop.lowering.problem import Device, Problem
 from flexhop.lowering.tiles import Kernel
+from flexhop.options import KernelOptions
 
 # Which kernels a backward pass may launch beside grad_query.
 ALL_KERNELS: tuple[Kernel, ...] = Kernel.__args__  # type: ignore[attr-defined]
@@ -53,13 +54,14 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
 
 def launched_kernels(of: Problem) -> tuple[Kernel, ...]:
     """The kernels of a forward and backward pass of a problem."""
-    return ("forward", "grad_query", *kernels.key_value_kernels(of))
+    first = kernels.forward_kernel(of, KernelOptions())
+    return (first, "grad_query", *kernels.key_value_kernels(of))
 
 
 def usual_problem(kernel: Kernel, **facts: Any) -> Problem:
     """A problem whose passes launch `kernel`."""
+    short = {"query_len": 1} if kernel == "decode" else {}
     for head_dim in (64, 256):
-        found = problem(head_dim=head_dim, **facts)
-        if kernel in launched_kernels(found):
-            return found
+        if kernel in launched_kernels(problem(head_dim=head_dim, **short)):
+            return problem(head_dim=head_dim, **facts | short)
     raise LookupError(f"No problem launches {kernel}.")

@@ -33,6 +33,15 @@ def _query_grid(
     return (_count_tiles(length, "M", "Q", meta, cdiv) * batch * heads, 1, 1)
 
 
+def _decode_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any, min: Any
+) -> tuple[Any, int, int]:
+    """One program per tile of rows, share of the keys, batch and packed heads, on one axis."""
+    block, packed = meta["SPARSE_Q_BLOCK_SIZE"], meta["PACKED_HEADS"]
+    tiles = cdiv(min(length, block) * packed, meta["BLOCK_M"]) * cdiv(length, block)
+    return (tiles * meta["SPLITS"] * batch * cdiv(heads, packed), 1, 1)
+
+
 def _key_grid(
     batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any
 ) -> tuple[Any, int, int]:
@@ -45,6 +54,7 @@ _TEMPLATES = {
         name: inductor.make_template(f"flexhop_{name}", _query_grid, source(name))
         for name in ("forward", "grad_query")
     },
+    "decode": inductor.make_template("flexhop_decode", _decode_grid, source("decode")),
     **{
         name: inductor.make_template(f"flexhop_{name}", _key_grid, source("grad_key_value"))
         for name in ("grad_key_value", "grad_key", "grad_value")

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering import chunked, kernels
+from flexhop.lowering import chunked, decode, kernels, splits
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, user_options
+from flexhop.lowering.problem import Problem
+from flexhop.lowering.tiles import Kernel
 from flexhop.ops.args import AttentionArgs
+from flexhop.options import KernelOptions
 
 
 def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
@@ -24,9 +27,11 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
     query, key, value = inductor.realize(args[:3])
+    inductor.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
-    problem = read_problem(args, mods)
-    if not kernels.has_tile("forward", problem):
+    problem, options = read_problem(args, mods), user_options(args.options)
+    kernel = _choose(args, problem, options)
+    if not kernels.has_tile(kernel, problem):
         return chunked.lower_attention(*operands)
 
     out_meta, _, max_meta = inductor.output_meta()
@@ -38,8 +43,18 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     max_size = inductor.as_expressions(max_meta.shape)  # nothing, unless it is returned
     max_scores = inductor.empty(max_size, None, torch.float32, device)
     written = [lse, max_scores] if problem.returns_max else [lse]
-    inputs = [query, key, value, lse, written[-1], *block_inputs(args, "kv", lse, query)]
-    captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, user_options(args.options), mods, captures)
-    out = launch.emit("forward", inputs, Output(layout, query.get_size(), written))
-    return out, lse, max_scores
+    output = Output(layout, query.get_size(), written)
+    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    lists = block_inputs(args, "kv", lse, query)
+    if kernel == "decode":
+        return decode.emit_decode(launch, args[:3], lists, output), lse, max_scores
+    inputs = [query, key, value, lse, written[-1], *lists]
+    return launch.emit("forward", inputs, output), lse, max_scores
+
+
+def _choose(args: AttentionArgs, problem: Problem, options: KernelOptions) -> Kernel:
+    """The kernel; a query whose length varies is held to its side of the limit by a guard."""
+    if options.short_queries != "forward":
+        query: Any = args.query
+        inductor.guard_at_most(query.get_size()[2] * problem.group, splits.MAX_ROWS)
+    return kernels.forward_kernel(problem, options)

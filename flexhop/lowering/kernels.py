@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from flexhop.errors import TileError, TileResourceError
+from flexhop.errors import OptionConflictError, TileError, TileResourceError
+from flexhop.lowering import splits
+from flexhop.lowering.constants import (
+    DecodeCombineConstants,
+    DecodeConstants,
+    ForwardConstants,
+    GradKeyValueConstants,
+    GradQueryConstants,
+    KeyConstants,
+)
 from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
 from flexhop.lowering.tiles import Kernel, search_tiles, smaller_tiles, table_tile
 from flexhop.options import KernelOptions, Tile
@@ -19,90 +28,76 @@ from flexhop.options import KernelOptions, Tile
 LOG2_E = math.log2(math.e)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SharedConstants:
-    """Constants that every kernel reads; names as in templates/README.md."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    SPARSE_Q_BLOCK_SIZE: int
-    SPARSE_KV_BLOCK_SIZE: int
-    TILES_PER_Q_BLOCK: int
-    TILES_PER_KV_BLOCK: int
-    HAS_BLOCKS: bool
-    HAS_FULL_BLOCKS: bool
-    HAS_PARTIAL_BLOCKS: bool
-    CHECK_Q: bool
-    CHECK_KV: bool
-    QK_HEAD_DIM: int
-    QK_HEAD_DIM_ROUNDED: int
-    V_HEAD_DIM: int
-    V_HEAD_DIM_ROUNDED: int
-    Q_HEADS: int
-    GQA_GROUP: int
-    KV_BATCH_SHARED: bool
-    HAS_SCORE_MOD: bool
-    ISOLATE_SCORE_MOD: bool
-    SCALE_SCORES: bool
-    SM_SCALE: float
-    EXP_SCALE: float
-    FLOAT32_PRECISION: str
-    OFFSET_DTYPE: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForwardConstants(SharedConstants):
-    """Constants of forward.py.jinja."""
-
-    HEADS_PER_SECTION: int
-    PRESCALE_QK: bool
-    ROWS_GUARANTEED_SAFE: bool
-    RETURN_MAX: bool
-    LN_2: float  # as EXP_SCALE implies it, which is fp32 in the kernel
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradQueryConstants(SharedConstants):
-    """Constants of grad_query.py.jinja."""
-
-    HEADS_PER_SECTION: int
-    HAS_SCORE_GRAD: bool
-    CHECK_RANGE: bool
-    HAS_CAPTURED_GRADS: bool
-    SUBTRACT_FIRST: bool
-    LSE_SCALE: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradKeyValueConstants(SharedConstants):
-    """Constants of grad_key_value.py.jinja."""
-
-    HAS_SCORE_GRAD: bool
-    KV_HEADS: int
-    WRITES_KEY: bool
-    WRITES_VALUE: bool
-    OUT_HEAD_DIM: int
-    OUT_HEAD_DIM_ROUNDED: int
-    CHECK_RANGE: bool
-    SUBTRACT_FIRST: bool
-    LSE_SCALE: float
-
-
 def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> ForwardConstants:
     """Constants of the forward kernel."""
-    prescale = options.prescale_qk
-    shared = _shared(problem, options, tile)
-    if prescale:
-        shared |= {"SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
-    inside = shared["SCALE_SCORES"] or prescale  # is the scale part of the score?
+    shared = _prescaled(_shared(problem, options, tile), options)
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=_heads_per_section(problem),
-        PRESCALE_QK=prescale,
+        PRESCALE_QK=options.prescale_qk,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
-        LN_2=(1.0 if inside else problem.scale) / ctypes.c_float(shared["EXP_SCALE"]).value,
+        LN_2=_ln_2(problem, options, shared),
     )
+
+
+def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> DecodeConstants:
+    """Constants of the kernel for short queries."""
+    shared = _prescaled(_shared(problem, options, tile), options)
+    del shared["TILES_PER_Q_BLOCK"], shared["CHECK_Q"]
+    if problem.blocks is None:
+        shared["SPARSE_Q_BLOCK_SIZE"] = splits.MAX_ROWS
+    return DecodeConstants(
+        **shared,
+        SPLITS=num_splits(problem, options),
+        PACKED_HEADS=splits.packed_heads(problem),
+        PRESCALE_QK=options.prescale_qk,
+        # A query that sees a key need not see one in every share.
+        ROWS_GUARANTEED_SAFE=False,
+        RETURN_MAX=problem.returns_max,
+        LN_2=_ln_2(problem, options, shared),
+    )
+
+
+def num_splits(problem: Problem, options: KernelOptions) -> int:
+    """Shares of the keys in the decode kernel."""
+    default = _fit("decode", problem, table_tile("decode", problem))
+    return splits.choose_splits(problem, options, default)
+
+
+def combine_constants(problem: Problem, options: KernelOptions) -> DecodeCombineConstants:
+    """Constants of the kernel that combines the shares."""
+    count = num_splits(problem, options)
+    rounded, width = 1 << (count - 1).bit_length(), round_head_dim(problem.value_head_dim)
+    return DecodeCombineConstants(
+        SPLITS=count,
+        SPLITS_ROUNDED=rounded,
+        SPLITS_PER_STEP=min(rounded, max(1, _COMBINED_ELEMENTS // width)),
+        Q_HEADS=problem.query_heads,
+        V_HEAD_DIM=problem.value_head_dim,
+        V_HEAD_DIM_ROUNDED=width,
+        RETURN_MAX=problem.returns_max,
+        OFFSET_DTYPE="tl.int64" if problem.large_output else "tl.int32",
+        LN_2=_ln_2(problem, options, _prescaled(_exponent(problem), options)),
+    )
+
+
+# Elements that a program of decode_combine loads at a time: 32 registers of each of its threads.
+_COMBINED_ELEMENTS = 4096
+
+
+def _ln_2(problem: Problem, options: KernelOptions, shared: dict[str, Any]) -> float:
+    """Nats per unit of the exponent: log 2, as EXP_SCALE implies it, which is fp32 in a kernel."""
+    # Is the scale part of the score?
+    inside = shared["SCALE_SCORES"] or options.prescale_qk
+    return (1.0 if inside else problem.scale) / ctypes.c_float(shared["EXP_SCALE"]).value
+
+
+def _prescaled(shared: dict[str, Any], options: KernelOptions) -> dict[str, Any]:
+    """The constants of a kernel that scales its queries first, if the user wants that."""
+    if options.prescale_qk:
+        shared |= {"SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
+    return shared
 
 
 def grad_query_constants(
@@ -143,13 +138,31 @@ def grad_key_value_constants(
     )
 
 
-_CONSTANTS: dict[str, Callable[..., SharedConstants]] = {
+_CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
     "forward": forward_constants,
+    "decode": decode_constants,
     "grad_query": grad_query_constants,
     "grad_key_value": functools.partial(grad_key_value_constants, "grad_key_value"),
     "grad_key": functools.partial(grad_key_value_constants, "grad_key"),
     "grad_value": functools.partial(grad_key_value_constants, "grad_value"),
 }
+
+
+def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
+    """Which kernel computes the output: "forward", or "decode" for short queries.
+
+    Raises:
+        OptionConflictError: decode is asked for where there are too many rows.
+    """
+    if options.short_queries == "decode" and not splits.is_short(problem.query_len, problem.group):
+        raise OptionConflictError(
+            first="short_queries='decode'",
+            second=f"{problem.query_len} queries of {problem.group} heads per key head",
+            reason=f"the decode kernel takes at most {splits.MAX_ROWS} rows of both together",
+        )
+    if options.short_queries != "auto":
+        return options.short_queries
+    return "decode" if splits.suits(problem) and has_tile("decode", problem) else "forward"
 
 
 def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
@@ -176,11 +189,21 @@ def _as_source(name: str, value: Any) -> Any:
     return repr(value) if name == "FLOAT32_PRECISION" else value
 
 
+def _exponent(problem: Problem) -> dict[str, Any]:
+    """How scores become exponents of 2.
+
+    exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
+    between; the running maximum then needs a positive factor.
+    """
+    scale_scores = problem.has_score_mod or problem.scale <= 0 or _is_float32(problem)
+    return {
+        "SCALE_SCORES": scale_scores,
+        "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
+    }
+
+
 def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
     blocks = problem.blocks or MaskBlocks(tile.block_m, tile.block_n, has_full=False)
-    # exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
-    # between; the running maximum then needs a positive factor.
-    scale_scores = problem.has_score_mod or problem.scale <= 0 or _is_float32(problem)
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -202,9 +225,8 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "KV_BATCH_SHARED": problem.kv_batch_shared,
         "HAS_SCORE_MOD": problem.has_score_mod,
         "ISOLATE_SCORE_MOD": problem.has_score_mod and problem.reads_per_element,
-        "SCALE_SCORES": scale_scores,
+        **_exponent(problem),
         "SM_SCALE": problem.scale,
-        "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
         "FLOAT32_PRECISION": _float32_precision(options),
         "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
     }
@@ -250,7 +272,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
     scores = tile.block_m * tile.block_n * item
     rows, columns = tile.block_m, tile.block_n
-    if kernel == "forward":
+    if kernel in ("forward", "decode"):
         loop = columns * both * item * tile.num_stages
         return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "grad_query":
@@ -298,25 +320,37 @@ def has_tile(kernel: Kernel, problem: Problem) -> bool:
 
 def _fit(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
     """The largest step of the ladder down from `tile` that fits."""
-    tile = _within_blocks(problem, tile)
+    tile = _within_blocks(kernel, problem, tile)
     for smaller in smaller_tiles(tile):
         if shared_memory(kernel, problem, smaller) <= problem.device.shared_memory:
             return smaller
     return smaller
 
 
-def _within_blocks(problem: Problem, tile: Tile) -> Tile:
+def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
     """Shrink a tile to divide the blocks of the mask and not to exceed the lengths."""
     rows, columns = tile.block_m, tile.block_n
-    if problem.blocks is not None:
+    if kernel == "decode":
+        rows = min(rows, round_head_dim(splits.rows(problem)))
+    elif problem.blocks is not None:
         rows = _divisor(rows, problem.blocks.q_size)
+    if problem.blocks is not None:
         columns = _divisor(columns, problem.blocks.kv_size)
-    rows = min(rows, round_head_dim(problem.query_len))
-    columns = min(columns, round_head_dim(problem.key_len))
+    if kernel != "decode":
+        rows = min(rows, round_head_dim(problem.query_len))
+    if not (kernel == "decode" and problem.key_len_varies):
+        columns = min(columns, round_head_dim(problem.key_len))
     if (rows, columns) == (tile.block_m, tile.block_n):
         return tile
     warps = min(tile.num_warps, 4) if rows * columns <= 64 * 64 else tile.num_warps
     return Tile(rows, columns, warps, tile.num_stages)
+
+
+def divides(kernel: Kernel, blocks: MaskBlocks, tile: Tile) -> bool:
+    """Whether tiles divide the mask's blocks; the rows of decode are of several heads."""
+    return blocks.kv_size % tile.block_n == 0 and (
+        kernel == "decode" or blocks.q_size % tile.block_m == 0
+    )
 
 
 def _divisor(tile: int, block: int) -> int:
@@ -328,7 +362,7 @@ def _divisor(tile: int, block: int) -> int:
 
 def _check_user_tile(kernel: Kernel, problem: Problem, tile: Tile) -> None:
     blocks = problem.blocks
-    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+    if blocks is not None and not divides(kernel, blocks, tile):
         raise TileError(
             kernel=kernel, block_m=tile.block_m, block_n=tile.block_n,
             q_block=blocks.q_size, kv_block=blocks.kv_size,

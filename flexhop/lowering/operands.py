@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     value: Sequence[int]  # [B or 1, Hkv, N, Dv]
     is_query_multiple: Callable[[int], bool]
     is_key_multiple: Callable[[int], bool]
+    key_len_varies: bool = False
 
 
 def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Problem:
@@ -53,6 +54,7 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Proble
         (hint(kv_batch), static(kv_heads), hint(key_len), static(value_dim)),
         is_query_multiple=lambda n: inductor.is_multiple(query_len, n),
         is_key_multiple=lambda n: inductor.is_multiple(key_len, n),
+        key_len_varies=not inductor.is_constant(key_len),
     )
     device, dtype = read_device(query.get_device()), query.get_dtype()
     problem = make_problem(args, sizes, device, dtype, mods.facts)
@@ -103,6 +105,7 @@ def make_problem(
         large_output=elements >= 2**31,
         is_query_multiple=sizes.is_query_multiple,
         is_key_multiple=sizes.is_key_multiple,
+        key_len_varies=sizes.key_len_varies,
     )
 
 
@@ -115,12 +118,19 @@ def describe_problem(problem: Problem) -> str:
 def _mask_blocks(args: AttentionArgs | BackwardArgs) -> MaskBlocks | None:
     if not args.blocks:
         return None
-    options = args.options
+    options, blocks = args.options, BlockTensors(*args.blocks)
+    counts = (blocks.kv_num_blocks, blocks.full_kv_num_blocks)
     return MaskBlocks(
         q_size=int(options["q_block_size"]),
         kv_size=int(options["kv_block_size"]),
         has_full=bool(options["has_full_blocks"]),
+        per_head=not all(_heads(lists) == 1 for lists in counts),
     )
+
+
+def _heads(counts: Any) -> Any:
+    """Heads of a mask's counts [B', H', rows], which are IR or a tensor."""
+    return counts.shape[1] if isinstance(counts, torch.Tensor) else counts.get_size()[1]
 
 
 def block_inputs(

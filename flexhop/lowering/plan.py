@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from flexhop import debug
-from flexhop.lowering import kernels
+from flexhop.lowering import kernels, splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.lowering.tiles import Kernel, table_tile
 from flexhop.options import KernelOptions, Tile
@@ -19,7 +19,8 @@ class KernelPlan:
     """One kernel of one call.
 
     Args:
-        kernel: "forward", "grad_query", and "grad_key_value" or "grad_key" and "grad_value".
+        kernel: "forward" or "decode", "grad_query", and "grad_key_value" or "grad_key" and
+            "grad_value".
         tile: what one program does at a time.
         reason: where the tile comes from.
         shared_memory: estimated upper bound, in bytes, of what one program asks for.
@@ -60,7 +61,7 @@ def plan_kernel(
         tile=tile,
         reason=tile_reason(kernel, problem, options, tile),
         shared_memory=kernels.shared_memory(kernel, problem, tile),
-        programs=_programs(kernel, problem, tile),
+        programs=_programs(kernel, problem, options, tile),
         constants=kernels.constants(kernel, problem, options, tile),
     )
 
@@ -89,20 +90,25 @@ def tile_reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: 
 def _why_smaller(kernel: Kernel, problem: Problem, tile: Tile) -> str:
     reasons: list[str] = []
     blocks = problem.blocks
-    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+    if blocks is not None and not kernels.divides(kernel, blocks, tile):
         reasons.append(f"made to divide the mask's blocks of {blocks.q_size} x {blocks.kv_size}")
-    lengths = (round_head_dim(problem.query_len), round_head_dim(problem.key_len))
+    queries = splits.rows(problem) if kernel == "decode" else problem.query_len
+    lengths = (round_head_dim(queries), round_head_dim(problem.key_len))
     if tile.block_m > lengths[0] or tile.block_n > lengths[1]:
-        reasons.append(f"cut to the lengths, {problem.query_len} and {problem.key_len}")
+        reasons.append(f"cut to the lengths, {queries} and {problem.key_len}")
     needed = kernels.shared_memory(kernel, problem, tile)
     if needed > problem.device.shared_memory:
         reasons.append(f"made smaller to fit {problem.device.shared_memory} bytes, not {needed}")
     return " and ".join(reasons) or "adjusted to the problem"
 
 
-def _programs(kernel: Kernel, problem: Problem, tile: Tile) -> int:
-    """Programs of the grid: tiles times batches times heads."""
+def _programs(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> int:
+    """Programs of the grid: tiles times batches times heads, and in decode times shares."""
     blocks = problem.blocks
+    if kernel == "decode":
+        heads = problem.batch * problem.query_heads // splits.packed_heads(problem)
+        shares = kernels.num_splits(problem, options)
+        return splits.row_tiles(problem, tile.block_m) * heads * shares
     if kernel in _OVER_KEYS:
         batch = 1 if problem.kv_batch_shared else problem.batch
         block = blocks.kv_size if blocks is not None else tile.block_n

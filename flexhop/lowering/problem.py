@@ -26,11 +26,12 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskBlocks:
-    """Blocks of the mask: their sizes, and whether some are listed as full."""
+    """Blocks of the mask: their sizes, whether some are listed as full, and whether per head."""
 
     q_size: int
     kv_size: int
     has_full: bool
+    per_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Problem:
     key; has_score_grad: whether the derivative of score_mod differs from 1. Lengths are hints: the
     sizes seen at this compile; what must hold for every size is in `is_query_multiple` and
     `is_key_multiple` (is the length known to be a multiple of n?).
+    key_len_varies: whether calls with other numbers of keys will run the same kernel.
     """
 
     device: Device
@@ -64,6 +66,7 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    key_len_varies: bool = False
 
     @property
     def group(self) -> int:

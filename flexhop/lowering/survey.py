@@ -11,11 +11,12 @@ from torch import Tensor
 from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
-from flexhop.lowering.kernels import key_value_kernels
+from flexhop.lowering.kernels import forward_kernel, key_value_kernels
 from flexhop.lowering.mods import read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan, plan_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
+from flexhop.lowering.tiles import Kernel
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint, trace_mask, trace_score
 from flexhop.options import KernelOptions
@@ -52,7 +53,10 @@ def survey(args: AttentionArgs, device: Device) -> Survey:
     problem = dataclasses.replace(problem, has_captured_grads=bool(joint and joint.sites))
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it
-    names = ("forward", "grad_query", *key_value_kernels(problem)) if has_kernels else ()
+    names: tuple[Kernel, ...] = ()
+    if has_kernels:
+        first = forward_kernel(problem, options)
+        names = (first, "grad_query", *key_value_kernels(problem))
     plans = tuple(plan_kernel(kernel, problem, options) for kernel in names)
     return Survey(problem, options, score, mask, joint, plans)
 

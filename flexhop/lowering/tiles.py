@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from flexhop.lowering import splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
-Kernel = Literal["forward", "grad_query", "grad_key_value", "grad_key", "grad_value"]
+Kernel = Literal["forward", "decode", "grad_query", "grad_key_value", "grad_key", "grad_value"]
 
 # Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90). Measured on an H200, bf16
 # (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a
@@ -19,6 +20,12 @@ _HOPPER: dict[Kernel, dict[int, Tile]] = {
         128: Tile(128, 128, 8, 2),
         256: Tile(128, 64, 8, 2),
         512: Tile(64, 32, 8, 2),
+    },
+    "decode": {
+        64: Tile(128, 128, 4, 3),
+        128: Tile(64, 64, 4, 3),
+        256: Tile(64, 32, 4, 2),
+        512: Tile(16, 32, 4, 2),
     },
     "grad_query": {
         64: Tile(64, 64, 4, 3),
@@ -42,6 +49,11 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
     "grad_query": {64: Tile(128, 64, 8, 3)},
     "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
 }
+# At most 16 rows: one program of eight warps for each multiprocessor, with two wide tiles on their
+# way, keeps memory busy under any score_mod; smaller tiles need two programs for that.
+_HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
+    "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
+}
 # Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
 # Chosen to fit without spills; not measured.
 _BLACKWELL: dict[Kernel, dict[int, Tile]] = {
@@ -59,6 +71,12 @@ _AMPERE: dict[Kernel, dict[int, Tile]] = {
         128: Tile(128, 32, 4, 3),
         256: Tile(64, 32, 4, 2),
         512: Tile(32, 16, 4, 1),
+    },
+    "decode": {
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 32, 4, 3),
+        256: Tile(32, 32, 4, 2),
+        512: Tile(16, 16, 4, 2),
     },
     "grad_query": {
         64: Tile(64, 64, 4, 2),
@@ -78,6 +96,12 @@ _FLOAT32: dict[Kernel, dict[int, Tile]] = {
         64: Tile(64, 32, 4, 2),
         128: Tile(32, 32, 4, 2),
         256: Tile(16, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+    "decode": {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(16, 32, 4, 2),
         512: Tile(16, 16, 4, 1),
     },
     "grad_query": {
@@ -102,6 +126,14 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
         Tile(128, 64, 4, 3),
         Tile(64, 64, 4, 3),
         Tile(64, 32, 4, 3),
+    ),
+    "decode": (
+        Tile(64, 128, 4, 3),
+        Tile(64, 128, 8, 3),
+        Tile(64, 64, 2, 4),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 4),
+        Tile(64, 32, 4, 4),
     ),
     "grad_query": (
         Tile(128, 64, 8, 2),
@@ -129,6 +161,7 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),
+        (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, problem.blocks is None and not problem.has_score_mod),
     )

@@ -20,6 +20,7 @@ def flops(kernel: Kernel, problem: Problem, pairs: int) -> int:
     qk, v = problem.head_dim, problem.value_head_dim
     columns = {
         "forward": qk + v,  # scores, out
+        "decode": qk + v,
         "grad_query": 2 * qk + v,  # scores, grad_p, grad_query
         "grad_key_value": 2 * qk + 2 * v,  # scores, grad_p, grad_value, grad_key
         "grad_key": 2 * qk + v,  # scores, grad_p, grad_key
@@ -42,8 +43,10 @@ def least_bytes(kernel: Kernel, problem: Problem) -> int:
     key = keys * problem.head_dim * problem.itemsize
     value = keys * problem.value_head_dim * problem.itemsize
     statistic = rows * 4
+    forward = query + key + value + out + statistic * (1 + problem.returns_max)
     moved = {
-        "forward": query + key + value + out + statistic * (1 + problem.returns_max),
+        "forward": forward,
+        "decode": forward,
         "grad_query": 2 * query + key + value + out + 2 * statistic,
         "grad_key_value": query + 2 * key + 2 * value + out + 2 * statistic,
         "grad_key": query + 2 * key + value + out + 2 * statistic,

@@ -7,7 +7,9 @@ from importlib.resources import files
 
 # Every kernel is its own file, then the device functions it calls.
 _PARTS = {
-    "forward": ("forward", "tile", "mods"),
+    "forward": ("forward", "attend", "tile", "mods"),
+    "decode": ("decode", "attend", "tile", "mods"),
+    "decode_combine": ("decode_combine",),
     "grad_query": ("grad_query", "grad_tile", "tile", "mods", "mod_grads"),
     "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
 }

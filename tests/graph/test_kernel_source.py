@@ -1,4 +1,4 @@
-"""One whole kernel per template, in the simplest case: causal attention, from its `def` on.
+"""One whole kernel per template, in a simple case: causal attention, from its `def` on.
 
 The texts are in *.expected beside this file, and docs/kernel.md shows them. They are accepted like
 the inline ones: `EXPECTTEST_ACCEPT=1 pytest tests/graph`.
@@ -22,6 +22,7 @@ MARKS = {
     "grad_query": "grad_query_blocks",
     "grad_key_value": "grad_key_value_blocks",
 }
+DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
 
 
 @functools.cache
@@ -36,9 +37,28 @@ def _generated() -> Generated:
     )
 
 
-@pytest.mark.parametrize("kernel", MARKS)
+@functools.cache
+def _decoded() -> Generated:
+    """One query at the end of a cache of 1024 keys, which six heads share."""
+    torch.manual_seed(0)
+    query = torch.randn(1, 12, 1, 64, dtype=torch.bfloat16)
+    key, value = (torch.randn(1, 2, 1024, 64, dtype=torch.bfloat16) for _ in range(2))
+    position = torch.tensor(700)
+    whole = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = whole[:, :, position // 128]
+        mask.seq_lengths = (1, 1024)
+        mask.mask_mod = lambda b, h, q_idx, kv_idx: q_idx + position >= kv_idx
+        return flexhop.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+
+    return generate(step, query, key, value)
+
+
+@pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS])
 def test_kernel(kernel: str):
-    text = _generated().kernel_with(MARKS[kernel]).text()
+    generated = _decoded() if kernel in DECODE_MARKS else _generated()
+    text = generated.kernel_with((MARKS | DECODE_MARKS)[kernel]).text()
     file = HERE / f"{kernel}.expected"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         file.write_text(text, encoding="utf-8")

@@ -25,6 +25,8 @@ from tests.problems import launched_kernels, problem
 # A device function or constant tells which of the templates a kernel came from.
 MARKS = {
     "attend_blocks": "forward",
+    "attend_share": "decode",
+    "weigh_share": "decode_combine",
     "grad_query_blocks": "grad_query",
     "grad_key_value_blocks": "grad_key_value",
 }
@@ -40,7 +42,7 @@ class Compiled(NamedTuple):
 
 
 def role(kernel: Kernel) -> str:
-    """forward, grad_query, grad_key_value, grad_key or grad_value."""
+    """forward, decode, decode_combine, grad_query, grad_key_value, grad_key or grad_value."""
     name = next(role for mark, role in MARKS.items() if mark in kernel.functions)
     if name != "grad_key_value":
         return name
@@ -145,4 +147,66 @@ def test_kernels_need_no_more_shared_memory_than_estimated_and_fit(pool):
                     f"sm_{architecture} {compiled.kernel} D={dims} {dtype}: uses {shared}, "
                     f"estimated {compiled.estimate}, the device has {compiled.limit}"
                 )
+    assert wrong == [], "\n".join(wrong)
+
+
+def build_decode(
+    architecture: int, dims: tuple[int, int], dtype: torch.dtype, queries: int
+) -> list[Compiled]:
+    """Generate and compile the kernels of short queries of 4 heads each, with both mods."""
+    capability = architecture // 10, architecture % 10
+    width, value_width = dims
+    inputs = [
+        torch.zeros(1, heads, length, d, dtype=dtype)
+        for heads, length, d in ((8, queries, width), (2, 4096, width), (2, 4096, value_width))
+    ]
+    ids = torch.zeros(4096, dtype=torch.int32)
+    mask = flexhop.create_block_mask(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k > q), None, None, queries, 4096, "cpu"
+    )
+    call = problem(
+        architecture, width, value_head_dim=value_width, dtype=dtype, query_len=queries,
+        key_len=4096, kv_heads=2,
+    )  # fmt: skip
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, lambda s, b, h, q, k: s + h * (k - q), mask, enable_gqa=True
+        ),
+        *inputs, capability=capability,
+    )  # fmt: skip
+    found = []
+    for kernel in generated.templates:
+        name, estimate, limit = role(kernel), 0, GPUS[capability].shared_memory
+        if name == "decode":
+            constants = kernel.constants
+            sides = constants["BLOCK_M"], constants["BLOCK_N"]
+            tile = Tile(*sides, kernel.num_warps, kernel.num_stages)
+            estimate = kernels.shared_memory("decode", call, tile)
+        found.append(Compiled(name, compile_kernel(kernel, architecture), estimate, limit))
+    assert {c.kernel for c in found} == {"decode", "decode_combine"}
+    return found
+
+
+DECODED = [
+    *(((width, width), torch.bfloat16, queries) for width in (64, 128, 256) for queries in (1, 8)),
+    ((128, 128), torch.bfloat16, 32),
+    ((512, 512), torch.bfloat16, 1),
+    ((192, 80), torch.float16, 1),
+    ((64, 64), torch.float32, 16),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_decode_does_not_spill_and_fits(pool, architecture):
+    futures = {key: pool.submit(build_decode, architecture, *key) for key in DECODED}
+    wrong = [
+        f"{compiled.kernel} {key}: {compiled.cubin.spills} spills, {compiled.cubin.registers} "
+        f"registers, {compiled.cubin.shared} bytes, estimated {compiled.estimate}"
+        for key, future in futures.items()
+        for compiled in future.result()
+        if compiled.cubin.spills
+        or (compiled.kernel == "decode" and compiled.cubin.shared > compiled.estimate)
+        or compiled.estimate > compiled.limit
+    ]
     assert wrong == [], "\n".join(wrong)

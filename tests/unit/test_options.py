@@ -30,6 +30,9 @@ any_options = st.builds(
     KernelOptions,
     backend=st.sampled_from(["auto", "triton"]),
     forward=any_tile,
+    decode=any_tile,
+    short_queries=st.sampled_from(["auto", "decode", "forward"]),
+    splits=st.sampled_from([None, 1, 7, 256]),
     grad_query=any_tile,
     grad_key_value=any_tile,
     float32_precision=st.sampled_from(["ieee", "tf32", None]),
@@ -43,6 +46,8 @@ def test_defaults_let_flexhop_choose():
     assert options == KernelOptions() == KernelOptions.of({}) == KernelOptions.of(options)
     assert options.backend == "auto"
     assert options.forward is options.grad_query is options.grad_key_value is None
+    assert options.decode is options.splits is None
+    assert options.short_queries == "auto"
     assert options.float32_precision is None
     assert options.to_wire() == {}
 
@@ -140,10 +145,13 @@ def test_wire_holds_only_what_was_chosen():
     ("given_options", "expected"),
     [
         ({"BLOCK_M": 64}, KernelOptions(forward=TileRequest(block_m=64))),
-        ({"fwd_BLOCK_N": 32}, KernelOptions(forward=TileRequest(block_n=32))),
+        (
+            {"fwd_BLOCK_N": 32},
+            KernelOptions(forward=TileRequest(block_n=32), decode=TileRequest(block_n=32)),
+        ),
         (
             {"BLOCK_M": 64, "BLOCK_N": 32, "fwd_num_warps": 8, "fwd_num_stages": 3},
-            KernelOptions(forward=Tile(64, 32, 8, 3)),
+            KernelOptions(forward=Tile(64, 32, 8, 3), decode=TileRequest(None, 32, 8, 3)),
         ),
         (
             {"BLOCK_M1": 32, "bwd_BLOCK_N1": 64},
@@ -154,6 +162,7 @@ def test_wire_holds_only_what_was_chosen():
             {"num_warps": 8},
             KernelOptions(
                 forward=TileRequest(num_warps=8),
+                decode=TileRequest(num_warps=8),
                 grad_query=TileRequest(num_warps=8),
                 grad_key_value=TileRequest(num_warps=8),
             ),
@@ -162,6 +171,7 @@ def test_wire_holds_only_what_was_chosen():
             {"bwd_num_stages": 1, "num_stages": 3},
             KernelOptions(
                 forward=TileRequest(num_stages=3),
+                decode=TileRequest(num_stages=3),
                 grad_query=TileRequest(num_stages=1),
                 grad_key_value=TileRequest(num_stages=1),
             ),
@@ -170,8 +180,11 @@ def test_wire_holds_only_what_was_chosen():
             {"fwd_BLOCK_M": 16, "BLOCK_M": 128, "bwd_BLOCK_M1": 32, "BLOCK_M1": 64},
             KernelOptions(forward=TileRequest(16), grad_key_value=TileRequest(32)),
         ),
-        ({"BACKEND": "TRITON"}, KernelOptions(backend="triton")),
+        ({"BACKEND": "TRITON"}, KernelOptions(backend="triton", short_queries="forward")),
+        ({"BACKEND": "TRITON_DECODE"}, KernelOptions(backend="triton", short_queries="decode")),
         ({"BACKEND": "AUTO"}, KernelOptions()),
+        ({"FORCE_USE_FLEX_ATTENTION": True}, KernelOptions(short_queries="forward")),
+        ({"FORCE_USE_FLEX_ATTENTION": False}, KernelOptions()),
         ({"PRESCALE_QK": True}, KernelOptions(prescale_qk=True)),
         ({"bwd_PRESCALE_QK": True, "fwd_PRESCALE_QK": True}, KernelOptions(prescale_qk=True)),
         ({"ROWS_GUARANTEED_SAFE": True}, KernelOptions(rows_guaranteed_safe=True)),
@@ -237,13 +250,13 @@ def test_an_unknown_keyword_is_a_type_error():
         KernelOptions(BLOK_M=64)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("backend", ["FLASH", "TRITON_DECODE", "INVALID", "triton", 1])
+@pytest.mark.parametrize("backend", ["FLASH", "INVALID", "triton", 1])
 def test_backends_that_do_not_exist(backend):
     with pytest.raises(OptionValueError) as caught:
         KernelOptions.of({"BACKEND": backend})
     assert str(caught.value) == (
         f"Invalid BACKEND value {backend!r}: "
-        "it must be 'AUTO' or 'TRITON', the backends of flexhop."
+        "it must be 'AUTO', 'TRITON' or 'TRITON_DECODE', the backends of flexhop."
     )
 
 
@@ -285,6 +298,5 @@ def test_contradictions(given_options, message):
 
 
 def test_backend_beside_a_legacy_flag_that_is_off():
-    with pytest.warns(OptionIgnoredWarning, match="FORCE_USE_FLEX_ATTENTION"):
-        options = KernelOptions.of({"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": False})
-    assert options == KernelOptions(backend="triton")
+    options = KernelOptions.of({"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": False})
+    assert options == KernelOptions(backend="triton", short_queries="forward")

@@ -94,7 +94,7 @@ def test_sections_hold_whole_groups_and_fit_half_of_the_cache():
 
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_a_users_tile_is_taken_and_filled(kernel):
-    field = kernel if kernel in ("forward", "grad_query") else "grad_key_value"
+    field = kernel if kernel in ("forward", "decode", "grad_query") else "grad_key_value"
     options = KernelOptions(**{field: Tile(32, 16, num_warps=8, num_stages=1)})
     (tile,) = kernels.choose_tiles(kernel, usual_problem(kernel), options, search=True)
     assert tile == Tile(32, 16, num_warps=8, num_stages=1)

@@ -68,7 +68,8 @@ def test_the_ladder_goes_down(start):
 def test_tiles_divide_the_blocks_of_the_mask(kernel, blocks):
     call = usual_problem(kernel, blocks=MaskBlocks(*blocks, has_full=True), has_mask_mod=True)
     for tile in kernels.choose_tiles(kernel, call, KernelOptions(), search=True):
-        for side, block in zip((tile.block_m, tile.block_n), blocks, strict=True):
+        sides = list(zip((tile.block_m, tile.block_n), blocks, strict=True))
+        for side, block in sides[kernel == "decode" :]:  # its rows are of several heads
             assert block % side == 0 or side == 16, (
                 "16 is the smallest tile; such blocks are checked"
             )

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import dataclasses
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import jinja2
 import pytest
 
 from flexhop.lowering import kernels
+from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import KERNELS, part, source
 from tests.problems import problem
@@ -79,6 +81,8 @@ def _free_names(text: str) -> set[str]:
 
 def _constants(kernel: str) -> set[str]:
     tile = Tile(64, 64)
+    if kernel == "decode_combine":
+        return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
     return set(kernels.constants(kernel, problem(), KernelOptions(), tile))  # type: ignore[arg-type]
 
 
@@ -141,6 +145,8 @@ def test_ruff_finds_only_constants(kernel, tmp_path):
 
 def test_each_user_function_is_called_by_its_argument_names():
     for kernel in KERNELS:
+        if kernel == "decode_combine":
+            continue  # it has no scores
         functions = {
             f.name: f
             for f in ast.parse(rendered(source(kernel))).body

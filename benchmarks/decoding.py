@@ -1,0 +1,333 @@
+"""``python -m benchmarks.decoding``: short queries over many keys, in microseconds and GB/s.
+
+Every implementation is compared with float64 first. Then CUDA graphs of many calls are replayed,
+implementations in turn; the calls of a graph go through copies of keys and values that together
+exceed the L2 cache. GB/s count the keys and values that queries see, once.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import attention as sdpa
+from torch.nn.attention import flex_attention as intree
+
+import flexhop
+from benchmarks.correctness import rounding_error
+from benchmarks.report import cell, row
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+NAMES = ("flexhop", "in-tree", "cudnn", "flash")
+CACHE_BYTES = 200 << 20  # four times an H200's L2
+CALLS = 12  # of a graph, at least
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """``queries`` queries at the end of ``keys`` keys; ``sees`` and ``score`` are mods."""
+
+    name: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    keys: int
+    queries: int = 1
+    head_dim: int = 128
+    sees: Literal["all", "causal", "window", "document"] = "all"
+    score: Literal["none", "alibi", "softcap"] = "none"
+
+    @property
+    def shape(self) -> str:
+        """``(B,Hq,Hkv,M,N,D)``, as the tables print it."""
+        sizes = (self.batch, self.q_heads, self.kv_heads, self.queries, self.keys, self.head_dim)
+        return "(" + ",".join(map(str, sizes)) + ")"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether SDPA computes the same thing without a mask tensor."""
+        return self.sees == "all" and self.score == "none"
+
+    def shrunk(self) -> "Step":
+        """The same problem small enough for a CPU."""
+        group = self.q_heads // self.kv_heads
+        return replace(self, batch=1, q_heads=group, kv_heads=1, keys=256, head_dim=32)
+
+
+STEPS: tuple[Step, ...] = (
+    Step("batch-32", 32, 32, 8, 8 << 10),
+    Step("batch-8", 8, 32, 8, 32 << 10),
+    Step("no-group", 16, 16, 16, 8 << 10),
+    Step("one-128k", 1, 32, 8, 128 << 10),
+    Step("one-4k", 1, 32, 8, 4 << 10),
+    Step("one-32k", 1, 32, 8, 32 << 10),
+    Step("batch-8-16k", 8, 32, 8, 16 << 10),
+    Step("group-7", 8, 56, 8, 16 << 10),
+    Step("group-3", 8, 24, 8, 16 << 10),
+    Step("queries-4", 8, 32, 8, 16 << 10, queries=4),
+    Step("queries-16", 8, 32, 8, 16 << 10, queries=16),
+    Step("head-64", 32, 32, 8, 16 << 10, head_dim=64),
+    Step("head-256", 16, 16, 4, 16 << 10, head_dim=256),
+    Step("alibi", 8, 32, 8, 32 << 10, score="alibi"),
+    Step("softcap", 8, 32, 8, 32 << 10, score="softcap"),
+    Step("causal", 8, 32, 8, 32 << 10, sees="causal"),
+    Step("window-16k", 8, 32, 8, 32 << 10, sees="window"),
+    Step("document-16k", 8, 32, 8, 32 << 10, sees="document"),
+    Step("one-window-64k", 1, 32, 8, 128 << 10, sees="window"),
+    Step("one-document-64k", 1, 32, 8, 128 << 10, sees="document"),
+    Step("one-64k", 1, 32, 8, 64 << 10),
+)
+
+
+def make_mask_mod(step: Step, device: torch.device) -> Callable[..., Any] | None:
+    """What the queries see: the second half of the keys, by a window or by document."""
+    offset = torch.tensor(step.keys - step.queries, device=device)
+    half = step.keys // 2
+    ids = (torch.arange(step.keys, device=device) >= half).to(torch.int32)
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx <= q_idx + offset
+
+    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx + offset) & (q_idx + offset - kv_idx < half)
+
+    def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ids[q_idx + offset] == ids[kv_idx]
+
+    table = {"causal": causal, "window": window, "document": document}
+    return table.get(step.sees)
+
+
+def make_score_mod(step: Step, device: torch.device) -> Callable[..., Any] | None:
+    """The step's score_mod."""
+    offset = torch.tensor(step.keys - step.queries, device=device)
+    slopes = torch.exp2(-8.0 * torch.arange(1, step.q_heads + 1, device=device) / step.q_heads)
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx - offset)
+
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 20.0 * torch.tanh(score / 20.0)
+
+    table = {"alibi": alibi, "softcap": softcap}
+    return table.get(step.score)
+
+
+def build(name: str, step: Step, device: torch.device) -> Attention | None:
+    """An implementation, or None where it cannot do the step."""
+    if name in ("flexhop", "in-tree"):
+        module: Any = flexhop if name == "flexhop" else intree
+        mask_mod, score_mod = make_mask_mod(step, device), make_score_mod(step, device)
+        sizes = (None, None, step.queries, step.keys)
+        block_mask = mask_mod and module.create_block_mask(mask_mod, *sizes, device=str(device))
+        compiled = torch.compile(module.flex_attention, fullgraph=True)
+        return lambda q, k, v: compiled(q, k, v, score_mod, block_mask, enable_gqa=True)
+    if not step.is_dense:
+        return None
+    backends = sdpa.SDPBackend
+    backend = backends.CUDNN_ATTENTION if name == "cudnn" else backends.FLASH_ATTENTION
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, enable_gqa=True
+            )
+
+    return attend
+
+
+def make_tensors(step: Step, device: torch.device) -> list[Tensors]:
+    """Random query, key and value, in as many copies as the cache cannot hold."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    query = (step.batch, step.q_heads, step.queries, step.head_dim)
+    key = (step.batch, step.kv_heads, step.keys, step.head_dim)
+    size = 2 * dtype.itemsize * step.batch * step.kv_heads * step.keys * step.head_dim
+    copies = -(-CACHE_BYTES // size) if device.type == "cuda" else 1
+
+    def draw() -> Tensors:
+        first, second, third = (
+            torch.randn(shape, device=device, dtype=dtype) for shape in (query, key, key)
+        )
+        return first, second, third
+
+    return [draw() for _ in range(copies)]
+
+
+def scores_of(step: Step, tensors: Tensors) -> torch.Tensor:
+    """The scores of the last batch and key head in float64, masked ones -inf: [G, M, N]."""
+    query, key, _ = tensors
+    device, group = query.device, step.q_heads // step.kv_heads
+    h = torch.arange(step.q_heads - group, step.q_heads, device=device)[:, None, None]
+    q_idx = torch.arange(step.queries, device=device)[None, :, None]
+    kv_idx = torch.arange(step.keys, device=device)[None, None, :]
+    scores = query[-1, -group:].double() @ key[-1, -1].double().T / step.head_dim**0.5
+    score_mod, mask_mod = make_score_mod(step, device), make_mask_mod(step, device)
+    if score_mod is not None:
+        scores = score_mod(scores, step.batch - 1, h, q_idx, kv_idx)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~mask_mod(step.batch - 1, h, q_idx, kv_idx), -torch.inf)
+    return scores
+
+
+def seen_bytes(step: Step, tensors: Tensors, scores: torch.Tensor) -> int:
+    """Bytes of the keys and values that any query sees; the masks here are equal for all heads."""
+    keys = int((scores > -torch.inf).any(0).any(0).sum())
+    return 2 * tensors[1].element_size() * step.batch * step.kv_heads * keys * step.head_dim
+
+
+def largest_error(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """Against the exact [G, M, D] of the last batch and key head; a NaN is infinitely wrong."""
+    part = found[-1, -exact.size(0) :].double()
+    return float((part - exact).abs().nan_to_num(nan=torch.inf).max())
+
+
+def budget(errors: dict[str, float], exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """Twice in-tree's error plus a rounding; eight roundings stand in for an absent in-tree."""
+    rounding = rounding_error(exact, dtype)
+    return 2 * errors.get("in-tree", 8 * rounding) + rounding
+
+
+class Run(NamedTuple):
+    """What is timed: some calls, and how many; on a GPU, the replay of a graph.
+
+    attention: kept, for a graph does not keep what it reads.
+    """
+
+    start: Callable[[], None]
+    calls: int
+    attention: Attention
+
+
+def capture(attention: Attention, copies: list[Tensors]) -> Run:
+    """The calls that are timed, through all copies in turn; they were made once."""
+    calls = -(-CALLS // len(copies)) * len(copies)
+
+    def run() -> None:
+        for call in range(calls):
+            attention(*copies[call % len(copies)])
+
+    if copies[0][0].device.type != "cuda":
+        run()
+        return Run(run, calls, attention)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attention(*copies[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return Run(graph.replay, calls, attention)
+
+
+def microseconds(run: Run, on_gpu: bool) -> float:
+    """Of one call, by CUDA events or the wall clock."""
+    if not on_gpu:
+        start = time.perf_counter()
+        run.start()
+        return 1e6 * (time.perf_counter() - start) / run.calls
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    run.start()
+    after.record()
+    torch.cuda.synchronize()
+    return 1e3 * before.elapsed_time(after) / run.calls
+
+
+def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[str, Any]:
+    """Check and time the implementations of one step."""
+    torch.compiler.reset()
+    copies = make_tensors(step, device)
+    scores = scores_of(step, copies[0])
+    exact = torch.softmax(scores, -1) @ copies[0][2][-1, -1].double()
+    errors: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    runs: dict[str, Run] = {}
+    for name in names:
+        try:
+            attention = build(name, step, device)
+            if attention is not None:
+                errors[name] = largest_error(exact, attention(*copies[0]))
+                runs[name] = capture(attention, copies)
+        except Exception as error:  # a peer that cannot must not end the others' measurement
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            runs.pop(name, None)
+    allowed = budget(errors, exact, copies[0][0].dtype)
+    if errors.get("flexhop", 0.0) > allowed:
+        failed["flexhop"] = f"wrong: error {errors['flexhop']:.3g} > budget {allowed:.3g}"
+        runs.pop("flexhop", None)
+    return asdict(step) | {
+        "shape": step.shape,
+        "bytes": seen_bytes(step, copies[0], scores),
+        "microseconds": time_in_turn(runs, device.type == "cuda"),
+        "errors": errors,
+        "failed": failed,
+    }
+
+
+def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
+    """Median microseconds of a call over interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(microseconds(run, on_gpu))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
+    """Microseconds and GB/s of every implementation, and flexhop's speed over the others'."""
+    peers = [name for name in names if name != "flexhop"]
+    head = ["step", "(B,Hq,Hkv,M,N,D)", *(f"{name}, us" for name in names)]
+    head += [*(f"{name}, GB/s" for name in names), *(f"x {peer}" for peer in peers)]
+    lines = [row(head), row(["---"] * 2 + ["---:"] * (len(head) - 2))]
+    for result in results:
+        times = [result["microseconds"].get(name) for name in names]
+        speeds = [None if time is None else result["bytes"] / time / 1e3 for time in times]
+        own = result["microseconds"].get("flexhop")
+        others = [result["microseconds"].get(peer) for peer in peers]
+        ratios = [None if own is None or time is None else time / own for time in others]
+        cells = [*(cell(t, 1) for t in times), *(cell(s) for s in speeds)]
+        lines.append(row([result["name"], result["shape"], *cells, *(cell(r, 2) for r in ratios)]))
+    for result in results:
+        lines += [f"- {result['name']}, {n}: {why}" for n, why in result["failed"].items()]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print the table; fails if flexhop failed or was wrong anywhere."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
+    parser.add_argument("--steps", default="", metavar="REGEX", help="only matching names")
+    parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]))
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    device, names = torch.device(options.device), ("flexhop", *options.peers)
+    chosen = [step for step in STEPS if re.search(options.steps, step.name)]
+    if device.type == "cpu":
+        chosen = [step.shrunk() for step in chosen]
+        print("CPU, tiny shapes: not a measurement.")
+    else:
+        print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}; bfloat16.")
+    with torch.no_grad():
+        results = [measure(step, names, device) for step in chosen]
+    print(table(results, names))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + os.linesep)
+    return int(any("flexhop" in result["failed"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""The constants of each template: one dataclass per kernel, its fields the template's names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyConstants:
+    """Constants that every kernel reads; names as in templates/README.md."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    SPARSE_Q_BLOCK_SIZE: int
+    SPARSE_KV_BLOCK_SIZE: int
+    TILES_PER_KV_BLOCK: int
+    HAS_BLOCKS: bool
+    HAS_FULL_BLOCKS: bool
+    HAS_PARTIAL_BLOCKS: bool
+    CHECK_KV: bool
+    QK_HEAD_DIM: int
+    QK_HEAD_DIM_ROUNDED: int
+    V_HEAD_DIM: int
+    V_HEAD_DIM_ROUNDED: int
+    Q_HEADS: int
+    GQA_GROUP: int
+    KV_BATCH_SHARED: bool
+    HAS_SCORE_MOD: bool
+    ISOLATE_SCORE_MOD: bool
+    SCALE_SCORES: bool
+    SM_SCALE: float
+    EXP_SCALE: float
+    FLOAT32_PRECISION: str
+    OFFSET_DTYPE: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedConstants(KeyConstants):
+    """Further constants of the kernels whose tiles of queries are of one head."""
+
+    TILES_PER_Q_BLOCK: int
+    CHECK_Q: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardConstants(SharedConstants):
+    """Constants of forward.py.jinja."""
+
+    HEADS_PER_SECTION: int
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    RETURN_MAX: bool
+    LN_2: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeConstants(KeyConstants):
+    """Constants of decode.py.jinja."""
+
+    SPLITS: int
+    PACKED_HEADS: int
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    RETURN_MAX: bool
+    LN_2: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeCombineConstants:
+    """Constants of decode_combine.py.jinja."""
+
+    SPLITS: int
+    SPLITS_ROUNDED: int
+    SPLITS_PER_STEP: int
+    Q_HEADS: int
+    V_HEAD_DIM: int
+    V_HEAD_DIM_ROUNDED: int
+    RETURN_MAX: bool
+    OFFSET_DTYPE: str
+    LN_2: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradQueryConstants(SharedConstants):
+    """Constants of grad_query.py.jinja."""
+
+    HEADS_PER_SECTION: int
+    HAS_SCORE_GRAD: bool
+    CHECK_RANGE: bool
+    HAS_CAPTURED_GRADS: bool
+    SUBTRACT_FIRST: bool
+    LSE_SCALE: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradKeyValueConstants(SharedConstants):
+    """Constants of grad_key_value.py.jinja."""
+
+    HAS_SCORE_GRAD: bool
+    KV_HEADS: int
+    WRITES_KEY: bool
+    WRITES_VALUE: bool
+    OUT_HEAD_DIM: int
+    OUT_HEAD_DIM_ROUNDED: int
+    CHECK_RANGE: bool
+    SUBTRACT_FIRST: bool
+    LSE_SCALE: float

@@ -1,0 +1,71 @@
+"""Emit the decode kernel, and the one that combines its shares of the keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import inductor
+from flexhop.lowering import kernels
+from flexhop.lowering.emit import Launch, Output
+from flexhop.templates import source
+
+# A program reads a few rows of one number each and at most 4096 accumulators at a time.
+_COMBINE_WARPS = 4
+
+
+def _row_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any]
+) -> tuple[Any, int, int]:
+    """One program per row, on one axis."""
+    return (batch * heads * length, 1, 1)
+
+
+_COMBINE = inductor.make_template("flexhop_decode_combine", _row_grid, source("decode_combine"))
+
+
+def emit_decode(
+    launch: Launch, operands: Sequence[Any], lists: Sequence[Any], output: Output
+) -> Any:
+    """Emit attention of short queries.
+
+    Args:
+        launch: of the call.
+        operands: query, key, value.
+        lists: block lists of the queries.
+        output: the result; lse is written beside it, and max_scores if they are asked for.
+    """
+    count = kernels.num_splits(launch.problem, launch.options)
+    statistics = output.written
+    if count == 1:
+        inputs = [*operands, statistics[0], statistics[-1], *lists]
+        return launch.emit("decode", inputs, output)
+    batch, heads, length, width = output.layout.size
+    device = output.layout.device
+    sums, shifts = (
+        inductor.empty([count, batch, heads, length], None, torch.float32, device)
+        for _ in range(2)
+    )
+    layout = inductor.contiguous_layout(
+        device, torch.float32, [count * batch, heads, length, width]
+    )
+    shares = Output(layout, output.sizes, [sums, shifts])
+    acc = launch.emit("decode", [*operands, sums, shifts, *lists], shares)
+    return _combine(launch, (acc, sums, shifts), output)
+
+
+def _combine(launch: Launch, shares: tuple[Any, ...], output: Output) -> Any:
+    inputs = [*inductor.realize(shares), output.written[0], output.written[-1]]
+    choices: list[Any] = []
+    error = _COMBINE.maybe_append_choice(
+        choices, input_nodes=inputs, layout=output.layout,
+        mutated_inputs=list(output.written), call_sizes=output.sizes,
+        num_stages=1, num_warps=_COMBINE_WARPS,
+        **dataclasses.asdict(kernels.combine_constants(launch.problem, launch.options)),
+    )  # fmt: skip
+    if error is not None:
+        raise error
+    return inductor.select("flexhop_decode_combine", choices, inputs, output.layout, {})
