@@ -46,7 +46,7 @@ _TILE_RULES = {
     "num_stages": _Rule(tuple(range(1, 9)), "an integer from 1 to 8"),
 }
 _FIELD_RULES = {
-    "backend": _Rule(("auto", "triton"), "'auto' or 'triton'"),
+    "backend": _Rule(("auto", "triton", "hopper"), "'auto', 'triton' or 'hopper'"),
     "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
     "prescale_qk": _FLAG,
     "rows_guaranteed_safe": _FLAG,
@@ -125,7 +125,8 @@ class KernelOptions:
     """Choices about the kernels of one call; frozen, checked, comparable and hashable.
 
     Args:
-        backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton.
+        backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton;
+            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve.
         forward: tile of the forward kernel; None lets flexhop choose.
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
@@ -141,7 +142,7 @@ class KernelOptions:
         TypeError: a name that does not exist.
     """
 
-    backend: Literal["auto", "triton"] = "auto"
+    backend: Literal["auto", "triton", "hopper"] = "auto"
     forward: Tile | TileRequest | None = None
     grad_query: Tile | TileRequest | None = None
     grad_key_value: Tile | TileRequest | None = None

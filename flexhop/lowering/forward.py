@@ -8,6 +8,7 @@ import torch
 
 from flexhop.compat import inductor
 from flexhop.lowering import chunked, kernels
+from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, user_options
@@ -26,6 +27,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     query, key, value = inductor.realize(args[:3])
     args = args._replace(query=query, key=key, value=value)
     problem = read_problem(args, mods)
+    options = user_options(args.options)
+    dialect = choose_dialect(problem, options)
     if not kernels.has_tile("forward", problem):
         return chunked.lower_attention(*operands)
 
@@ -37,9 +40,14 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     lse = inductor.empty(size[:3], None, torch.float32, device)
     max_size = inductor.as_expressions(max_meta.shape)  # nothing, unless it is returned
     max_scores = inductor.empty(max_size, None, torch.float32, device)
+    lists = block_inputs(args, "kv", lse, query)
+    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    if dialect.name == "hopper":
+        counter = inductor.zeros([1], torch.int32, device)
+        inputs = [query, key, value, lse, counter, *lists]
+        output = Output(layout, query.get_size(), [lse, counter])
+        return launch.emit_hopper(inputs, output), lse, max_scores
     written = [lse, max_scores] if problem.returns_max else [lse]
-    inputs = [query, key, value, lse, written[-1], *block_inputs(args, "kv", lse, query)]
-    captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, user_options(args.options), mods, captures)
+    inputs = [query, key, value, lse, written[-1], *lists]
     out = launch.emit("forward", inputs, Output(layout, query.get_size(), written))
     return out, lse, max_scores

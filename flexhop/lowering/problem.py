@@ -38,7 +38,8 @@ class Problem:
     """One call as plain values.
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; has_score_grad: whether the derivative of score_mod differs from 1. Lengths are hints:
+    key; has_score_grad: whether the derivative of score_mod differs from 1; bulk_obstacle: why the
+    tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints:
     the sizes seen at this compile; what must hold for every size is in
     `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
     """
@@ -64,6 +65,7 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    bulk_obstacle: str = ""
 
     @property
     def group(self) -> int:
