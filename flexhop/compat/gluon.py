@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
-from flexhop.compat.gluon_runtime import load_async
+from flexhop.compat.gluon_runtime import load_async, tanh
 """
 
 
@@ -55,6 +55,11 @@ class GluonOverrides(TritonKernelOverrides):
     def minimum(a: Any, b: Any) -> str:
         """NaN wins, as in PyTorch."""
         return f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
+
+    @staticmethod
+    def tanh(x: Any) -> str:
+        """Without the branches of CUDA's."""
+        return f"tanh({x})"
 
 
 class GluonKernel(inductor.TemplateKernel):

@@ -94,7 +94,7 @@ def run_kernel(
         memory: what to watch.
     """
     if kernel.is_gluon:
-        raise NotImplementedError(f"{kernel.name} is a Gluon kernel; Triton cannot interpret it.")
+        raise NotImplementedError(f"{kernel.name} is a Gluon kernel; Triton cannot interpret it; backend='triton' can be.")
     watched = memory or Memory()
     with interpreter.interpreting(watched):
         module = kernel.module()

@@ -11,7 +11,8 @@ _PARTS = {
     "grad_query": ("grad_query", "grad_tile", "tile", "mods", "mod_grads"),
     "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
     "hopper_forward": (
-        "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_tile", "mods",
+        "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
+        "hopper_store", "hopper_tile", "mods",
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
