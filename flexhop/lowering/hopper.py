@@ -67,7 +67,6 @@ class HopperForwardConstants:
     HAS_BLOCKS: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
-    MASK_READS: bool
     CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
@@ -171,7 +170,6 @@ def constants(
         HAS_BLOCKS=blocks is not None,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
-        MASK_READS=blocks is not None and problem.mask_reads,
         CHECK_Q=not problem.is_query_multiple(tile.block_m),
         CHECK_KV=not problem.is_key_multiple(kv_size),
         QK_HEAD_DIM=problem.head_dim,
@@ -191,5 +189,5 @@ def constants(
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
-    """Whether queries stay in registers, which is faster where there are registers for them."""
-    return tile.num_consumers == 2 and problem.head_dim <= 128
+    """Whether queries stay in registers: faster, unless tables need them to be read into."""
+    return tile.num_consumers == 2 and problem.head_dim <= (64 if problem.reads_per_element else 128)

@@ -33,7 +33,6 @@ class ModFacts(NamedTuple):
     has_mask_mod: bool
     # Whether score_mod reads captures at indices that depend on both positions.
     reads_per_element: bool
-    mask_reads: bool  # whether mask_mod reads captures
 
 
 class ModBuffers(NamedTuple):
@@ -66,7 +65,6 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
         reads_per_element=reads_per_element(score),
-        mask_reads=bool(_reads(mask)),
     )
 
 
@@ -140,12 +138,8 @@ def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
 
 def reads_per_element(score: fx.GraphModule) -> bool:
     """Whether a score_mod reads a captured tensor at indices that depend on both positions."""
-    return any(all(_positions_of(score.graph, list(read.args[1]))) for read in _reads(score))
-
-
-def _reads(graph: fx.GraphModule) -> list[fx.Node]:
-    """Where a user function reads captured tensors."""
-    return list(graph.graph.find_nodes(op="call_function", target=aten.index.Tensor))
+    reads = score.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    return any(all(_positions_of(score.graph, list(read.args[1]))) for read in reads)
 
 
 def _positions_of(graph: fx.Graph, roots: Sequence[Any]) -> tuple[bool, bool]:
