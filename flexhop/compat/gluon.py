@@ -2,7 +2,8 @@
 
 They go the way of Triton templates: rendered, cached, compiled and launched by the same code. Two
 things differ: the text around a kernel, and how operations of the user's functions are printed,
-because a Gluon tensor has a layout and Inductor writes none. Names are those of torch 2.11 to 2.15.
+because a Gluon tensor has a layout and Inductor writes none. Names are the same in torch 2.11 to
+2.15.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def keep_apart(result: Any) -> None:
 def suits_bulk_copies(value: Any) -> bool:
     """Whether the tensor memory accelerator can copy tiles of a realized tensor.
 
-    Its columns must be neighbours, and its first element and all rows lie at multiples of 16 bytes.
+    Columns must be neighbours; the first element and all rows lie at multiples of 16 bytes.
     """
     unit = _BULK_BYTES // value.get_dtype().itemsize
     *strides, last = value.get_stride()

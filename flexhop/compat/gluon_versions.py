@@ -1,7 +1,7 @@
 """Which Triton versions have the Gluon that the Hopper kernel is written in.
 
 Gluon changes between releases, and so does the machine code that is made of it: a version counts
-when tests/kernel/test_compiled.py finds it free of spills and of products that wait for each other.
+when tests/kernel/test_compiled.py finds neither spills nor products that wait for each other.
 """
 
 from __future__ import annotations

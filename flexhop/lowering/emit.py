@@ -59,9 +59,7 @@ _TEMPLATES = {
         for name in ("grad_key_value", "grad_key", "grad_value")
     },
 }
-_HOPPER = gluon.make_template(
-    "flexhop_hopper_forward", _persistent_grid, source("hopper_forward")
-)
+_HOPPER = gluon.make_template("flexhop_hopper_forward", _persistent_grid, source("hopper_forward"))
 
 
 class Output(NamedTuple):

@@ -42,12 +42,13 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     max_scores = inductor.empty(max_size, None, torch.float32, device)
     lists = block_inputs(args, "kv", lse, query)
     launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    written = [lse, max_scores] if problem.returns_max else [lse]
+    inputs = [query, key, value, lse, written[-1]]
+    sizes = query.get_size()
     if dialect.name == "hopper":
         counter = inductor.zeros([1], torch.int32, device)
-        inputs = [query, key, value, lse, counter, *lists]
-        output = Output(layout, query.get_size(), [lse, counter])
-        return launch.emit_hopper(inputs, output), lse, max_scores
-    written = [lse, max_scores] if problem.returns_max else [lse]
-    inputs = [query, key, value, lse, written[-1], *lists]
-    out = launch.emit("forward", inputs, Output(layout, query.get_size(), written))
+        output = Output(layout, sizes, [*written, counter])
+        out = launch.emit_hopper([*inputs, counter, *lists], output)
+    else:
+        out = launch.emit("forward", [*inputs, *lists], Output(layout, sizes, written))
     return out, lse, max_scores

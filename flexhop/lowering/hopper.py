@@ -1,7 +1,7 @@
 """The forward kernel of Hopper GPUs: what it serves, its tile and its constants.
 
-Pure functions of Problem. The text is in templates/hopper_*.py.jinja, the reasons of its numbers in
-docs/kernels/hopper.md.
+Pure functions of Problem. The text is in templates/hopper_*.py.jinja, the reasons of its numbers
+are in docs/kernels/hopper.md.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class HopperForwardConstants:
     SM_SCALE: float
     EXP_SCALE: float
     ROWS_GUARANTEED_SAFE: bool
+    RETURN_MAX: bool
     LN_2: float = kernels.LN_2
 
 
@@ -95,8 +96,6 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
         if not _ROWS // 2 < width <= _LARGEST_WIDTH:
             yield f"it takes {name} sizes from 33 to {_LARGEST_WIDTH}, not {width}"
-    if problem.returns_max:
-        yield "it does not store the maximum of the scores"
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
     yield from _block_obstacles(problem)
@@ -185,9 +184,11 @@ def constants(
         SM_SCALE=problem.scale,
         EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
+        RETURN_MAX=problem.returns_max,
     )
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
     """Whether queries stay in registers: faster, unless tables need them to be read into."""
-    return tile.num_consumers == 2 and problem.head_dim <= (64 if problem.reads_per_element else 128)
+    widest = 64 if problem.reads_per_element else 128
+    return tile.num_consumers == 2 and problem.head_dim <= widest

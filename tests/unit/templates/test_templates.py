@@ -41,7 +41,9 @@ def _def_kernel(*names: str) -> str:
 
 
 def _stride(name: str | None, axis: int | None = None) -> str:
-    return "1, 1, 1" if (name or "").endswith("NUM_BLOCKS") else "1, 1, 1, 1" if axis is None else "1"
+    if axis is not None:
+        return "1"
+    return "1, 1, 1" if (name or "").endswith("NUM_BLOCKS") else "1, 1, 1, 1"
 
 
 def _modification(subgraph_number: int, output_name: str, **inputs: str) -> str:
