@@ -46,7 +46,7 @@ _TILE_RULES = {
     "num_stages": _Rule(tuple(range(1, 9)), "an integer from 1 to 8"),
 }
 _FIELD_RULES = {
-    "backend": _Rule(("auto", "triton"), "'auto' or 'triton'"),
+    "backend": _Rule(("auto", "triton", "hopper"), "'auto', 'triton' or 'hopper'"),
     "short_queries": _Rule(("auto", "decode", "forward"), "'auto', 'decode' or 'forward'"),
     "splits": _Rule((None, *range(1, 257)), "an integer from 1 to 256 or None"),
     "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
@@ -127,7 +127,8 @@ class KernelOptions:
     """Choices about the kernels of one call; frozen, checked, comparable and hashable.
 
     Args:
-        backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton.
+        backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton;
+            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve.
         forward: tile of the forward kernel; None lets flexhop choose.
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.
@@ -148,7 +149,7 @@ class KernelOptions:
         TypeError: a name that does not exist.
     """
 
-    backend: Literal["auto", "triton"] = "auto"
+    backend: Literal["auto", "triton", "hopper"] = "auto"
     forward: Tile | TileRequest | None = None
     decode: Tile | TileRequest | None = None
     short_queries: Literal["auto", "decode", "forward"] = "auto"

@@ -150,14 +150,16 @@ class Template(TritonTemplate):
 def _kernel_source(path: str) -> str:
     """Our part of a generated file: from the kernel on."""
     text = Path(path).read_text()
-    return text[text.index("@triton.jit") :]
+    return text[min(text.find(mark) % len(text) for mark in ("@triton.jit", "@gluon.jit")) :]
 
 
-def make_template(name: str, grid: Callable[..., Any], source: str) -> Template:
+def make_template(
+    name: str, grid: Callable[..., Any], source: str, template: type[Any] = Template
+) -> Any:
     """2.11 freezes layouts of template inputs by itself; since 2.13 it must be asked."""
     known = inspect.signature(TritonTemplate.__init__).parameters
     extra = {"always_freeze_layout": True} if "always_freeze_layout" in known else {}
-    return Template(name=name, grid=SymbolicGridFn(grid), source=source, **extra)
+    return template(name=name, grid=SymbolicGridFn(grid), source=source, **extra)
 
 
 def select(
@@ -288,7 +290,8 @@ def empty(
 
 def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any:
     """Zero-filled tensor with storage, to be added to."""
-    result = lowerings[aten.full.default](list(size), 0.0, dtype=dtype, device=device)
+    zero = 0.0 if dtype.is_floating_point else 0
+    result = lowerings[aten.full.default](list(size), zero, dtype=dtype, device=device)
     result.realize()
     return _realize(result)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexhop.compat import inductor
-from flexhop.lowering import kernels
+from flexhop.compat import gluon, inductor
+from flexhop.lowering import hopper, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
-from flexhop.lowering.plan import show_plan
+from flexhop.lowering.plan import show_hopper_plan, show_plan
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
 from flexhop.options import KernelOptions
@@ -49,6 +50,14 @@ def _key_grid(
     return (_count_tiles(length, "N", "KV", meta, cdiv) * batch * heads, 1, 1)
 
 
+def _persistent_grid(
+    batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
+    *, cdiv: Any, min: Any,
+) -> tuple[Any, int, int]:  # fmt: skip
+    """As many programs as run side by side; each takes tiles of queries until none is left."""
+    return (min(programs, cdiv(length, meta["BLOCK_M"]) * batch * heads), 1, 1)
+
+
 _TEMPLATES = {
     **{
         name: inductor.make_template(f"flexhop_{name}", _query_grid, source(name))
@@ -60,6 +69,7 @@ _TEMPLATES = {
         for name in ("grad_key_value", "grad_key", "grad_value")
     },
 }
+_HOPPER = gluon.make_template("flexhop_hopper_forward", _persistent_grid, source("hopper_forward"))
 
 
 class Output(NamedTuple):
@@ -120,4 +130,30 @@ class Launch(NamedTuple):
         operands = [*inputs, *self.captures, *added_to]
         result = inductor.select(f"flexhop_{kernel}", choices, operands, output.layout, generators)
         inductor.note_subgraphs(result, self.captures, subgraphs)
+        return result
+
+    def emit_hopper(self, inputs: Sequence[Any], output: Output) -> Any:
+        """Emit the forward kernel of Hopper GPUs, whose tile is not searched for.
+
+        Args:
+            inputs: of its template, the block lists last.
+            output: what it stores; sizes are those of query.
+        """
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask])
+        tile = hopper.table_tile(self.problem)
+        show_hopper_plan(self.problem, self.options, tile)
+        constants = dataclasses.asdict(hopper.constants(self.problem, self.options, tile))
+        choices: list[Any] = []
+        error = _HOPPER.maybe_append_choice(
+            choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
+            mutated_inputs=list(output.written),
+            call_sizes=[*output.sizes, self.problem.device.multiprocessors],
+            num_stages=1, num_warps=4, **constants,
+        )  # fmt: skip
+        if error is not None:
+            raise error
+        operands = [*inputs, *self.captures]
+        result = inductor.select("flexhop_hopper_forward", choices, operands, output.layout, {})
+        inductor.note_subgraphs(result, self.captures, subgraphs)
+        gluon.keep_apart(result)
         return result

@@ -8,6 +8,7 @@ import torch
 
 from flexhop.compat import inductor
 from flexhop.lowering import chunked, decode, kernels, splits
+from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, user_options
@@ -31,6 +32,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
     kernel = _choose(args, problem, options)
+    dialect = choose_dialect(problem, options)
     if not kernels.has_tile(kernel, problem):
         return chunked.lower_attention(*operands)
 
@@ -42,14 +44,20 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     lse = inductor.empty(size[:3], None, torch.float32, device)
     max_size = inductor.as_expressions(max_meta.shape)  # nothing, unless it is returned
     max_scores = inductor.empty(max_size, None, torch.float32, device)
-    written = [lse, max_scores] if problem.returns_max else [lse]
-    output = Output(layout, query.get_size(), written)
-    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
     lists = block_inputs(args, "kv", lse, query)
+    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    written = [lse, max_scores] if problem.returns_max else [lse]
+    inputs, sizes = [query, key, value, lse, written[-1]], query.get_size()
+    output = Output(layout, sizes, written)
     if kernel == "decode":
-        return decode.emit_decode(launch, args[:3], lists, output), lse, max_scores
-    inputs = [query, key, value, lse, written[-1], *lists]
-    return launch.emit("forward", inputs, output), lse, max_scores
+        out = decode.emit_decode(launch, args[:3], lists, output)
+    elif dialect.name == "hopper":
+        counter = inductor.zeros([1], torch.int32, device)
+        output = output._replace(written=[*written, counter])
+        out = launch.emit_hopper([*inputs, counter, *lists], output)
+    else:
+        out = launch.emit("forward", [*inputs, *lists], output)
+    return out, lse, max_scores
 
 
 def _choose(args: AttentionArgs, problem: Problem, options: KernelOptions) -> Kernel:

@@ -33,7 +33,7 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
     shared = _prescaled(_shared(problem, options, tile), options)
     return ForwardConstants(
         **shared,
-        HEADS_PER_SECTION=_heads_per_section(problem),
+        HEADS_PER_SECTION=heads_per_section(problem),
         PRESCALE_QK=options.prescale_qk,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
@@ -109,7 +109,7 @@ def grad_query_constants(
     check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.has_score_mod)
     return GradQueryConstants(
         **shared,
-        HEADS_PER_SECTION=_heads_per_section(problem),
+        HEADS_PER_SECTION=heads_per_section(problem),
         HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
@@ -162,6 +162,8 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
         )
     if options.short_queries != "auto":
         return options.short_queries
+    if options.backend == "hopper":
+        return "forward"
     return "decode" if splits.suits(problem) and has_tile("decode", problem) else "forward"
 
 
@@ -251,7 +253,7 @@ def _float32_precision(options: KernelOptions) -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _heads_per_section(problem: Problem) -> int:
+def heads_per_section(problem: Problem) -> int:
     """Query heads whose keys and values fill half of the L2 cache together."""
     per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
     kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop import debug
-from flexhop.compat import inductor
+from flexhop.compat import gluon, inductor
 from flexhop.lowering.mods import ModBuffers, ModFacts
 from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
@@ -58,9 +58,19 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Proble
     )
     device, dtype = read_device(query.get_device()), query.get_dtype()
     problem = make_problem(args, sizes, device, dtype, mods.facts)
+    problem = dataclasses.replace(problem, bulk_obstacle=_bulk_obstacle(args))
     title = "backward" if isinstance(args, BackwardArgs) else "forward"
     debug.show("problem", title, lambda: describe_problem(problem))
     return problem
+
+
+def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
+    """Why the tensor memory accelerator cannot copy the operands; empty if it can."""
+    tensors = {"query": args.query, "key": args.key, "value": args.value}
+    unfit = [name for name, tensor in tensors.items() if not gluon.suits_bulk_copies(tensor)]
+    if not unfit:
+        return ""
+    return f"rows of {' and '.join(unfit)} do not lie at multiples of 16 bytes"
 
 
 def read_tensor_problem(args: AttentionArgs, device: Device, mods: ModFacts) -> Problem:

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 from flexhop import debug
-from flexhop.lowering import kernels, splits
+from flexhop.lowering import hopper, kernels, splits
+from flexhop.lowering.dialect import choose_dialect
+from flexhop.lowering.hopper import HopperTile
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.lowering.tiles import Kernel, table_tile
 from flexhop.options import KernelOptions, Tile
@@ -29,7 +31,7 @@ class KernelPlan:
     """
 
     kernel: Kernel
-    tile: Tile
+    tile: Tile | HopperTile
     reason: str
     shared_memory: int
     programs: int
@@ -54,6 +56,8 @@ def plan_kernel(
     Raises:
         TileError, TileResourceError: the user's tile does not fit the mask or the device.
     """
+    if kernel == "forward" and tile is None and choose_dialect(problem, options).name == "hopper":
+        return plan_hopper(problem, options, hopper.table_tile(problem))
     if tile is None:
         tile = kernels.choose_tiles(kernel, problem, options, search=False)[0]
     return KernelPlan(
@@ -66,13 +70,38 @@ def plan_kernel(
     )
 
 
+def plan_hopper(problem: Problem, options: KernelOptions, tile: HopperTile) -> KernelPlan:
+    """Describe the forward kernel of Hopper GPUs."""
+    tiles = -(-problem.query_len // tile.block_m) * problem.batch * problem.query_heads
+    return KernelPlan(
+        kernel="forward",
+        tile=tile,
+        reason="the Hopper kernel serves this call",
+        shared_memory=hopper.shared_memory(problem, tile),
+        programs=min(problem.device.multiprocessors, tiles),
+        constants=dataclasses.asdict(hopper.constants(problem, options, tile)),
+    )
+
+
+def show_hopper_plan(problem: Problem, options: KernelOptions, tile: HopperTile) -> None:
+    """As show_plan, for the forward kernel of Hopper GPUs."""
+    debug.show("kernel", "forward", lambda: str(plan_hopper(problem, options, tile)))
+
+
 def show_plan(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> None:
     """Print the plan of a candidate if FLEXHOP_DEBUG asks for kernels."""
     debug.show("kernel", kernel, lambda: str(plan_kernel(kernel, problem, options, tile)))
 
 
 def tile_reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
-    """Why a kernel has this tile."""
+    """Why a kernel has this tile, and on Hopper why it is the portable one."""
+    reason = _table_reason(kernel, problem, options, tile)
+    if kernel != "forward" or problem.device.capability != (9, 0):
+        return reason
+    return f"{reason}; not the Hopper kernel: {choose_dialect(problem, options).reason}"
+
+
+def _table_reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
     # One choice speaks to the gradients of key and value, in however many kernels.
     if getattr(options, "grad_key_value" if kernel in _OVER_KEYS else kernel) is not None:
         return "your kernel_options; what they leave open is from the table"

@@ -39,10 +39,11 @@ class Problem:
     """One call as plain values.
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; has_score_grad: whether the derivative of score_mod differs from 1. Lengths are hints: the
-    sizes seen at this compile; what must hold for every size is in `is_query_multiple` and
-    `is_key_multiple` (is the length known to be a multiple of n?).
-    key_len_varies: whether calls with other numbers of keys will run the same kernel.
+    key; has_score_grad: whether the derivative of score_mod differs from 1; bulk_obstacle: why the
+    tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints: the sizes
+    seen at this compile; what must hold for every size is in `is_query_multiple` and
+    `is_key_multiple` (is the length known to be a multiple of n?). key_len_varies: whether calls
+    with other numbers of keys will run the same kernel.
     """
 
     device: Device
@@ -67,6 +68,7 @@ class Problem:
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
     key_len_varies: bool = False
+    bulk_obstacle: str = ""
 
     @property
     def group(self) -> int:

@@ -92,7 +92,10 @@ def run_kernel(
         memory: what to watch.
     """
     if kernel.is_gluon:
-        raise NotImplementedError(f"{kernel.name} is a Gluon kernel; Triton cannot interpret it.")
+        raise NotImplementedError(
+            f"{kernel.name} is a Gluon kernel, which Triton cannot interpret; "
+            "kernel_options=KernelOptions(backend='triton') makes one that it can."
+        )
     watched = memory or Memory()
     with interpreter.interpreting(watched):
         module = kernel.module()

@@ -12,8 +12,13 @@ _PARTS = {
     "decode_combine": ("decode_combine",),
     "grad_query": ("grad_query", "grad_tile", "tile", "mods", "mod_grads"),
     "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
-}
+    "hopper_forward": (
+        "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
+        "hopper_store", "hopper_tile", "mods",
+    ),
+}  # fmt: skip
 KERNELS = tuple(_PARTS)
+_GLUON = ("hopper_forward",)
 
 
 def part(name: str) -> str:
@@ -28,4 +33,6 @@ def source(kernel: str) -> str:
     Args:
         kernel: one of KERNELS.
     """
-    return "\n\n".join(part(name).strip("\n") for name in _PARTS[kernel]) + "\n"
+    text = "\n\n".join(part(name).strip("\n") for name in _PARTS[kernel]) + "\n"
+    # The user's functions are printed for the kernel's dialect (flexhop/compat/gluon.py).
+    return text.replace("@triton.jit", "@gluon.jit") if kernel in _GLUON else text

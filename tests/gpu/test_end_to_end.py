@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.attention import flex_attention as stock
 import flexhop
 from flexhop.errors import DeterminismError
 from flexhop.masks import causal
+from flexhop.options import KernelOptions
 from tests.budgets import TF32
 from tests.case_inputs import (
     Case,
@@ -24,6 +26,7 @@ from tests.case_inputs import (
     make_call,
     make_inputs,
     make_loss,
+    unpack,
 )
 from tests.cases import BY_NAME, CASES
 from tests.judging import Outcome, assert_case
@@ -102,6 +105,44 @@ def test_case(case: Case):
         # twice, a shared batch without a mask, tables that do not fit shared memory.
         return
     assert_not_worse(case, ours, theirs, gold)
+
+
+def in_half(case: Case, backend: Literal["triton", "hopper"]) -> Case:
+    """The case in bfloat16, with heads and blocks that both forward kernels take."""
+    case = case.on_gpu()
+    shape = case.shape
+    sizes = case.block_size if isinstance(case.block_size, tuple) else (case.block_size,) * 2
+    return dataclasses.replace(
+        case,
+        name=f"{case.name}_{backend}",
+        dtype=torch.float16 if case.dtype == torch.float16 else torch.bfloat16,
+        shape=dataclasses.replace(
+            shape, head_dim=max(64, shape.head_dim), value_head_dim=max(64, shape.value_head_dim)
+        ),
+        block_size=(-(-sizes[0] // 128) * 128, -(-sizes[1] // 128) * 128),
+        options=KernelOptions(backend=backend),
+    )
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_results_of_either_forward_kernel(case: Case, backend):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = in_half(case, backend)
+    inputs = make_inputs(case, "cuda")
+    call = torch.compile(make_call(case, inputs), fullgraph=True)
+    try:
+        with torch.no_grad():
+            results = unpack(call(inputs.query, inputs.key, inputs.value))
+    except torch._inductor.exc.InductorError as error:
+        if "BackendError" not in str(error):
+            raise
+        pytest.skip(str(error).splitlines()[0])
+    wanted = {"out": True, "lse": case.lse, "max_scores": case.max_scores}
+    found = zip(wanted, results, strict=True)
+    outcome = Outcome({name: value for name, value in found if wanted[name] and value is not None})
+    assert_case(case, inputs, outcome)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +258,18 @@ def test_results_are_bitwise_reproducible(case: Case):
     second = compiled_run(case, copy_inputs(case, inputs))
     for name, tensor in first.tensors.items():
         assert torch.equal(tensor, second.tensors[name]), name
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_hundred_forward_passes_are_equal(width):
+    """Programs take tiles in the order in which they get free: no result may depend on it."""
+    tensors = [
+        torch.randn(2, 8, 2048, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    ]
+    mask = flexhop.create_block_mask(causal, None, None, 2048, 2048, "cuda")
+    call = torch.compile(lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask))
+    first = call(*tensors)
+    assert all(torch.equal(call(*tensors), first) for _ in range(100))
 
 
 def test_deterministic_mode_keeps_its_promise_or_refuses():

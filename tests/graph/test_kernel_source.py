@@ -7,11 +7,13 @@ the inline ones: `EXPECTTEST_ACCEPT=1 pytest tests/graph`.
 import functools
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 import flexhop
+from flexhop.compat import gluon_versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate
 
@@ -21,20 +23,23 @@ MARKS = {
     "forward": "attend_blocks",
     "grad_query": "grad_query_blocks",
     "grad_key_value": "grad_key_value_blocks",
+    "hopper_forward": "produce",
 }
 DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
 
 
 @functools.cache
-def _generated() -> Generated:
+def _generated(backend: Literal["triton", "hopper"]) -> Generated:
     torch.manual_seed(0)
     inputs = [
         torch.randn(2, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
     mask = flexhop.create_block_mask(causal, None, None, 256, 256, "cpu")
+    options = flexhop.KernelOptions(backend=backend)
     return generate(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask), *inputs, grad=True
-    )
+        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
+        *inputs, grad=True,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -57,7 +62,13 @@ def _decoded() -> Generated:
 
 @pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS])
 def test_kernel(kernel: str):
-    generated = _decoded() if kernel in DECODE_MARKS else _generated()
+    is_hopper = kernel == "hopper_forward"
+    if is_hopper and gluon_versions.obstacle():
+        pytest.skip(gluon_versions.obstacle())
+    if kernel in DECODE_MARKS:
+        generated = _decoded()
+    else:
+        generated = _generated("hopper" if is_hopper else "triton")
     text = generated.kernel_with((MARKS | DECODE_MARKS)[kernel]).text()
     file = HERE / f"{kernel}.expected"
     if os.environ.get("EXPECTTEST_ACCEPT"):

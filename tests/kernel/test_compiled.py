@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.compat import gluon_versions
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.lowering import kernels
+from flexhop.lowering import hopper, kernels
+from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate
-from flexhop.offline.cubin import Cubin, compile_kernel
+from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
 from flexhop.options import Tile
 from tests.problems import launched_kernels, problem
 
@@ -63,8 +65,9 @@ def build(
         for d in (width, width, value_width)
     ]
     mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
+    options = flexhop.KernelOptions(backend="triton")
     generated = generate(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask),
+        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=True, capability=capability,
     )  # fmt: skip
     call = problem(architecture, width, value_head_dim=value_width, dtype=dtype)
@@ -79,6 +82,33 @@ def build(
         found.append(Compiled(role(kernel), compile_kernel(kernel, architecture), estimate, limit))
     assert {c.kernel for c in found} == set(launched_kernels(call))
     return found
+
+
+class Hopper(NamedTuple):
+    """The forward kernel of Hopper GPUs for one problem."""
+
+    cubin: Cubin
+    estimate: int
+    notes: list[str]
+
+
+def build_hopper(dims: tuple[int, int], length: int, is_causal: bool) -> Hopper:
+    """Generate and compile the Hopper kernel of one problem."""
+    width, value_width = dims
+    inputs = [torch.zeros(1, 2, length, d, dtype=torch.bfloat16) for d in (width, *dims)]
+    mask = None
+    if is_causal:
+        mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
+        *inputs,
+    )  # fmt: skip
+    cubin = compile_kernel(generated.kernel_with("produce"), 90)
+    blocks = MaskBlocks(128, 128, has_full=True) if is_causal else None
+    call = problem(90, width, value_head_dim=value_width, blocks=blocks)
+    estimate = hopper.shared_memory(call, hopper.table_tile(call))
+    return Hopper(cubin, estimate, product_notes(cubin))
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +240,48 @@ def test_decode_does_not_spill_and_fits(pool, architecture):
         or compiled.estimate > compiled.limit
     ]
     assert wrong == [], "\n".join(wrong)
+
+
+# Head sizes, length (one that tiles overhang), and whether there is a mask.
+HOPPER = [
+    ((64, 64), 1024, False),
+    ((64, 64), 1024, True),
+    ((128, 128), 1024, False),
+    ((128, 128), 1000, True),
+    ((192, 128), 1024, True),
+    ((256, 256), 1024, True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_the_hopper_kernel_is_pipelined(pool):
+    """What ptxas does in silence: products that wait for each other, and spills in the loops."""
+    futures = {key: pool.submit(build_hopper, *key) for key in HOPPER}
+    wrong = []
+    for key, future in futures.items():
+        found = future.result()
+        assert found.cubin.wgmma > 0
+        assert found.cubin.shared <= found.estimate <= GPUS[(9, 0)].shared_memory
+        wrong += [f"{key}: {note}" for note in found.notes]
+        if found.cubin.spills:
+            wrong.append(f"{key}: {found.cubin.spills} spills")
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_the_hopper_loop_waits_for_products_after_the_exponentials(pool):
+    """A wait for both products above the softmax would undo the overlap."""
+    cubin = pool.submit(build_hopper, (128, 128), 1024, False).result().cubin
+    loops = [
+        loop
+        for loop in cubin.loops()
+        if loop.count("HGMMA") == 16 and loop.count("MUFU.EX2") == 66
+    ]
+    assert len(loops) == 2  # one for each consumer
+    for loop in loops:
+        waits = [n for n, line in enumerate(loop.splitlines()) if "WARPGROUP.DEPBAR" in line]
+        last = max(n for n, line in enumerate(loop.splitlines()) if "MUFU.EX2" in line)
+        assert len(waits) == 2, "one for the scores, one for the product with the values"
+        assert waits[-1] > last

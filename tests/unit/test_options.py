@@ -86,7 +86,7 @@ def test_stages_are_1_to_8(value):
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("backend", "flash", "'auto' or 'triton'"),
+        ("backend", "flash", "'auto', 'triton' or 'hopper'"),
         ("forward", (64, 64), "a Tile, a TileRequest or None"),
         ("grad_query", 64, "a Tile, a TileRequest or None"),
         ("float32_precision", "bf16x3", "'ieee', 'tf32' or None"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from flexhop.lowering import kernels
+from flexhop.lowering import hopper, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import KERNELS, part, source
@@ -23,18 +23,28 @@ FOLDER = Path(kernels.__file__).parents[1] / "templates"
 PARTS = sorted(file.name.removesuffix(".py.jinja") for file in FOLDER.glob("*.py.jinja"))
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
-    "scatter_sites",
+    "scatter_sites", "output_pointer",
 }  # fmt: skip
-# Names that Inductor's wrapper module provides.
+# Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
+GLUON = {
+    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "load_async",
+    "warpgroup_mma", "warpgroup_mma_wait",
+}  # fmt: skip
+
+
+# What stands in the holes below.
+STUBS = {"ARGUMENTS", "OUT"}
 
 
 def _def_kernel(*names: str) -> str:
     return f"@triton.jit\ndef kernel({', '.join(names)}):"
 
 
-def _stride(name: str, axis: int | None = None) -> str:
-    return "1, 1, 1" if name.endswith("NUM_BLOCKS") else "1, 1, 1, 1" if axis is None else "1"
+def _stride(name: str | None, axis: int | None = None) -> str:
+    if axis is not None:
+        return "1"
+    return "1, 1, 1" if (name or "").endswith("NUM_BLOCKS") else "1, 1, 1, 1"
 
 
 def _modification(subgraph_number: int, output_name: str, **inputs: str) -> str:
@@ -62,8 +72,13 @@ def rendered(text: str) -> str:
         store_output=_store_output,
         modification=_modification,
         scatter_sites=lambda: "pass",
+        output_pointer=lambda: "OUT",
     )
-    return "import triton\nimport triton.language as tl\n\n" + body
+    imports = "import triton\nimport triton.language as tl\n"
+    if "@gluon.jit" in text:
+        imports = f"from gluon import {', '.join(sorted(GLUON))}\n"
+        body = body.replace("@triton.jit", "@gluon.jit")
+    return f"{imports}\n{body}"
 
 
 def _free_names(text: str) -> set[str]:
@@ -76,10 +91,12 @@ def _free_names(text: str) -> set[str]:
         bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
         bound |= {a.arg for a in function.args.args}
         free |= {n.id for n in names if isinstance(n.ctx, ast.Load)} - bound
-    return free - set(functions) - IMPORTED - set(dir(builtins)) - {"ARGUMENTS"}
+    return free - set(functions) - IMPORTED - GLUON - set(dir(builtins)) - STUBS
 
 
 def _constants(kernel: str) -> set[str]:
+    if kernel == "hopper_forward":
+        return {field.name for field in dataclasses.fields(hopper.HopperForwardConstants)}
     tile = Tile(64, 64)
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
@@ -140,7 +157,7 @@ def test_ruff_finds_only_constants(kernel, tmp_path):
     ]
     # Strides that one kernel of two needs are unpacked together.
     assert [line for line in others if "stride_" not in line] == []
-    assert undefined - {"ARGUMENTS"} == _constants(kernel)
+    assert undefined - STUBS == _constants(kernel)
 
 
 def test_each_user_function_is_called_by_its_argument_names():

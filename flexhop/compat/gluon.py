@@ -1,0 +1,118 @@
+"""Inductor: templates in Gluon, Triton's dialect for one architecture.
+
+They go the way of Triton templates: rendered, cached, compiled and launched by the same code. Two
+things differ: the text around a kernel, and how operations of the user's functions are printed,
+because a Gluon tensor has a layout and Inductor writes none. Names are the same in torch 2.11 to
+2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
+from torch._inductor.virtualized import V
+
+from flexhop.compat import inductor
+
+__all__ = ["keep_apart", "make_template", "suits_bulk_copies"]
+
+_BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in such units
+
+_IMPORTS = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
+from flexhop.compat.gluon_runtime import load_async, tanh
+"""
+
+
+class GluonOverrides(TritonKernelOverrides):
+    """How operations are printed where Triton's text is not accepted; all others are."""
+
+    @classmethod
+    def constant(cls, value: Any, dtype: torch.dtype) -> str:
+        """A scalar, which takes the layout of what it meets; `tl.full` makes a tensor without."""
+        return cls._shaped_constant(value, dtype)
+
+    @classmethod
+    def _shaped_constant(cls, value: Any, dtype: torch.dtype, shape: Any = None) -> str:
+        number = torch._prims_common.dtype_to_type(dtype)(value)
+        text = repr(number)
+        if isinstance(number, float) and text.strip("-") in ("inf", "nan"):
+            text = f'float("{text}")'
+        return f"gl.to_tensor({text}).to({triton_type(dtype)})"
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> str:
+        """NaN wins, as in PyTorch; Triton's helper makes constants without a layout."""
+        return f"tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> str:
+        """NaN wins, as in PyTorch."""
+        return f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
+
+    @staticmethod
+    def tanh(x: Any) -> str:
+        """Without the branches of CUDA's."""
+        return f"tanh({x})"
+
+
+class GluonKernel(inductor.TemplateKernel):
+    """Fills the holes of our Gluon templates."""
+
+    overrides = GluonOverrides
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extra_template_env_fns.append(self.output_pointer)
+
+    @classmethod
+    def gen_common_triton_imports(cls) -> str:
+        """The imports of a generated file."""
+        return inductor.TemplateKernel.gen_common_triton_imports() + _IMPORTS
+
+    def jit_lines(self) -> str:
+        """The decorators of the kernel."""
+        return super().jit_lines().replace("@triton.jit", "@gluon.jit")
+
+    def output_pointer(self) -> str:
+        """Name of the pointer to the result, which the kernel stores itself."""
+        return self.args.output(self.output_node.get_name())
+
+
+class GluonTemplate(inductor.Template):
+    """A template whose kernels are GluonKernels."""
+
+    kernel_type = GluonKernel
+
+
+def make_template(name: str, grid: Callable[..., Any], source: str) -> GluonTemplate:
+    """A Gluon template; as `inductor.make_template`."""
+    return inductor.make_template(name, grid, source, GluonTemplate)
+
+
+def keep_apart(result: Any) -> None:
+    """Forbid Inductor to fuse what follows: the kernel has no place where it could stand."""
+    result.realize()
+    V.graph.no_fuse_buffer_names.add(result.get_name())
+
+
+def suits_bulk_copies(value: Any) -> bool:
+    """Whether the tensor memory accelerator can copy tiles of a realized tensor.
+
+    Columns must be neighbours; the first element and all rows lie at multiples of 16 bytes.
+    """
+    unit = _BULK_BYTES // value.get_dtype().itemsize
+    *strides, last = value.get_stride()
+    return (
+        inductor.is_known(last == 1)
+        and value.get_name() not in V.graph.unaligned_buffers
+        and inductor.is_multiple(value.get_layout().offset, unit)
+        and all(inductor.is_multiple(stride, unit) and stride != 0 for stride in strides)
+    )

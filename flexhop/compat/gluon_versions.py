@@ -1,0 +1,20 @@
+"""Which Triton versions have the Gluon that the Hopper kernel is written in.
+
+Gluon changes between releases, and so does the machine code that is made of it: a version counts
+when tests/kernel/test_compiled.py finds neither spills nor products that wait for each other.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+CHECKED = ((3, 6), (3, 7))
+
+
+def obstacle() -> str:
+    """Why the installed Triton will not do; empty if it will."""
+    major, minor = metadata.version("triton").split(".")[:2]
+    if (int(major), int(minor)) in CHECKED:
+        return ""
+    known = " and ".join(".".join(map(str, version)) for version in CHECKED)
+    return f"it is checked with Triton {known}, not {major}.{minor}"

@@ -1,0 +1,195 @@
+"""The forward kernel of Hopper GPUs: what it serves, its tile and its constants.
+
+Pure functions of Problem. The text is in templates/hopper_*.py.jinja, the reasons of its numbers
+are in docs/kernels/hopper.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+
+from flexhop.lowering import kernels
+from flexhop.lowering.problem import Problem
+from flexhop.options import KernelOptions
+
+_ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
+_ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
+_LARGEST_WIDTH = 256
+# Barriers, and the numbers of tiles that are handed out.
+_SLACK = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperTile:
+    """What one program holds.
+
+    Args:
+        block_n: keys per step.
+        num_consumers: groups of four warps, each with 64 queries.
+        num_slots: tiles of keys, and of values, that are loaded ahead.
+    """
+
+    block_n: int
+    num_consumers: int
+    num_slots: int
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a program."""
+        return _ROWS * self.num_consumers
+
+    def words(self) -> str:
+        """For reports."""
+        warps = 4 * self.num_consumers + 1
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, "
+            f"{warps} warps of which one loads, {self.num_slots} slots"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperForwardConstants:
+    """Constants of hopper_forward.py.jinja; names as in templates/README.md."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    NUM_CONSUMERS: int
+    NUM_SLOTS: int
+    Q_IN_REGISTERS: bool
+    STAGE_OUT: bool
+    ELEMENT: str
+    SPARSE_KV_BLOCK_SIZE: int
+    TILES_PER_Q_BLOCK: int
+    TILES_PER_KV_BLOCK: int
+    HAS_BLOCKS: bool
+    HAS_FULL_BLOCKS: bool
+    HAS_PARTIAL_BLOCKS: bool
+    CHECK_Q: bool
+    CHECK_KV: bool
+    QK_HEAD_DIM: int
+    QK_HEAD_DIM_ROUNDED: int
+    V_HEAD_DIM: int
+    V_HEAD_DIM_ROUNDED: int
+    Q_HEADS: int
+    GQA_GROUP: int
+    KV_BATCH_SHARED: bool
+    HEADS_PER_SECTION: int
+    HAS_SCORE_MOD: bool
+    SCALE_SCORES: bool
+    SM_SCALE: float
+    EXP_SCALE: float
+    ROWS_GUARANTEED_SAFE: bool
+    RETURN_MAX: bool
+    LN_2: float = math.log(2)
+
+
+def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
+    """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
+    capability = problem.device.capability
+    if capability != (9, 0):
+        yield f"it is made for sm_90, and the GPU is sm_{capability[0]}{capability[1]}"
+    if problem.dtype not in _ELEMENTS:
+        yield f"it takes bfloat16 and float16, not {problem.dtype}"
+    for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
+        if not _ROWS // 2 < width <= _LARGEST_WIDTH:
+            yield f"it takes {name} sizes from 33 to {_LARGEST_WIDTH}, not {width}"
+    if problem.bulk_obstacle:
+        yield problem.bulk_obstacle
+    yield from _block_obstacles(problem)
+    if options.forward is not None:
+        yield "kernel_options give a tile of the portable kernel"
+    if options.prescale_qk:
+        yield "it cannot scale query beforehand (prescale_qk)"
+
+
+def _block_obstacles(problem: Problem) -> Iterator[str]:
+    blocks, tile = problem.blocks, table_tile(problem)
+    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+        yield (
+            f"its tiles of {tile.block_m} x {tile.block_n} do not divide the mask's blocks of "
+            f"{blocks.q_size} x {blocks.kv_size}"
+        )
+
+
+def table_tile(problem: Problem) -> HopperTile:
+    """The tile for the head sizes and the mask."""
+    width = max(round_width(problem.head_dim), round_width(problem.value_head_dim))
+    # Three consumers hold 192 queries, which no usual block of a mask is a multiple of.
+    is_dense = problem.blocks is None and not problem.has_score_mod
+    tile = HopperTile(
+        block_n=128 if width <= 128 else 64,
+        num_consumers=3 if width == 64 and is_dense else 2,
+        num_slots=4,
+    )
+    while tile.num_slots > 2 and shared_memory(problem, tile) > problem.device.shared_memory:
+        tile = dataclasses.replace(tile, num_slots=tile.num_slots - 1)
+    return tile
+
+
+def round_width(size: int) -> int:
+    """Width of a tile that holds `size` columns: 64, 128 or 256."""
+    return max(64, 1 << (size - 1).bit_length())
+
+
+def stages_out(problem: Problem) -> bool:
+    """Whether results leave through shared memory, where they need as much as the queries."""
+    return max(problem.head_dim, problem.value_head_dim) <= 128
+
+
+def shared_memory(problem: Problem, tile: HopperTile) -> int:
+    """Upper bound of the bytes of shared memory that one program asks for."""
+    qk, v = round_width(problem.head_dim), round_width(problem.value_head_dim)
+    rows = tile.block_m * (qk + (v if stages_out(problem) else 0))
+    keys = tile.block_n * (qk + v) * tile.num_slots
+    return (rows + keys) * problem.itemsize + _SLACK
+
+
+def constants(
+    problem: Problem, options: KernelOptions, tile: HopperTile
+) -> HopperForwardConstants:
+    """Constants of the kernel."""
+    blocks = problem.blocks
+    # As in the portable kernel: the scale goes into the exponent where nothing stands in between.
+    scales = problem.has_score_mod or problem.scale <= 0
+    kv_size = tile.block_n if blocks is None else blocks.kv_size
+    return HopperForwardConstants(
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        NUM_CONSUMERS=tile.num_consumers,
+        NUM_SLOTS=tile.num_slots,
+        Q_IN_REGISTERS=_keeps_queries(problem, tile),
+        STAGE_OUT=stages_out(problem),
+        ELEMENT=_ELEMENTS[problem.dtype],
+        SPARSE_KV_BLOCK_SIZE=kv_size,
+        TILES_PER_Q_BLOCK=1 if blocks is None else blocks.q_size // tile.block_m,
+        TILES_PER_KV_BLOCK=kv_size // tile.block_n,
+        HAS_BLOCKS=blocks is not None,
+        HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
+        HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
+        CHECK_Q=not problem.is_query_multiple(tile.block_m),
+        CHECK_KV=not problem.is_key_multiple(kv_size),
+        QK_HEAD_DIM=problem.head_dim,
+        QK_HEAD_DIM_ROUNDED=round_width(problem.head_dim),
+        V_HEAD_DIM=problem.value_head_dim,
+        V_HEAD_DIM_ROUNDED=round_width(problem.value_head_dim),
+        Q_HEADS=problem.query_heads,
+        GQA_GROUP=problem.group,
+        KV_BATCH_SHARED=problem.kv_batch_shared,
+        HEADS_PER_SECTION=kernels.heads_per_section(problem),
+        HAS_SCORE_MOD=problem.has_score_mod,
+        SCALE_SCORES=scales,
+        SM_SCALE=problem.scale,
+        EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
+        ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
+        RETURN_MAX=problem.returns_max,
+    )
+
+
+def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
+    """Whether queries stay in registers: faster, unless tables need them to be read into."""
+    widest = 64 if problem.reads_per_element else 128
+    return tile.num_consumers == 2 and problem.head_dim <= widest

@@ -1,0 +1,132 @@
+"""The choice between the portable forward kernel and that of Hopper GPUs, and its reasons."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from flexhop.compat import gluon_versions
+from flexhop.errors import BackendError
+from flexhop.lowering import hopper
+from flexhop.lowering.dialect import choose_dialect
+from flexhop.lowering.plan import plan_kernel
+from flexhop.lowering.problem import MaskBlocks
+from flexhop.options import KernelOptions, Tile, TileRequest
+from tests.problems import problem
+
+AUTO = KernelOptions()
+
+
+@pytest.fixture(autouse=True)
+def _a_checked_triton(monkeypatch):
+    """The choice as on the versions that have the kernel."""
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"head_dim": 128, "value_head_dim": 128},
+        {"head_dim": 192, "value_head_dim": 128},
+        {"head_dim": 256, "value_head_dim": 256, "blocks": MaskBlocks(128, 128, True)},
+        {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
+        {"dtype": torch.float16, "kv_heads": 2},
+        {"has_score_mod": True, "reads_per_element": True},
+        {"kv_batch_shared": True},
+        {"returns_max": True},
+    ],
+)
+def test_the_hopper_kernel_serves(facts):
+    assert choose_dialect(problem(**facts), AUTO).name == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "reason"),
+    [
+        ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
+        ({"architecture": 100}, {}, "it is made for sm_90, and the GPU is sm_100"),
+        ({"dtype": torch.float32}, {}, "it takes bfloat16 and float16, not torch.float32"),
+        ({"head_dim": 32}, {}, "it takes head sizes from 33 to 256, not 32"),
+        ({"value_head_dim": 512}, {}, "it takes value head sizes from 33 to 256, not 512"),
+        ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
+        (
+            {"blocks": MaskBlocks(64, 128, True)}, {},
+            "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
+        ),
+        ({}, {"forward": Tile(64, 64)}, "kernel_options give a tile of the portable kernel"),
+        (
+            {}, {"forward": TileRequest(num_stages=2)},
+            "kernel_options give a tile of the portable kernel",
+        ),
+        ({}, {"prescale_qk": True}, "it cannot scale query beforehand (prescale_qk)"),
+    ],
+)  # fmt: skip
+def test_reasons_against_it(facts, options, reason):
+    call = problem(**facts)
+    assert choose_dialect(call, KernelOptions(**options)) == ("triton", reason)
+    with pytest.raises(BackendError) as caught:
+        choose_dialect(call, KernelOptions(backend="hopper", **options))
+    assert caught.value.facts == {"backend": "hopper", "reason": reason}
+
+
+def test_it_can_be_forbidden():
+    found = choose_dialect(problem(), KernelOptions(backend="triton"))
+    assert found == ("triton", "kernel_options say 'triton'")
+
+
+def test_an_unknown_triton_has_the_portable_kernel(monkeypatch):
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "it is checked with Triton 3.6")
+    assert choose_dialect(problem(), AUTO) == ("triton", "it is checked with Triton 3.6")
+
+
+@pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.9", False)])
+def test_versions(monkeypatch, version, known):
+    monkeypatch.undo()
+    monkeypatch.setattr(gluon_versions.metadata, "version", lambda name: version)
+    assert (gluon_versions.obstacle() == "") == known
+
+
+@pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("value_width", [64, 128, 256])
+@pytest.mark.parametrize("blocks", [None, MaskBlocks(128, 128, True)])
+def test_tiles_fit(width, value_width, blocks):
+    call = problem(head_dim=width, value_head_dim=value_width, blocks=blocks)
+    tile = hopper.table_tile(call)
+    assert hopper.shared_memory(call, tile) <= call.device.shared_memory
+    assert tile.num_slots >= 2
+
+
+def test_three_consumers_only_where_no_mask_has_blocks():
+    assert hopper.table_tile(problem()).block_m == 192
+    assert hopper.table_tile(problem(blocks=MaskBlocks(128, 128, True))).block_m == 128
+    assert hopper.table_tile(problem(has_score_mod=True)).block_m == 128
+
+
+def test_the_plan_names_the_kernel_or_the_reason():
+    plan = plan_kernel("forward", problem(head_dim=128), AUTO)
+    assert plan.reason == "the Hopper kernel serves this call"
+    assert plan.tile.words() == "128 queries x 128 keys, 9 warps of which one loads, 2 slots"
+    assert plan.programs == 128  # fewer tiles than multiprocessors
+    portable = plan_kernel("forward", problem(head_dim=32), AUTO)
+    assert portable.reason.endswith(
+        "; not the Hopper kernel: it takes head sizes from 33 to 256, not 32"
+    )
+    other = plan_kernel("forward", problem(architecture=80), AUTO)
+    assert "Hopper" not in other.reason
+
+
+def test_a_negative_scale_is_applied_to_scores():
+    constants = hopper.constants(problem(scale=-0.5), AUTO, hopper.table_tile(problem()))
+    assert constants.SCALE_SCORES
+    assert constants.EXP_SCALE == pytest.approx(1.4426950408889634)
+
+
+def test_lengths_that_tiles_overhang_are_checked():
+    whole = problem(head_dim=128)
+    odd = dataclasses.replace(
+        whole, is_query_multiple=lambda n: False, is_key_multiple=lambda n: False
+    )
+    for call, checked in ((whole, False), (odd, True)):
+        constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+        assert (constants.CHECK_Q, constants.CHECK_KV) == (checked, checked)
