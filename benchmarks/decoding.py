@@ -10,6 +10,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ NAMES = ("flexhop", "in-tree", "cudnn", "flash")
 CACHE_BYTES = 200 << 20  # four times an H200's L2
 CALLS = 12  # of a graph, at least
 ROUNDS = 5
+ANSWER = "ANSWER "
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,48 @@ def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def in_processes(steps: list[Step], names: tuple[str, ...], device: str) -> list[dict[str, Any]]:
+    """Results of all steps, from one process as long as it lives.
+
+    Where it dies, say by a wrong address, the next process goes on: first with flexhop alone at
+    the step where it happened, so that the report tells whose fault it was.
+    """
+    results: list[dict[str, Any]] = []
+    alone = 0  # steps of the next process that are for flexhop alone
+    while len(results) < len(steps):
+        left = steps[len(results) :]
+        batch, chosen = (left[:1], names[:1]) if alone else (left, names)
+        found, words = one_process(batch, chosen, device)
+        results += found
+        if len(found) == len(batch):
+            alone = 0
+        elif alone:
+            dead = asdict(batch[0]) | {"shape": batch[0].shape, "bytes": 0, "microseconds": {}}
+            results.append(dead | {"errors": {}, "failed": {"flexhop": words}})
+            alone = 0
+        else:
+            print(f"{left[len(found)].name}: {words}; flexhop alone is next", file=sys.stderr)
+            alone = 1
+    return results
+
+
+def one_process(
+    steps: list[Step], names: tuple[str, ...], device: str
+) -> tuple[list[dict[str, Any]], str]:
+    """What a process measured before it ended, and its last words."""
+    pattern = "|".join(f"^{step.name}$" for step in steps)
+    options = ["--worker", "--device", device, "--steps", pattern, "--peers", *names[1:]]
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.decoding", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(ANSWER)]
+    words = (ended.stderr.strip().splitlines() or ["without a word"])[-1][:200]
+    return [json.loads(line.removeprefix(ANSWER)) for line in lines], f"process ended: {words}"
+
+
 def main(arguments: list[str]) -> int:
     """Measure, print the table; fails if flexhop failed or was wrong anywhere."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
@@ -313,16 +357,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]))
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device, names = torch.device(options.device), ("flexhop", *options.peers)
     chosen = [step for step in STEPS if re.search(options.steps, step.name)]
     if device.type == "cpu":
         chosen = [step.shrunk() for step in chosen]
-        print("CPU, tiny shapes: not a measurement.")
-    else:
-        print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}; bfloat16.")
-    with torch.no_grad():
-        results = [measure(step, names, device) for step in chosen]
+    if options.worker:
+        with torch.no_grad():
+            for step in chosen:
+                print(ANSWER + json.dumps(measure(step, names, device)), flush=True)
+        return 0
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else "CPU, tiny shapes: not a measurement"
+    print(f"{name}; torch {torch.__version__}; {'bfloat16' if on_gpu else 'float32'}.", flush=True)
+    results = in_processes(chosen, names, options.device)
     print(table(results, names))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + os.linesep)

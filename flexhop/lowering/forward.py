@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat import guards, inductor
 from flexhop.lowering import chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
@@ -28,7 +28,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
     query, key, value = inductor.realize(args[:3])
-    inductor.guard_aligned_strides((query, key, value))
+    guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
     kernel = _choose(args, problem, options)
@@ -64,5 +64,5 @@ def _choose(args: AttentionArgs, problem: Problem, options: KernelOptions) -> Ke
     """The kernel; a query whose length varies is held to its side of the limit by a guard."""
     if options.short_queries != "forward":
         query: Any = args.query
-        inductor.guard_at_most(query.get_size()[2] * problem.group, splits.MAX_ROWS)
+        guards.guard_at_most(query.get_size()[2] * problem.group, splits.MAX_ROWS)
     return kernels.forward_kernel(problem, options)

@@ -6,6 +6,7 @@ Inductor's code for a problem is compiled to machine code, and the numbers are r
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import NamedTuple
@@ -240,6 +241,19 @@ def test_decode_does_not_spill_and_fits(pool, architecture):
         or compiled.estimate > compiled.limit
     ]
     assert wrong == [], "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_slices_of_a_cache_with_symbolic_strides_are_read_in_16_bytes():
+    query = torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 2, 512, 128, dtype=torch.bfloat16)[:, :, :500]
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, enable_gqa=True),
+        query, cache, cache.clone(), dynamic=True,
+    )  # fmt: skip
+    ptx = compile_kernel(generated.kernel_with("attend_share"), 90).ptx
+    assert ptx.count("cp.async.cg.shared.global") > 0
+    assert len(re.findall(r"ld\.global\.b16", ptx)) == 0
 
 
 # Head sizes, length (one that tiles overhang), and whether there is a mask.

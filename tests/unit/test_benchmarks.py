@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import area, correctness, report
+from benchmarks import area, correctness, decoding, report
 from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod, make_score_mod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,4 +122,40 @@ def test_the_program_runs_on_a_cpu(tmp_path: Path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "causal-2k-d128" in result.stdout
+    assert (tmp_path / "numbers.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("batch-8", 1.0), ("causal", 1.0), ("window-16k", 0.5)]
+)
+def test_bytes_are_those_of_the_keys_that_are_seen(name: str, part: float):
+    step = next(step for step in decoding.STEPS if step.name == name).shrunk()
+    (tensors,) = decoding.make_tensors(step, torch.device("cpu"))
+    scores = decoding.scores_of(step, tensors)
+    whole = 2 * 4 * step.batch * step.kv_heads * step.keys * step.head_dim
+    assert decoding.seen_bytes(step, tensors, scores) == part * whole
+
+
+def test_a_decoding_table():
+    result = {
+        "name": "a", "shape": "(1,1,1,1,1,1)", "bytes": 4_000_000_000,
+        "microseconds": {"flexhop": 1000.0, "cudnn": 2000.0}, "failed": {"flash": "why"},
+    }  # fmt: skip
+    text = decoding.table([result], ("flexhop", "cudnn", "flash"))
+    assert "| a | (1,1,1,1,1,1) | 1000.0 | 2000.0 | – | 4000 | 2000 | – | 2.00 | – |" in text
+    assert "- a, flash: why" in text
+
+
+@pytest.mark.slow
+def test_the_decoding_program_runs_on_a_cpu(tmp_path: Path):
+    command = "-m benchmarks.decoding --device cpu --steps ^alibi --peers flash"
+    result = subprocess.run(
+        [sys.executable, *command.split(), "--json", str(tmp_path / "numbers.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "| alibi |" in result.stdout
     assert (tmp_path / "numbers.json").exists()

@@ -172,3 +172,18 @@ def test_the_report_is_a_page_and_frozen():
     assert max(map(len, text.splitlines())) < 220
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.device = "another"  # type: ignore[misc]
+
+
+def test_short_queries_are_decoded():
+    query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
+    report = flexhop.explain(query, key, key, enable_gqa=True, capability=(9, 0))
+    assert report.forward.kernel == "decode"
+    assert report.forward.programs == 8 * 16
+    assert any("16 shares" in note for note in report.notes)
+    asked = {"short_queries": "forward"}
+    report = flexhop.explain(
+        query, key, key, enable_gqa=True, capability=(9, 0), kernel_options=asked
+    )
+    assert report.forward.kernel == "forward"
+    assert not any("shares" in note for note in report.notes)
