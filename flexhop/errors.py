@@ -329,12 +329,6 @@ class TileResourceError(FlexhopError, RuntimeError):
     )
 
 
-class BackendError(FlexhopError, RuntimeError, ValueError):
-    """The kernels that were asked for cannot serve the call."""
-
-    message = "backend={backend!r} cannot serve this call: {reason}. backend='auto' can."
-
-
 class AuxConflictError(FlexhopError, ValueError):
     """Two ways of asking for the same output."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from flexhop.compat import gluon_versions
-from flexhop.errors import BackendError
+from flexhop.errors import OptionConflictError
 from flexhop.lowering import hopper
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
@@ -24,13 +24,13 @@ def choose_dialect(problem: Problem, options: KernelOptions) -> Dialect:
     """The dialect of the forward kernel.
 
     Raises:
-        BackendError: the asked one cannot serve the call.
+        OptionConflictError: the asked one cannot serve the call.
     """
     if options.backend == "triton":
         return Dialect("triton", "kernel_options say 'triton'")
     reason = next(iter(_obstacles(problem, options)), "")
     if reason and options.backend == "hopper":
-        raise BackendError(backend="hopper", reason=reason)
+        raise OptionConflictError(first="backend='hopper'", second="this call", reason=reason)
     return Dialect("triton", reason) if reason else Dialect("hopper", "")
 
 

@@ -278,13 +278,6 @@ ERRORS = [
         "has 232448. Choose a smaller tile or fewer stages.",
     ),
     (
-        errors.BackendError,
-        {"backend": "hopper", "reason": "it takes head sizes from 33 to 256, not 32"},
-        (RuntimeError, ValueError),
-        "backend='hopper' cannot serve this call: it takes head sizes from 33 to 256, not 32. "
-        "backend='auto' can.",
-    ),
-    (
         errors.AuxConflictError,
         {},
         (ValueError,),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexhop.compat import gluon_versions
-from flexhop.errors import BackendError
+from flexhop.errors import OptionConflictError
 from flexhop.lowering import hopper
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.plan import plan_kernel
@@ -65,9 +65,9 @@ def test_the_hopper_kernel_serves(facts):
 def test_reasons_against_it(facts, options, reason):
     call = problem(**facts)
     assert choose_dialect(call, KernelOptions(**options)) == ("triton", reason)
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(OptionConflictError) as caught:
         choose_dialect(call, KernelOptions(backend="hopper", **options))
-    assert caught.value.facts == {"backend": "hopper", "reason": reason}
+    assert str(caught.value) == f"backend='hopper' cannot be combined with this call: {reason}."
 
 
 def test_it_can_be_forbidden():
