@@ -10,39 +10,10 @@ Order: operands, block masks, mods and their captures, kernel options, calls, wa
 
 from __future__ import annotations
 
-import functools
-import string
-from typing import Any, ClassVar
+from flexhop.worded import Worded
 
 
-class _Worded(BaseException):
-    """An exception whose text is `message` with the facts put in."""
-
-    message: ClassVar[str]
-    _names: ClassVar[set[str]]  # in `message`; read once, because Dynamo cannot trace the reading
-
-    def __init_subclass__(cls) -> None:
-        cls._names = {name for _, name, _, _ in string.Formatter().parse(cls.message) if name}
-
-    def __init__(self, **facts: object) -> None:
-        self.facts = facts
-        words = self.words()
-        if self._names != set(words):
-            names = sorted(self._names)
-            raise TypeError(f"{type(self).__name__} tells {names}, not {sorted(words)}")
-        # Not super().__init__(...), which Dynamo cannot trace for an exception.
-        self.args = (self.message.format(**words),)
-
-    def words(self) -> dict[str, object]:
-        """The names that `message` uses: the facts, unless a class says them differently."""
-        return self.facts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the facts; the text is made again."""
-        return functools.partial(type(self), **self.facts), (), self.__dict__
-
-
-class FlexhopError(_Worded, Exception):
+class FlexhopError(Worded, Exception):
     """Base of every error that flexhop raises on purpose."""
 
     message = "flexhop failed."
@@ -371,7 +342,7 @@ class UnsupportedFeatureError(FlexhopError, NotImplementedError):
     message = "{feature} is not supported: {reason}. {mend}."
 
 
-class FlexhopWarning(_Worded, UserWarning):
+class FlexhopWarning(Worded, UserWarning):
     """Base of every warning that flexhop gives; `warnings.warn(EagerWarning())`."""
 
     message = "flexhop warns."

@@ -137,8 +137,7 @@ class KernelOptions:
         splits: shares of the keys in the decode kernel, 1 to 256; None lets flexhop choose.
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
-        float32_precision: products of float32 operands, "ieee" or "tf32"; None follows
-            torch's float32 matmul precision.
+        float32_precision: products of float32 operands, "ieee", "tf32", or None as torch is set.
         prescale_qk: multiply query by the scale before the product: a little faster, and rounded
             once more in half precision.
         rows_guaranteed_safe: your promise that every query sees at least one key, which saves

@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flexhop"
 # Room -> rooms that it may import. A room is a folder or a file directly under flexhop/; the files
 # of the block mask are one room.
 LAW: dict[str, set[str]] = {
-    "errors": set(),
+    "worded": set(),
+    "errors": {"worded"},
     "fingerprint": set(),
     "indexing": {"errors"},
     "debug": {"errors"},
