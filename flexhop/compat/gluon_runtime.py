@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["load_async", "tanh"]
+__all__ = ["load_async", "store_async", "tanh"]
 
 
 class _SourceByDialect:
@@ -38,8 +38,9 @@ def _install() -> None:
 
 _install()
 
-# A copy by the tensor memory accelerator; 3.6: async_copy_global_to_shared, since 3.9: async_load.
+# Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
