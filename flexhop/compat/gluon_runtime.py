@@ -45,7 +45,7 @@ store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to
 
 @gluon.jit
 def tanh(x):
-    """tanh in fp32 within 6 units of the last place, without a branch.
+    """tanh in fp32 without a branch; off by less than 4e-7, and less than 2e-6 of its value.
 
     CUDA's own function branches, and so would every one of a thread's scores for itself.
     """
