@@ -276,6 +276,11 @@ def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
 
 def _kernel_notes(constants: dict[str, Any]) -> list[str]:
     notes: list[str] = []
+    if "NUM_CONSUMERS" in constants:
+        notes.append(
+            "Strides are not looked at here: where rows of an operand do not lie at multiples of "
+            "16 bytes, the portable kernel takes the place of the Hopper kernel."
+        )
     if constants.get("CHECK_Q") or constants["CHECK_KV"]:
         notes.append("The last tile overhangs a length or a block: its rows are checked.")
     if constants.get("SPLITS", 1) > 1:

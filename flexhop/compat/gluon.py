@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
-from flexhop.compat.gluon_runtime import load_async, tanh
+from flexhop.compat.gluon_runtime import load_async, store_async, tanh
 """
 
 

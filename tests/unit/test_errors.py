@@ -164,6 +164,12 @@ ERRORS = [
         "BlockMask field kv_indices: must be int32, but is torch.int64.",
     ),
     (
+        errors.SequenceOffsetsError,
+        {"argument": "cu_seqlens_q", "found": "starts at 1", "expected": "must start at 0"},
+        (ValueError, RuntimeError),
+        "cu_seqlens_q starts at 1, but must start at 0.",
+    ),
+    (
         errors.ModNotCallableError,
         {"argument": "and_masks argument 2", "found": "Tensor"},
         (TypeError, RuntimeError),

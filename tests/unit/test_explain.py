@@ -7,6 +7,7 @@ import torch
 
 import flexhop
 from flexhop import errors
+from flexhop.compat import gluon_versions
 from flexhop.errors import OptionValueError
 from flexhop.masks import causal
 
@@ -110,6 +111,19 @@ def test_reasons_say_where_a_tile_comes_from():
     assert "table for sm_90" in chosen.backward[0].reason
     small = flexhop.explain(*operands(), block_mask=causal_mask(BLOCK_SIZE=32))
     assert "divide the mask's blocks of 32 x 32" in small.forward.reason
+
+
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_the_hopper_kernel_is_named_or_the_reason_against_it():
+    served = flexhop.explain(*operands(width=128))
+    assert served.forward.reason == "the Hopper kernel serves this call"
+    assert "warps of which one loads" in str(served)
+    assert any("multiples of 16 bytes" in note for note in served.notes)
+    options = flexhop.KernelOptions(backend="triton")
+    forbidden = flexhop.explain(*operands(width=128), kernel_options=options)
+    assert forbidden.forward.reason.endswith(
+        "; not the Hopper kernel: kernel_options say 'triton'"
+    )
 
 
 def test_calls_are_explained_independently():
