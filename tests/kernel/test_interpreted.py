@@ -13,6 +13,7 @@ import torch
 
 import flexhop
 from flexhop.offline.interpret import Memory, interpret
+from flexhop.options import KernelOptions
 from tests.budgets import TF32, Budget
 from tests.case_inputs import SMALL_TILES, Case, Inputs, Shape, make_call, make_inputs, make_loss
 from tests.cases import CASES
@@ -20,9 +21,11 @@ from tests.judging import Outcome, assert_case
 
 
 def interpreted(case: Case, inputs: Inputs, **generation) -> Outcome:
-    """Forward and backward through the kernels."""
+    """Forward and backward through the portable kernels; Gluon has no interpreter."""
+    options = dataclasses.replace(case.options or KernelOptions(), backend="triton")
+    call = make_call(case, inputs, kernel_options=options)
     generated = interpret(
-        make_call(case, inputs), inputs.query, inputs.key, inputs.value,
+        call, inputs.query, inputs.key, inputs.value,
         grad=make_loss(case, inputs), memory=Memory(poison=True, check_bounds=True), **generation,
     )  # fmt: skip
     return Outcome.of(case, generated.result, inputs)
