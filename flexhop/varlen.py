@@ -111,10 +111,9 @@ def varlen_attention(
     if mistake is None:
         tables, block_mask = pack_mask(query.size(0), key.size(0), packing, mask_mod)
         score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
-    operands = (_as_batch(query), _as_batch(key), _as_batch(value))
     result = attend(
-        *operands, score_mod, block_mask, scale, enable_gqa, False, kernel_options, return_aux,
-        mistake,
+        _as_batch(query), _as_batch(key), _as_batch(value), score_mod, block_mask,
+        scale, enable_gqa, False, kernel_options, return_aux, mistake,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return _as_tokens(result)

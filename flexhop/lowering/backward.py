@@ -25,7 +25,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     args = BackwardArgs(*operands)
     if chunked.is_without_kernel(args.query):
         return chunked.lower_attention_backward(*args)
-    device = args.query.get_device()
+    device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
@@ -99,8 +99,10 @@ def _scatter_sites(
     args: BackwardArgs,
 ) -> tuple[dict[int, Any], list[inductor.ScatterSite]]:
     """Zero-filled buffers for captured gradients by capture, and what the kernel adds to them."""
-    batch, heads, length, _ = args.query.get_size()
-    scores = batch * heads * length * args.key.get_size()[2]
+    query: Any = args.query
+    key: Any = args.key
+    batch, heads, length, _ = query.get_size()
+    scores = batch * heads * length * key.get_size()[2]
     sites = unpack_sites(args.sites)
     if sites and args.options.get("deterministic"):
         raise DeterminismError(

@@ -323,6 +323,7 @@ def has_tile(kernel: Kernel, problem: Problem) -> bool:
 def _fit(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
     """The largest step of the ladder down from `tile` that fits."""
     tile = _within_blocks(kernel, problem, tile)
+    smaller = tile
     for smaller in smaller_tiles(tile):
         if shared_memory(kernel, problem, smaller) <= problem.device.shared_memory:
             return smaller
