@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
 from flexhop.block_mask import BlockMask
-from flexhop.block_ranges import list_ranges
+from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake
 from flexhop.row_tables import (
@@ -148,10 +148,15 @@ def pack_mask(
         (tables.first, tables.end), keys, (_BLOCK, _BLOCK),
         has_full=mask_mod is None, widths=_widths(packing),
     )  # fmt: skip
-    row, column = (tuple(t[None, None] for t in lists) for lists in (by_row, by_column))
+    row, column = _batched(by_row), _batched(by_column)
     keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
     block_mask = BlockMask((queries, keys), *row, *column, (_BLOCK, _BLOCK), keep)
     return tables, block_mask
+
+
+def _batched(lists: RangeLists) -> RangeLists:
+    """One batch and one head, for all."""
+    return RangeLists(*(t[None, None] for t in lists))
 
 
 def _widths(packing: Packing) -> tuple[int | None, int | None]:
