@@ -17,6 +17,7 @@ from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake
 from flexhop.ops.dispatch import run_operator
 from flexhop.options import FlexKernelOptions, KernelOptions
+from flexhop.sinks import add_sinks
 
 Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
 
@@ -57,6 +58,7 @@ def flex_attention(
     kernel_options: Options = None,
     *,
     return_aux: None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def flex_attention(
@@ -71,6 +73,7 @@ def flex_attention(
     return_lse: Literal[True],
     kernel_options: Options = None,
     return_aux: None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flex_attention(
@@ -85,6 +88,7 @@ def flex_attention(
     kernel_options: Options = None,
     *,
     return_aux: AuxRequest,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -99,6 +103,7 @@ def flex_attention(
     kernel_options: Options = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
@@ -112,6 +117,7 @@ def flex_attention(
     kernel_options: Options = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are your functions.
 
@@ -131,6 +137,8 @@ def flex_attention(
         return_lse: deprecated, use return_aux.
         kernel_options: KernelOptions, or a dict with PyTorch's keys.
         return_aux: statistics to return beside the output.
+        sinks: [Hq], a logit per head that takes part in every softmax and has no value, with a
+            gradient; see flexhop.sinks. It counts in lse and not in max_scores.
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
@@ -145,7 +153,7 @@ def flex_attention(
         warnings.warn(errors.ReturnLseDeprecationWarning(), stacklevel=2)
     return attend(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux,
+        return_aux, sinks,
     )  # fmt: skip
 
 
@@ -160,6 +168,7 @@ def attend(
     return_lse: bool,
     kernel_options: Options,
     return_aux: AuxRequest | None,
+    sinks: Tensor | None = None,
     mistake: Mistake | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """What every front door does; `mistake` is what the door found wrong."""
@@ -171,17 +180,33 @@ def attend(
     blocks, mask_mod, facts = _mask_operands(block_mask if is_mask else None)
     score_mod = noop_score if score_mod is None else score_mod
     two_requests = return_lse and return_aux is not None
+    if mistake is None and sinks is not None:
+        mistake = _sinks_mistake(sinks, query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake
     )
     out, lse, max_scores = run_operator(
         AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}), call
     )
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
     if return_lse:
         return out, lse
     if return_aux is None:
         return out
     return out, AuxOutput(lse if return_aux.lse else None, max_scores if wants_max else None)
+
+
+def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
+    wanted = f"a floating point tensor of shape [{query.size(1)}] on {query.device}"
+    if isinstance(sinks, Tensor):
+        fits = sinks.dim() == 1 and sinks.size(0) == query.size(1)
+        if fits and sinks.is_floating_point() and sinks.device == query.device:
+            return None
+        found = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
+    else:
+        found = type(sinks).__name__
+    return Mistake("OptionValueError", (("name", "sinks"), ("value", found), ("allowed", wanted)))
 
 
 def _mask_operands(

@@ -60,6 +60,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     kernel_options: Options = None,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Attention within each of many sequences of different lengths, packed without padding.
 
@@ -84,7 +85,7 @@ def varlen_attention(
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds, in tokens. Where keys are
             cut like queries, the lists of blocks then grow with the tokens times this length,
             instead of with the square of the tokens over that of a block (128).
-        scale, enable_gqa, kernel_options, return_aux: as for flex_attention.
+        scale, enable_gqa, kernel_options, return_aux, sinks: as for flex_attention.
 
     Returns:
         out [T, Hq, Dv]; with return_aux (out, AuxOutput) whose statistics are [T, Hq].
@@ -113,7 +114,7 @@ def varlen_attention(
         score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
     result = attend(
         _as_batch(query), _as_batch(key), _as_batch(value), score_mod, block_mask,
-        scale, enable_gqa, False, kernel_options, return_aux, mistake,
+        scale, enable_gqa, False, kernel_options, return_aux, sinks, mistake,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return _as_tokens(result)

@@ -24,7 +24,8 @@ LAW: dict[str, set[str]] = {
     "block_mask": {"block_lists", "mods", "errors", "indexing", "compat"},
     "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
     | {"tanh"},
-    "attention": {"ops", "block_mask", "mods", "options", "errors"},
+    "sinks": set(),
+    "attention": {"sinks", "ops", "block_mask", "mods", "options", "errors"},
     "row_tables": {"mods"},
     "varlen": {"attention", "block_mask", "row_tables", "mods", "ops"},
     "templates": set(),

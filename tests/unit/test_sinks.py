@@ -1,0 +1,100 @@
+"""Sinks: one more logit per head, without a value."""
+
+import pytest
+import torch
+
+import flexhop
+from flexhop import errors
+from tests.varlen_cases import offsets
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+
+
+def some_keys(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx != 3)  # query 3 sees nothing
+
+
+def make(dtype=torch.float64):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, h, 20, 8, dtype=dtype) for h in (4, 2, 2))
+    sinks = torch.randn(4, dtype=dtype)
+    return tuple(t.requires_grad_() for t in (query, key, value, sinks))
+
+
+def attend(query, key, value, sinks):
+    mask = flexhop.create_block_mask(some_keys, None, None, 20, 20, "cpu")
+    return flexhop.flex_attention(
+        query, key, value, block_mask=mask, enable_gqa=True, sinks=sinks,
+        return_aux=flexhop.AuxRequest(lse=True),
+    )  # fmt: skip
+
+
+def definition(query, key, value, sinks):
+    """A softmax over one more column, whose value is 0."""
+    key, value = (t.repeat_interleave(2, 1) for t in (key, value))
+    index = torch.arange(20)
+    visible = some_keys(0, 0, index[:, None], index[None, :])
+    scores = torch.where(visible, query @ key.mT / 8**0.5, -torch.inf)
+    column = sinks[None, :, None, None].expand(2, 4, 20, 1)
+    scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1)[..., :-1] @ value, scores.logsumexp(-1)
+
+
+def results(call, leaves):
+    out, lse = call(*leaves)
+    lse = lse.lse if isinstance(lse, flexhop.AuxOutput) else lse
+    loss = (out * torch.linspace(0, 1, 8)).sum() + (lse * torch.linspace(0, 1, 20)).sum()
+    return out, lse, *torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sinks_are_one_more_column(compiled):
+    leaves = make()
+    call = torch.compile(attend, fullgraph=True) if compiled else attend
+    for found, right in zip(results(call, leaves), results(definition, leaves), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_a_query_that_sees_nothing_has_the_sink_as_lse():
+    *tensors, sinks = make()
+    out, aux = attend(*tensors, sinks)
+    assert (out[:, :, 3] == 0).all()
+    torch.testing.assert_close(aux.lse[:, :, 3], sinks.expand(2, 4))
+
+
+def test_minus_infinity_is_no_sink():
+    *tensors, sinks = make()
+    never = torch.full_like(sinks, -torch.inf).requires_grad_()
+    out, aux = attend(*tensors, never)
+    plain, plain_aux = attend(*tensors, None)
+    assert torch.equal(out, plain)
+    assert torch.equal(aux.lse, plain_aux.lse)
+    grads = torch.autograd.grad(out.square().sum(), [*tensors, never])
+    expected = torch.autograd.grad(plain.square().sum(), tensors)
+    for found, right in zip(grads, [*expected, torch.zeros(4).double()], strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_packed_sequences_have_sinks():
+    cut = offsets((5, 8))
+    tensors = [torch.randn(13, 2, 8, dtype=torch.float64) for _ in range(3)]
+    sinks = torch.randn(2, dtype=torch.float64)
+    out = flexhop.varlen_attention(*tensors, cut, sinks=sinks)
+    second = [t[5:].transpose(0, 1)[None] for t in tensors]
+    expected = flexhop.flex_attention(*second, sinks=sinks)
+    torch.testing.assert_close(out[5:], expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+@pytest.mark.parametrize(
+    "sinks",
+    [torch.zeros(2), torch.zeros(4, dtype=torch.int64), torch.zeros(1, 4), 0.5],
+    ids=["heads", "dtype", "rank", "number"],
+)
+def test_wrong_sinks(sinks, compiled):
+    query, key, value, _ = make(torch.float32)
+    call = flexhop.flex_attention
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(errors.OptionValueError, match="sinks"):
+        call(query, key, value, enable_gqa=True, sinks=sinks)
