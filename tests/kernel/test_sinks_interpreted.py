@@ -32,7 +32,9 @@ def expected(leaves, grad, mask, dtype):
         visible, WIDTH**-0.5,
     )  # fmt: skip
     dense_backward(dense, grad.to(dtype), None)
-    grads = {n: t.grad for n, t in zip(("query", "key", "value"), (query, key, value), strict=True)}
+    grads = {
+        n: t.grad for n, t in zip(("query", "key", "value"), (query, key, value), strict=True)
+    }
     return {"out": dense.out, "lse": dense.lse, **grads, "sinks": sinks.grad}
 
 
