@@ -11,6 +11,7 @@ from flexhop.explain import Report, explain
 from flexhop.mask_creation import create_block_mask, create_mask
 from flexhop.mods import and_masks, noop_mask, or_masks
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
+from flexhop.paged import PagedAttention
 from flexhop.plugin import install
 from flexhop.varlen import varlen_attention
 
@@ -22,6 +23,7 @@ __all__ = [
     "FlexKernelOptions",
     "FlexhopError",
     "KernelOptions",
+    "PagedAttention",
     "Report",
     "Tile",
     "TileRequest",

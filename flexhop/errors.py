@@ -198,6 +198,30 @@ class SequenceOffsetsError(FlexhopError, ValueError, RuntimeError):
     message = "{argument} {found}, but {expected}."
 
 
+class PagesExhaustedError(FlexhopError, AssertionError, RuntimeError):
+    """A KV cache that is full."""
+
+    message = (
+        "requested {requested} pages but there are only {empty} empty pages. Erase a sequence, or "
+        "make a larger cache."
+    )
+
+
+class UnmappedPositionError(FlexhopError, IndexError, RuntimeError):
+    """A token for which no page was reserved."""
+
+    message = (
+        "Position {position} of sequence {sequence} has no page: {capacity} tokens are reserved. "
+        "Call reserve(batch_idx, seq_len) first."
+    )
+
+
+class CacheShapeError(FlexhopError, RuntimeError, ValueError):
+    """A tensor that does not fit the KV cache."""
+
+    message = "{argument} {found}, but {expected}."
+
+
 class ModNotCallableError(FlexhopError, TypeError, RuntimeError):
     """Something that cannot be called, where a mod belongs."""
 

@@ -170,6 +170,26 @@ ERRORS = [
         "cu_seqlens_q starts at 1, but must start at 0.",
     ),
     (
+        errors.PagesExhaustedError,
+        {"requested": 2, "empty": 0},
+        (AssertionError, RuntimeError),
+        "requested 2 pages but there are only 0 empty pages. Erase a sequence, or make a larger "
+        "cache.",
+    ),
+    (
+        errors.UnmappedPositionError,
+        {"position": 9, "sequence": 1, "capacity": 8},
+        (IndexError, RuntimeError),
+        "Position 9 of sequence 1 has no page: 8 tokens are reserved. Call reserve(batch_idx, "
+        "seq_len) first.",
+    ),
+    (
+        errors.CacheShapeError,
+        {"argument": "k_val", "found": "requires a gradient", "expected": "a cache has none"},
+        (RuntimeError, ValueError),
+        "k_val requires a gradient, but a cache has none.",
+    ),
+    (
         errors.ModNotCallableError,
         {"argument": "and_masks argument 2", "found": "Tensor"},
         (TypeError, RuntimeError),

@@ -26,6 +26,7 @@ LAW: dict[str, set[str]] = {
     | {"tanh"},
     "sinks": set(),
     "attention": {"sinks", "ops", "block_mask", "mods", "options", "errors"},
+    "paged": {"block_mask", "mods", "errors"},
     "row_tables": {"mods"},
     "varlen": {"attention", "block_mask", "row_tables", "mods", "ops"},
     "templates": set(),
@@ -47,7 +48,7 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "varlen"},
+    | {"explain", "offline", "paged", "varlen"},
 }
 
 
