@@ -46,6 +46,7 @@ def explain(
     kernel_options: Options = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
     """Say what torch.compile would make of a call: graphs, kernels, tiles, work.
@@ -54,7 +55,7 @@ def explain(
     "meta", or fake: only their shapes, dtypes and requires_grad are read.
 
     Args:
-        query: and all up to return_aux: as for flex_attention.
+        query: and all up to sinks: as for flex_attention.
         key: as there.
         value: as there.
         score_mod: as there.
@@ -64,6 +65,7 @@ def explain(
         return_lse: as there.
         kernel_options: as there.
         return_aux: as there.
+        sinks: as there; they are applied to what the kernel gives.
         capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
             which query is, or else (9, 0).
 
@@ -86,6 +88,7 @@ def explain(
         "return_lse": return_lse,
         "kernel_options": kernel_options,
         "return_aux": return_aux,
+        "sinks": None if sinks is None else _stand_in(sinks, _home(block_mask)),
     }
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)

@@ -201,3 +201,11 @@ def test_short_queries_are_decoded():
     )
     assert report.forward.kernel == "forward"
     assert not any("shares" in note for note in report.notes)
+
+
+def test_sinks_are_accepted_and_checked():
+    plain = flexhop.explain(*operands())
+    report = flexhop.explain(*operands(), sinks=torch.empty(2, device="meta"))
+    assert report.forward.kernel == plain.forward.kernel
+    with pytest.raises(OptionValueError, match="sinks"):
+        flexhop.explain(*operands(), sinks=torch.empty(3, device="meta"))
