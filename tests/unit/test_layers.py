@@ -24,9 +24,14 @@ LAW: dict[str, set[str]] = {
     "block_mask": {"block_lists", "mods", "errors", "indexing", "compat"},
     "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
     | {"tanh"},
-    "attention": {"ops", "block_mask", "mods", "options", "errors"},
     "row_tables": {"mods"},
-    "varlen": {"attention", "block_mask", "row_tables", "mods", "ops"},
+    "packing": {"block_mask", "row_tables", "mods"},
+    "nested_mask": {"block_mask", "row_tables", "mods", "errors", "compat"},
+    "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
+    "attention": {"ops", "nested", "block_mask", "mods", "options", "errors"},
+    "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
+    "sdpa": {"attention", "nested", "row_tables", "block_mask", "block_lists", "masks", "mods"}
+    | {"ops"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -46,7 +51,7 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "varlen"},
+    | {"explain", "offline", "varlen", "nested_mask", "sdpa"},
 }
 
 
