@@ -138,7 +138,9 @@ def _cut_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
     if not cut_k.is_same(cut_v):
         found = "has other sequences than key, or in other places"
         return _mistake("value", found, "each key needs its value")
-    if is_nested_mask and not (block_mask.cut_q.is_same(cut_q) and block_mask.cut_k.is_same(cut_k)):
+    if is_nested_mask and not (
+        block_mask.cut_q.is_same(cut_q) and block_mask.cut_k.is_same(cut_k)
+    ):
         found = "was made for other sequences than those of query and key"
         return _mistake("block_mask", found, "must be created for these")
     return None

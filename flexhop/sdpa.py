@@ -150,7 +150,9 @@ def _causal_blocks(query: Tensor, key: Tensor) -> BlockMask:
 
 def _mask_mod(attn_mask: Tensor) -> ScoreMod:
     """A score_mod that reads attn_mask; a dimension of size 1 is read at 0."""
-    kept = [axis for axis in range(4) if axis - 4 >= -attn_mask.dim() and attn_mask.size(axis - 4) != 1]
+    kept = [
+        axis for axis in range(4) if axis - 4 >= -attn_mask.dim() and attn_mask.size(axis - 4) != 1
+    ]
     table = attn_mask.squeeze()
     is_bool = attn_mask.dtype == torch.bool
 

@@ -14,6 +14,7 @@ from flexhop.ops.call import Mistake
 from flexhop.packing import Packing, pack_mask
 from flexhop.row_tables import Window, local_score_mod
 
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -97,7 +98,8 @@ def varlen_attention(
 
 def _as_batch(tokens: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D], without a copy; something else is left for the checks."""
-    return tokens.transpose(0, 1).unsqueeze(0) if tokens.dim() == 3 else tokens
+    is_packed = tokens.dim() == 3 and not tokens.is_nested
+    return tokens.transpose(0, 1).unsqueeze(0) if is_packed else tokens
 
 
 def _as_tokens(batch: Tensor) -> Tensor:
@@ -107,6 +109,8 @@ def _as_tokens(batch: Tensor) -> Tensor:
 
 def _rank_mistake(**tensors: Tensor) -> Mistake | None:
     for argument, tensor in tensors.items():
+        if tensor.is_nested:
+            return Mistake("NestedTensorError", (("argument", argument),))
         if tensor.dim() != 3:
             facts = (("argument", argument), ("rank", tensor.dim()), ("expected", 3))
             return Mistake("RankError", facts)

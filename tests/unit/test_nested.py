@@ -15,6 +15,8 @@ from flexhop import errors
 pytestmark = [
     pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    # Dynamo asks nested inputs that are views for their .grad.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 RUN = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
 QUERIES, KEYS = (40, 0, 7, 150), (33, 5, 0, 140)
@@ -96,9 +98,7 @@ def test_equals_a_loop_over_sequences(compiled, masked):
     slopes = leaf(4, 4)
     table = leaf(160)  # has no entry behind the longest sequence
     cut_q, cut_k = offsets(QUERIES), offsets(KEYS)
-    query, key, value = (
-        jagged(t, c) for t, c in zip(leaves, (cut_q, cut_k, cut_k), strict=True)
-    )
+    query, key, value = (jagged(t, c) for t, c in zip(leaves, (cut_q, cut_k, cut_k), strict=True))
     mask = None
     if masked:
         mask = flexhop.create_nested_block_mask(keep_some, 4, None, query, key, BLOCK_SIZE=16)
@@ -128,13 +128,14 @@ def test_holes(compiled):
     def call(*leaves):
         query = jagged(leaves[0], cut_q, used_q)
         key, value = (jagged(t, cut_k, used_k) for t in leaves[1:])
-        return flexhop.flex_attention(query, key, value, score)
+        out = flexhop.flex_attention(query, key, value, score)
+        # AOTAutograd cannot return a nested tensor with holes that requires gradients.
+        return tokens_of(out), out.offsets(), out.lengths()
 
-    out = run(call, compiled)(*leaves)
-    torch.testing.assert_close(out.lengths(), used_q)
-    torch.testing.assert_close(out.offsets(), cut_q)
+    tokens, *cut = run(call, compiled)(*leaves)
+    assert torch.equal(cut[0], cut_q) and torch.equal(cut[1], used_q)
     expected = loop(leaves, slices(cut_q, used_q), slices(cut_k, used_k), score)
-    assert_same(tokens_of(out), expected, leaves)
+    assert_same(tokens, expected, (*leaves, table))
 
 
 def test_narrowed_key_cache():
@@ -156,14 +157,17 @@ def test_projections_of_one_jagged_input(compiled):
     project = torch.nn.Linear(16, 48).double()
     tokens, cut = leaf(47, 16), offsets((40, 7))
 
-    def attend(attention, tokens, cut):
+    def attend(attention, tokens, cut, copy=False):
         x = torch.nested.nested_tensor_from_jagged(tokens, cut)
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in project(x).chunk(3, -1))
+        q, k, v = (t.unflatten(-1, (2, 8)) for t in project(x).chunk(3, -1))
+        if copy:  # PyTorch's needs it
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return attention(q, k, v).transpose(1, 2).flatten(-2) + x
 
     leaves = (tokens, *project.parameters())
     own = run(functools.partial(attend, flexhop.scaled_dot_product_attention), compiled)
-    expected = attend(F.scaled_dot_product_attention, tokens, cut)
+    expected = attend(F.scaled_dot_product_attention, tokens, cut, copy=True)
     assert_same(own(tokens, cut).values(), expected.values(), leaves)
 
 
@@ -237,10 +241,11 @@ def test_autocast(compiled):
     call = run(flexhop.scaled_dot_product_attention, compiled)
     with torch.autocast("cpu", torch.bfloat16):
         out = call(nested, nested, nested)
-    low = nested.detach().to(torch.bfloat16)
-    expected = flexhop.scaled_dot_product_attention(low, low, low)
+    exact = nested.detach().double()
+    expected = F.scaled_dot_product_attention(exact, exact, exact)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.values(), expected.values())
+    error = (out.values() - expected.values()).abs().max()
+    assert error <= 4 * torch.finfo(torch.bfloat16).eps * exact.values().abs().max()
 
 
 def test_new_lengths_need_no_new_graph():
@@ -294,8 +299,8 @@ def bad_operands():
     "name", ["dense", "dense query", "strided", "heads", "rank", "count", "places"]
 )
 def test_operands_that_do_not_fit(name, compiled, attention):
-    if name == "places" and compiled:
-        pytest.skip("compiled code does not look at offsets")
+    if name in ("places", "strided") and compiled:
+        pytest.skip("compiled code does not look at offsets, and Dynamo refuses strided ones")
     operands, text = bad_operands()[name]
     with pytest.raises(errors.NestedOperandError, match=text):
         run(getattr(flexhop, attention), compiled)(*operands)

@@ -46,7 +46,6 @@ CALLS = {
 }  # fmt: skip
 
 
-
 @RUN
 @pytest.mark.parametrize("name", CALLS)
 def test_equals_that_of_torch(name, compiled):
