@@ -82,7 +82,7 @@ def _mask(
         )
         return pack_mask(queries, keys, packing, None)
     tables = tabulate_rows(
-        cut_q.offsets, cut_k.offsets, queries, Window(), cut_k.lengths, cut_q.lengths
+        cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)
     )
     return tables, block_mask
 

@@ -101,7 +101,7 @@ def create_nested_block_mask(
     cut_q, cut_k = Cut.of(q_nt), Cut.of(kv_nt)
     queries, keys = token_count(q_nt), token_count(kv_nt)
     tables = tabulate_rows(
-        cut_q.offsets, cut_k.offsets, queries, Window(), cut_k.lengths, cut_q.lengths
+        cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)
     )
     mask = create_block_mask(
         local_mask_mod(mask_mod, tables), 1, H, queries, keys, cut_q.offsets.device,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flexhop.block_mask import BlockMask
-from flexhop.block_ranges import list_ranges
+from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.mods import MaskMod
 from flexhop.row_tables import RowTables, Window, local_mask_mod, range_mask, tabulate_rows
 
@@ -18,8 +18,8 @@ class Packing(NamedTuple):
     """How packed tokens are cut into sequences, and which keys of its sequence a query sees.
 
     offsets_q, offsets_k: [S + 1], where each sequence begins, and the end of the last one.
-    used_k, used_q: [S], how many tokens of a sequence exist, or None for all. longest_q, longest_k: at least the lengths of the longest sequences, or
-    None.
+    used_k, used_q: [S], how many tokens of each sequence exist, or None for all. longest_q,
+    longest_k: at least the lengths of the longest sequences, or None.
     """
 
     offsets_q: Tensor
@@ -42,17 +42,35 @@ def pack_mask(
         mask_mod: in local indices, or None.
     """
     tables = tabulate_rows(
-        packing.offsets_q, packing.offsets_k, queries, packing.window, packing.used_k,
-        packing.used_q,
+        packing.offsets_q, packing.offsets_k, queries, packing.window,
+        (packing.used_q, packing.used_k),
     )  # fmt: skip
-    by_row, by_column = list_ranges(
-        (tables.first, tables.end), keys, (_BLOCK, _BLOCK),
-        has_full=mask_mod is None, widths=_widths(packing),
-    )  # fmt: skip
-    row, column = (tuple(t[None, None] for t in lists) for lists in (by_row, by_column))
     keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
-    block_mask = BlockMask((queries, keys), *row, *column, (_BLOCK, _BLOCK), keep)
+    seen = tables.first, tables.end
+    block_mask = mask_ranges(seen, keys, keep, has_full=mask_mod is None, widths=_widths(packing))
     return tables, block_mask
+
+
+def mask_ranges(
+    seen: tuple[Tensor, Tensor],
+    keys: int,
+    keep: MaskMod,
+    *,
+    has_full: bool = True,
+    widths: tuple[int | None, int | None] = (None, None),
+) -> BlockMask:
+    """The block mask of queries that see one range of keys each; arguments as for list_ranges.
+
+    keep: the mask_mod of its partial blocks.
+    """
+    size = (_BLOCK, _BLOCK)
+    lists = list_ranges(seen, keys, size, has_full=has_full, widths=widths)
+    row, column = (RangeLists(*(t[None, None] for t in side)) for side in lists)
+    return BlockMask(
+        (seen[0].size(0), keys), row.num_blocks, row.indices, row.full_num_blocks,
+        row.full_indices, column.num_blocks, column.indices, column.full_num_blocks,
+        column.full_indices, size, keep,
+    )  # fmt: skip
 
 
 def _widths(packing: Packing) -> tuple[int | None, int | None]:

@@ -43,8 +43,7 @@ def tabulate_rows(
     offsets_k: Tensor,
     queries: int,
     window: Window,
-    used_k: Tensor | None,
-    used_q: Tensor | None = None,
+    used: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> RowTables:
     """Tables for `queries` tokens; tokens of no sequence, as in holes between them, see nothing.
 
@@ -52,19 +51,15 @@ def tabulate_rows(
         offsets_q, offsets_k: [S + 1] integers, never decreasing.
         queries: M.
         window: which keys of its sequence a query sees.
-        used_k: [S], how many of a sequence's keys count, or None for all.
-        used_q: the same for its queries; the rest is a hole.
+        used: [S] each, how many of a sequence's queries and keys count, or None for all; the rest
+            is a hole.
     """
     token = torch.arange(queries, device=offsets_q.device, dtype=torch.int32)
     last = offsets_q.size(0) - 2
     sequence = (torch.searchsorted(offsets_q, token, right=True, out_int32=True) - 1).clamp(
         0, last
     )
-    lengths_q, lengths_k = offsets_q.diff(), offsets_k.diff()
-    if used_k is not None:
-        lengths_k = torch.minimum(lengths_k, used_k.to(lengths_k.dtype))
-    if used_q is not None:
-        lengths_q = torch.minimum(lengths_q, used_q.to(lengths_q.dtype))
+    lengths_q, lengths_k = _lengths(offsets_q, used[0]), _lengths(offsets_k, used[1])
     position = token - offsets_q[sequence]
     key_start, length_k = offsets_k[sequence], lengths_k[sequence]
     aligned = position
@@ -83,6 +78,11 @@ def tabulate_rows(
         key_start + torch.where(exists, seen_to, nothing),
     )  # fmt: skip
     return RowTables(*(table.to(torch.int32) for table in tables))
+
+
+def _lengths(offsets: Tensor, used: Tensor | None) -> Tensor:
+    lengths = offsets.diff()
+    return lengths if used is None else torch.minimum(lengths, used.to(lengths.dtype))
 
 
 def _limit(

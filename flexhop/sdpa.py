@@ -9,14 +9,12 @@ from torch import Tensor
 
 from flexhop.attention import attend
 from flexhop.block_mask import BlockMask
-from flexhop.block_ranges import list_ranges
 from flexhop.masks import causal
 from flexhop.mods import ScoreMod
 from flexhop.nested import Operands, has_nested, pack, unpack
 from flexhop.ops.call import Mistake
+from flexhop.packing import mask_ranges
 from flexhop.row_tables import Window
-
-_BLOCK = 128
 
 
 def scaled_dot_product_attention(
@@ -67,25 +65,22 @@ def scaled_dot_product_attention(
         operands = _broadcast(operands)
         mistake = _mask_mistake(attn_mask, operands)
     if mistake is not None:
-        return _attend(operands, None, None, scale, enable_gqa, mistake)
+        return _attend(operands, (None, None), scale, enable_gqa, mistake)
     block_mask = _causal_blocks(*operands[:2]) if is_causal else None
-    score_mod = None if attn_mask is None else _mask_mod(attn_mask)
+    score_mod = None if attn_mask is None else _mask_score(attn_mask)
     shares_heads = enable_gqa or operands[1].size(1) == 1
-    out = _attend(operands, score_mod, block_mask, scale, shares_heads)
+    out = _attend(operands, (score_mod, block_mask), scale, shares_heads)
     return out.reshape(out.shape[4 - query.dim() :]) if query.dim() < 4 else out
 
 
 def _attend(
     operands: Operands,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask | None,
+    mods: tuple[ScoreMod | None, BlockMask | None],
     scale: float | None,
     enable_gqa: bool,
     mistake: Mistake | None = None,
 ) -> Tensor:
-    out = attend(
-        *operands, score_mod, block_mask, scale, enable_gqa, False, None, None, mistake
-    )  # fmt: skip
+    out = attend(*operands, *mods, scale, enable_gqa, False, None, None, mistake)
     return cast(Tensor, out)
 
 
@@ -105,8 +100,8 @@ def _nested(
             expected="they take none: use flex_attention with create_nested_block_mask",
         )  # fmt: skip
     if mistake is not None:
-        return _attend(operands, None, None, scale, enable_gqa, mistake)
-    out = _attend(packed.operands, None, packed.block_mask, scale, enable_gqa)
+        return _attend(operands, (None, None), scale, enable_gqa, mistake)
+    out = _attend(packed.operands, (None, packed.block_mask), scale, enable_gqa)
     return unpack(out, operands[0])
 
 
@@ -141,18 +136,13 @@ def _causal_blocks(query: Tensor, key: Tensor) -> BlockMask:
     """Query i sees the keys 0..i. Written by arithmetic: the mask is not evaluated."""
     queries, keys = query.size(2), key.size(2)
     end = (torch.arange(queries, device=query.device) + 1).clamp(max=keys)
-    by_row, by_column = list_ranges(
-        (torch.zeros_like(end), end), keys, (_BLOCK, _BLOCK), has_full=True
-    )
-    row, column = (tuple(t[None, None] for t in lists) for lists in (by_row, by_column))
-    return BlockMask((queries, keys), *row, *column, (_BLOCK, _BLOCK), causal)
+    return mask_ranges((torch.zeros_like(end), end), keys, causal)
 
 
-def _mask_mod(attn_mask: Tensor) -> ScoreMod:
+def _mask_score(attn_mask: Tensor) -> ScoreMod:
     """A score_mod that reads attn_mask; a dimension of size 1 is read at 0."""
-    kept = [
-        axis for axis in range(4) if axis - 4 >= -attn_mask.dim() and attn_mask.size(axis - 4) != 1
-    ]
+    missing = 4 - attn_mask.dim()
+    kept = [axis for axis in range(missing, 4) if attn_mask.size(axis - missing) != 1]
     table = attn_mask.squeeze()
     is_bool = attn_mask.dtype == torch.bool
 

@@ -30,8 +30,7 @@ LAW: dict[str, set[str]] = {
     "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
     "attention": {"ops", "nested", "block_mask", "mods", "options", "errors"},
     "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
-    "sdpa": {"attention", "nested", "row_tables", "block_mask", "block_lists", "masks", "mods"}
-    | {"ops"},
+    "sdpa": {"attention", "nested", "packing", "row_tables", "block_mask", "masks", "mods", "ops"},
     "templates": set(),
     "lowering": {
         "ops",

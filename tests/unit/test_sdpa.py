@@ -25,6 +25,10 @@ def boolean(*size):
     return mask
 
 
+def padding(*lengths):
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None, None, None]
+
+
 # Operands' shapes, and a function that makes the arguments.
 CALLS = {
     "plain": (SHAPE, lambda: {}),
@@ -35,7 +39,7 @@ CALLS = {
     "one_head": (((2, 6, 20, 8), (2, 1, 30, 8), (2, 1, 30, 8)), lambda: {"is_causal": True}),
     "bool": (SHAPE, lambda: {"attn_mask": boolean(2, 4, 37, 50)}),
     "bool_rows": (SHAPE, lambda: {"attn_mask": boolean(37, 50)}),
-    "bool_padding": (SHAPE, lambda: {"attn_mask": torch.arange(50) < torch.tensor([50, 9])[:, None, None, None]}),
+    "bool_padding": (SHAPE, lambda: {"attn_mask": padding(50, 9)}),
     "bool_expanded": (SHAPE, lambda: {"attn_mask": boolean(2, 1, 37, 50).expand(2, 4, 37, 50)}),
     "one": (SHAPE, lambda: {"attn_mask": torch.ones(1, 1, dtype=torch.bool)}),
     "bias": (SHAPE, lambda: {"attn_mask": leaf(1, 4, 37, 50)}),
