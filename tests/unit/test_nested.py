@@ -195,6 +195,17 @@ def test_gradients_of_nested_leaves():
         assert nested.grad is not None and nested.grad.shape == nested.shape
 
 
+def test_compiled_by_inductor():
+    leaves = [leaf(47, 2, 16) for _ in range(3)]
+    cut = offsets((40, 7))
+
+    def attend(attention, *leaves):
+        return tokens_of(attention(*(jagged(t, cut) for t in leaves)))
+
+    own = torch.compile(functools.partial(attend, flexhop.flex_attention), fullgraph=True)
+    assert_same(own(*leaves), attend(F.scaled_dot_product_attention, *leaves), leaves)
+
+
 @RUN
 def test_statistics_are_nested(compiled):
     nested = jagged(leaf(17, 2, 8), offsets((10, 7)))
@@ -330,3 +341,12 @@ def test_masks_that_cannot_be_made():
         create(3, None, nested)
     with pytest.raises(errors.NestedOperandError, match="kv_nt has 1 sequences, but q_nt has 2"):
         create(None, None, nested, jagged(torch.randn(17, 2, 8), offsets((17,))))
+
+
+def test_what_is_chosen_is_reported_on_request():
+    nested = jagged(torch.randn(300, 2, 64, dtype=torch.bfloat16), offsets((100, 200)))
+    mask = flexhop.create_nested_block_mask(lambda b, h, q, k: q >= k, None, None, nested)
+    report = flexhop.explain(nested, nested, nested, block_mask=mask)
+    assert report.mask is not None and report.mask.shape == (1, 1, 300, 300)
+    with pytest.raises(errors.NestedOperandError, match="key is dense"):
+        flexhop.explain(nested, torch.randn(1, 2, 300, 64), nested)
