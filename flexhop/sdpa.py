@@ -57,6 +57,22 @@ def scaled_dot_product_attention(
     """
     operands = (query, key, value)
     mistake = _argument_mistake(attn_mask, dropout_p, is_causal)
+    if query.dtype == torch.float64:  # autocast leaves it alone, in PyTorch's as well
+        with torch.autocast(query.device.type, enabled=False):
+            return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
+    return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
+
+
+def _dispatch(
+    operands: Operands,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    choices: tuple[float | None, bool],
+    mistake: Mistake | None,
+) -> Tensor:
+    """Nested or dense; choices: scale, enable_gqa."""
+    rank = operands[0].dim()
+    scale, enable_gqa = choices
     if mistake is None and has_nested(*operands):
         return _nested(operands, attn_mask, is_causal, scale, enable_gqa)
     if mistake is None:
@@ -70,7 +86,7 @@ def scaled_dot_product_attention(
     score_mod = None if attn_mask is None else _mask_score(attn_mask)
     shares_heads = enable_gqa or operands[1].size(1) == 1
     out = _attend(operands, (score_mod, block_mask), scale, shares_heads)
-    return out.reshape(out.shape[4 - query.dim() :]) if query.dim() < 4 else out
+    return out.reshape(out.shape[4 - rank :]) if rank < 4 else out
 
 
 def _attend(

@@ -103,6 +103,17 @@ def test_autocast():
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
+@RUN
+def test_autocast_leaves_fp64_alone(compiled):
+    operands = [leaf(1, 2, 20, 16) for _ in range(3)]
+    attention = flexhop.scaled_dot_product_attention
+    if compiled:
+        attention = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*operands)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(*operands))
+
+
 def bad_calls():
     mask = torch.ones(37, 50, dtype=torch.bool)
     return {
