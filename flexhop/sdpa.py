@@ -57,8 +57,10 @@ def scaled_dot_product_attention(
     """
     operands = (query, key, value)
     mistake = _argument_mistake(attn_mask, dropout_p, is_causal)
-    if query.dtype == torch.float64:  # autocast leaves it alone, in PyTorch's as well
-        with torch.autocast(query.device.type, enabled=False):
+    device = query.device.type
+    # Autocast leaves fp64 alone, as it does PyTorch's.
+    if query.dtype == torch.float64 and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
             return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
     return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
 
