@@ -10,9 +10,11 @@ from flexhop.errors import FlexhopError
 from flexhop.explain import Report, explain
 from flexhop.mask_creation import create_block_mask, create_mask
 from flexhop.mods import and_masks, noop_mask, or_masks
+from flexhop.nested_mask import create_nested_block_mask
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.paged import PagedAttention
 from flexhop.plugin import install
+from flexhop.sdpa import scaled_dot_product_attention
 from flexhop.varlen import varlen_attention
 
 __version__ = "0.1.0"
@@ -30,6 +32,7 @@ __all__ = [
     "and_masks",
     "create_block_mask",
     "create_mask",
+    "create_nested_block_mask",
     "errors",
     "explain",
     "flex_attention",
@@ -38,6 +41,7 @@ __all__ = [
     "mods",
     "noop_mask",
     "or_masks",
+    "scaled_dot_product_attention",
     "varlen_attention",
 ]
 

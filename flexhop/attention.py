@@ -13,6 +13,7 @@ from flexhop import errors
 from flexhop.block_mask import BlockMask
 from flexhop.block_selection import sliced_mask_mod
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
+from flexhop.nested import has_nested, pack, unpack
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake
 from flexhop.ops.dispatch import run_operator
@@ -125,12 +126,13 @@ def flex_attention(
     PyTorch, for debugging.
 
     Args:
-        query: [B, Hq, M, D], fp16, bf16, fp32 or fp64.
-        key: [B or 1, Hkv, N, D], dtype and device of query.
+        query: [B, Hq, M, D], fp16, bf16, fp32 or fp64; or a jagged nested tensor, ragged in M.
+        key: [B or 1, Hkv, N, D], dtype and device of query; nested if query is.
         value: [B or 1, Hkv, N, Dv].
         score_mod: (score, b, h, q_idx, kv_idx) -> score, applied to every scaled score.
         block_mask: which blocks of keys each query visits, and the mask_mod of its partial blocks;
-            a flexhop or a PyTorch BlockMask. None: every key.
+            a flexhop or a PyTorch BlockMask; for nested tensors from create_nested_block_mask.
+            None: every key, of the same sequence.
         scale: multiplies q·k before score_mod; 1/sqrt(D) by default.
         enable_gqa: allow Hq to be a multiple of Hkv; query head h then reads key head
             h // (Hq // Hkv).
@@ -142,7 +144,8 @@ def flex_attention(
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
-        return_aux (out, AuxOutput). A query that sees no key has out 0 and lse -inf.
+        return_aux (out, AuxOutput). A query that sees no key has out 0 and lse -inf. Results are
+        nested like query if that is.
 
     Raises:
         FlexhopError: see flexhop.errors; each also derives from PyTorch's class for the mistake.
@@ -151,10 +154,28 @@ def flex_attention(
     """
     if return_lse and return_aux is None and not torch.compiler.is_dynamo_compiling():
         warnings.warn(errors.ReturnLseDeprecationWarning(), stacklevel=2)
-    return attend(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks,
+    packed = None
+    mistake = None
+    operands = (query, key, value)
+    if has_nested(*operands):
+        packed = pack(operands, score_mod, block_mask)
+        operands, score_mod, block_mask, mistake = packed
+    result = attend(
+        *operands, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux, sinks, mistake,
     )  # fmt: skip
+    return result if packed is None else _nested_like(query, result)
+
+
+def _nested_like(query: Tensor, result: Any) -> Any:
+    """Results of packed tokens, in the forms of flex_attention, nested like query."""
+    if isinstance(result, Tensor):
+        return unpack(result, query)
+    out, more = result
+    if isinstance(more, Tensor):
+        return unpack(out, query), unpack(more, query)
+    statistics = (None if t is None else unpack(t, query) for t in more)
+    return unpack(out, query), AuxOutput(*statistics)
 
 
 def attend(

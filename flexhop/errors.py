@@ -107,12 +107,24 @@ class UnsupportedDeviceError(FlexhopError, ValueError):
 
 
 class NestedTensorError(FlexhopError, NotImplementedError):
-    """A nested tensor as an operand."""
+    """A nested tensor as an operand, where there are none."""
 
     message = (
-        "flex_attention does not support NestedTensor inputs, but {argument} is one. Pack the "
-        "sequences into one dense tensor and separate them with flexhop.masks.document."
+        "This call does not support NestedTensor inputs, but {argument} is one. Call "
+        "flexhop.flex_attention with it, or pack the sequences and use flexhop.varlen_attention."
     )
+
+
+class NestedOperandError(FlexhopError, ValueError, NotImplementedError):
+    """Nested operands that do not fit together, or are of another kind."""
+
+    message = "{argument} {found}, but {expected}."
+
+
+class AttentionMaskError(FlexhopError, ValueError, RuntimeError):
+    """An attn_mask that does not fit."""
+
+    message = "attn_mask {found}, but {expected}."
 
 
 class BlockMaskTypeError(FlexhopError, TypeError):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from flexhop import errors
 from flexhop.attention import AuxRequest, Options, flex_attention
 from flexhop.block_lists import block_count, lists_to_dense
 from flexhop.block_mask import BlockMask
@@ -18,6 +19,7 @@ from flexhop.compat import hop
 from flexhop.debug import mod_code
 from flexhop.mask_creation import create_mask
 from flexhop.mods import ScoreMod
+from flexhop.nested import Operands, Packed, has_nested, pack
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.forward import attention
 from flexhop.report import Capture, Mask, Mod, Pass, Report
@@ -55,7 +57,8 @@ def explain(
     "meta", or fake: only their shapes, dtypes and requires_grad are read.
 
     Args:
-        query: and all up to sinks: as for flex_attention.
+        query: and all up to sinks: as for flex_attention; nested ones are reported as the packed
+            tokens that they become.
         key: as there.
         value: as there.
         score_mod: as there.
@@ -80,6 +83,8 @@ def explain(
 
     device = survey.find_device(query, capability)
     tensors = (query, key, value)
+    if has_nested(*tensors):
+        tensors, score_mod, block_mask = _packed(pack(tensors, score_mod, block_mask))
     keywords = {
         "score_mod": score_mod,
         "block_mask": block_mask,
@@ -100,6 +105,14 @@ def explain(
     return report
 
 
+def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
+    """A call with nested operands as the one with packed tokens that it becomes."""
+    if call.mistake is not None:
+        error, facts = call.mistake
+        raise getattr(errors, error)(**dict(facts))
+    return call.operands, call.score_mod, call.block_mask
+
+
 def _home(block_mask: Any) -> torch.device:
     """Where the stand-ins of tensors without data go: to the mask, or else to the CPU."""
     counts = getattr(block_mask, "kv_num_blocks", None)
@@ -108,8 +121,6 @@ def _home(block_mask: Any) -> torch.device:
 
 def _stand_in(tensor: Tensor, home: torch.device) -> Tensor:
     """A tensor of one element that looks like `tensor`."""
-    if tensor.is_nested:
-        return tensor  # refused later
     has_data = tensor.device.type != "meta" and not hop.is_fake(tensor)
     one = torch.empty((), dtype=tensor.dtype, device=tensor.device if has_data else home)
     wide = one.expand(tensor.shape).detach()

@@ -31,7 +31,7 @@ class RowTables(NamedTuple):
     """[M] int32 each, by query token of the packed tensor."""
 
     sequence: Tensor
-    position: Tensor  # in its sequence
+    position: Tensor  # in its sequence; that of a neighbour where there is no such query
     key_start: Tensor  # where the keys of its sequence begin
     last_key: Tensor  # the last position of a key in its sequence, 0 if there is none
     first: Tensor  # the keys that it sees, first .. end - 1, in the packed tensor
@@ -39,38 +39,50 @@ class RowTables(NamedTuple):
 
 
 def tabulate_rows(
-    offsets_q: Tensor, offsets_k: Tensor, queries: int, window: Window, used_k: Tensor | None
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    queries: int,
+    window: Window,
+    used: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> RowTables:
-    """Tables for `queries` tokens; tokens behind the last sequence see nothing.
+    """Tables for `queries` tokens; tokens of no sequence, as in holes between them, see nothing.
 
     Args:
-        offsets_q, offsets_k: [S + 1] int32, from 0, never decreasing.
+        offsets_q, offsets_k: [S + 1] integers, never decreasing.
         queries: M.
         window: which keys of its sequence a query sees.
-        used_k: [S], how many of a sequence's keys count, or None for all.
+        used: [S] each, how many of a sequence's queries and keys count, or None for all; the rest
+            is a hole.
     """
     token = torch.arange(queries, device=offsets_q.device, dtype=torch.int32)
     last = offsets_q.size(0) - 2
     sequence = (torch.searchsorted(offsets_q, token, right=True, out_int32=True) - 1).clamp(
         0, last
     )
-    lengths_q, lengths_k = offsets_q.diff(), offsets_k.diff()
-    if used_k is not None:
-        lengths_k = torch.minimum(lengths_k, used_k.to(lengths_k.dtype))
+    lengths_q, lengths_k = _lengths(offsets_q, used[0]), _lengths(offsets_k, used[1])
     position = token - offsets_q[sequence]
     key_start, length_k = offsets_k[sequence], lengths_k[sequence]
     aligned = position
     if window.bottom_right:
         aligned = position + length_k - lengths_q[sequence]
-    exists = position < lengths_q[sequence]
+    exists = (position >= 0) & (position < lengths_q[sequence])
+    # Both ends never decrease: tokens before the first sequence point to its first key, those
+    # behind a sequence to its end.
+    nothing = torch.where(position < 0, 0, length_k)
+    seated = torch.minimum(position, lengths_q[sequence] - 1).clamp(min=0)
     seen_from = _limit(aligned, window.left, -1, length_k, torch.zeros_like(position))
     seen_to = _limit(aligned + 1, window.right, 1, length_k, length_k)
     tables = (
-        sequence, position, key_start, (length_k - 1).clamp(min=0),
-        key_start + torch.where(exists, seen_from, length_k),
-        key_start + torch.where(exists, seen_to, length_k),
+        sequence, seated, key_start, (length_k - 1).clamp(min=0),
+        key_start + torch.where(exists, seen_from, nothing),
+        key_start + torch.where(exists, seen_to, nothing),
     )  # fmt: skip
     return RowTables(*(table.to(torch.int32) for table in tables))
+
+
+def _lengths(offsets: Tensor, used: Tensor | None) -> Tensor:
+    lengths = offsets.diff()
+    return lengths if used is None else torch.minimum(lengths, used.to(lengths.dtype))
 
 
 def _limit(

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
-from flexhop.block_mask import BlockMask
-from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake
-from flexhop.row_tables import (
-    RowTables,
-    Window,
-    local_mask_mod,
-    local_score_mod,
-    range_mask,
-    tabulate_rows,
-)
-
-_BLOCK = 128
-
-
-class Packing(NamedTuple):
-    """How packed tokens are cut into sequences, and which keys of its sequence a query sees.
-
-    offsets_q, offsets_k: [S + 1], where each sequence begins, and the end of the last one.
-    used_k: [S] or None. longest_q, longest_k: at least the lengths of the longest sequences, or
-    None.
-    """
-
-    offsets_q: Tensor
-    offsets_k: Tensor
-    used_k: Tensor | None
-    longest_q: int | None
-    longest_k: int | None
-    window: Window
+from flexhop.packing import Packing, pack_mask
+from flexhop.row_tables import Window, local_score_mod
 
 
 def varlen_attention(
@@ -124,7 +98,8 @@ def varlen_attention(
 
 def _as_batch(tokens: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D], without a copy; something else is left for the checks."""
-    return tokens.transpose(0, 1).unsqueeze(0) if tokens.dim() == 3 else tokens
+    is_packed = tokens.dim() == 3 and not tokens.is_nested
+    return tokens.transpose(0, 1).unsqueeze(0) if is_packed else tokens
 
 
 def _as_tokens(batch: Tensor) -> Tensor:
@@ -132,46 +107,10 @@ def _as_tokens(batch: Tensor) -> Tensor:
     return batch.squeeze(0).transpose(0, 1)
 
 
-def pack_mask(
-    queries: int, keys: int, packing: Packing, mask_mod: MaskMod | None
-) -> tuple[RowTables, BlockMask]:
-    """The tables and the block mask of packed sequences, made without looking at the mask.
-
-    Args:
-        queries: T, number of query tokens. keys: U.
-        packing: the sequences.
-        mask_mod: in local indices, or None.
-    """
-    tables = tabulate_rows(
-        packing.offsets_q, packing.offsets_k, queries, packing.window, packing.used_k
-    )
-    by_row, by_column = list_ranges(
-        (tables.first, tables.end), keys, (_BLOCK, _BLOCK),
-        has_full=mask_mod is None, widths=_widths(packing),
-    )  # fmt: skip
-    row, column = _batched(by_row), _batched(by_column)
-    keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
-    block_mask = BlockMask((queries, keys), *row, *column, (_BLOCK, _BLOCK), keep)
-    return tables, block_mask
-
-
-def _batched(lists: RangeLists) -> RangeLists:
-    """One batch and one head, for all."""
-    return RangeLists(*(t[None, None] for t in lists))
-
-
-def _widths(packing: Packing) -> tuple[int | None, int | None]:
-    """The most blocks that a row and a column visit; known where both sides are cut alike."""
-    longest = packing.longest_k if packing.longest_q is None else packing.longest_q
-    if packing.offsets_q is not packing.offsets_k or longest is None:
-        return None, None
-    # The first and the last sequence of a block reach beyond it.
-    width = (2 * longest + _BLOCK) // _BLOCK + 2
-    return width, width
-
-
 def _rank_mistake(**tensors: Tensor) -> Mistake | None:
     for argument, tensor in tensors.items():
+        if tensor.is_nested:
+            return Mistake("NestedTensorError", (("argument", argument),))
         if tensor.dim() != 3:
             facts = (("argument", argument), ("rank", tensor.dim()), ("expected", 3))
             return Mistake("RankError", facts)

@@ -95,8 +95,20 @@ ERRORS = [
         errors.NestedTensorError,
         {"argument": "key"},
         (NotImplementedError,),
-        "flex_attention does not support NestedTensor inputs, but key is one. Pack the sequences "
-        "into one dense tensor and separate them with flexhop.masks.document.",
+        "This call does not support NestedTensor inputs, but key is one. Call "
+        "flexhop.flex_attention with it, or pack the sequences and use flexhop.varlen_attention.",
+    ),
+    (
+        errors.NestedOperandError,
+        {"argument": "key", "found": "has 3 sequences", "expected": "query has 2"},
+        (ValueError, NotImplementedError),
+        "key has 3 sequences, but query has 2.",
+    ),
+    (
+        errors.AttentionMaskError,
+        {"found": "is on meta", "expected": "query is on cpu"},
+        (ValueError, RuntimeError),
+        "attn_mask is on meta, but query is on cpu.",
     ),
     (
         errors.BlockMaskTypeError,

@@ -25,10 +25,14 @@ LAW: dict[str, set[str]] = {
     "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
     | {"tanh"},
     "sinks": set(),
-    "attention": {"sinks", "ops", "block_mask", "mods", "options", "errors"},
     "paged": {"block_mask", "mods", "errors"},
     "row_tables": {"mods"},
-    "varlen": {"attention", "block_mask", "row_tables", "mods", "ops"},
+    "packing": {"block_mask", "row_tables", "mods"},
+    "nested_mask": {"block_mask", "row_tables", "mods", "errors", "compat"},
+    "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
+    "attention": {"sinks", "ops", "nested", "block_mask", "mods", "options", "errors"},
+    "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
+    "sdpa": {"attention", "nested", "packing", "row_tables", "block_mask", "masks", "mods", "ops"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -43,12 +47,12 @@ LAW: dict[str, set[str]] = {
     },
     "report": {"options"},
     "explain": {"report", "attention", "block_mask", "block_lists", "ops", "lowering", "mods"}
-    | {"debug", "compat"},
+    | {"debug", "compat", "errors", "nested"},
     "plugin": {"ops", "lowering", "mods", "indexing", "errors", "debug", "compat"},
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "paged", "varlen"},
+    | {"explain", "offline", "paged", "varlen", "nested_mask", "sdpa"},
 }
 
 

@@ -15,6 +15,7 @@ from flexhop import (
     errors,
     flex_attention,
     plugin,
+    varlen_attention,
 )
 from flexhop.ops.call import Call
 from tests.unit.ops.support import (
@@ -106,9 +107,17 @@ def test_operands(inputs, keywords, kind, words, run):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors(run):
     rows = [torch.randn(n, 2, 8) for n in (3, 5)]
-    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(errors.NestedTensorError, match=r"query is one"):
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(errors.NestedOperandError, match="query is ragged in dimension 1"):
         run(flex_attention)(nested, nested, nested)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_not_packed_ones():
+    rows = [torch.randn(n, 8) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(errors.NestedTensorError, match=r"query is one"):
+        varlen_attention(nested, nested, nested, torch.tensor([0, 3, 8]))
 
 
 # masks without query blocks

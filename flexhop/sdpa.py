@@ -1,0 +1,229 @@
+"""A third door: scaled_dot_product_attention, with the arguments of torch.nn.functional."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexhop.attention import attend
+from flexhop.block_mask import BlockMask
+from flexhop.masks import causal
+from flexhop.mods import ScoreMod
+from flexhop.nested import Operands, has_nested, pack, unpack
+from flexhop.ops.call import Mistake
+from flexhop.packing import mask_ranges
+from flexhop.row_tables import Window
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(query·keyᵀ · scale + mask)·value, as one fused kernel, for dense and nested tensors.
+
+    Inside `torch.compile` it becomes one fused kernel; outside it runs the specification. There
+    are no other backends to fall back to: what the kernel does not do is an error.
+
+    Args:
+        query: [B, Hq, M, D]; [H, M, D] and [M, D] are one batch. Or a jagged nested tensor
+            [S, Hq, ragged, D], with or without holes; then key and value are nested as well.
+        key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv]. Batches and heads of size 1 broadcast.
+        attn_mask: dense operands only; it broadcasts to [B, Hq, M, N] without being expanded.
+            bool: True takes part. float32 or query's dtype: added to the scaled scores.
+        dropout_p: must be 0.
+        is_causal: query i sees the keys 0..i; the upper left is aligned, within each sequence.
+        scale: 1/sqrt(D) by default.
+        enable_gqa: allow Hq to be a multiple of Hkv.
+
+    Returns:
+        out [B, Hq, M, Dv], nested like query if that is. A query that sees no key has out 0.
+
+    Raises:
+        UnsupportedFeatureError: dropout_p is not 0.
+        OptionConflictError: attn_mask and is_causal at once.
+        AttentionMaskError: attn_mask of another dtype or device, or that does not broadcast.
+        NestedOperandError: nested operands that do not fit, or with attn_mask.
+        FlexhopError: as for flex_attention.
+
+    Source: torch.nn.functional.scaled_dot_product_attention (torch 2.13).
+    """
+    operands = (query, key, value)
+    mistake = _argument_mistake(attn_mask, dropout_p, is_causal)
+    device = query.device.type
+    # Autocast leaves fp64 alone, as it does PyTorch's.
+    if query.dtype == torch.float64 and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
+    return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
+
+
+def _dispatch(
+    operands: Operands,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    choices: tuple[float | None, bool],
+    mistake: Mistake | None,
+) -> Tensor:
+    """Nested or dense; choices: scale, enable_gqa."""
+    rank = operands[0].dim()
+    scale, enable_gqa = choices
+    if mistake is None and has_nested(*operands):
+        return _nested(operands, attn_mask, is_causal, scale, enable_gqa)
+    if mistake is None:
+        mistake = _rank_mistake(operands)
+    if mistake is None:
+        operands = _broadcast(operands)
+        mistake = _mask_mistake(attn_mask, operands)
+    if mistake is not None:
+        return _attend(operands, (None, None), scale, enable_gqa, mistake)
+    block_mask = _causal_blocks(*operands[:2]) if is_causal else None
+    score_mod = None if attn_mask is None else _mask_score(attn_mask)
+    shares_heads = enable_gqa or operands[1].size(1) == 1
+    out = _attend(operands, (score_mod, block_mask), scale, shares_heads)
+    return out.reshape(out.shape[4 - rank :]) if rank < 4 else out
+
+
+def _attend(
+    operands: Operands,
+    mods: tuple[ScoreMod | None, BlockMask | None],
+    scale: float | None,
+    enable_gqa: bool,
+    mistake: Mistake | None = None,
+) -> Tensor:
+    out = attend(*operands, *mods, scale, enable_gqa, False, None, None, mistake)
+    return cast(Tensor, out)
+
+
+def _nested(
+    operands: Operands,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    window = Window(None, 0 if is_causal else None, bottom_right=False)
+    packed = pack(operands, None, None, window)
+    mistake = packed.mistake
+    if mistake is None and attn_mask is not None:
+        mistake = _mistake(
+            "NestedOperandError", argument="attn_mask", found="is given with nested operands",
+            expected="they take none: use flex_attention with create_nested_block_mask",
+        )  # fmt: skip
+    if mistake is not None:
+        return _attend(operands, (None, None), scale, enable_gqa, mistake)
+    out = _attend(packed.operands, (None, packed.block_mask), scale, enable_gqa)
+    return unpack(out, operands[0])
+
+
+def _broadcast(operands: Operands) -> Operands:
+    """Four dimensions each, and one batch and one number of heads, as views.
+
+    Key and value may keep batch 1 and one head for all, which the kernels share.
+    """
+    query, key, value = (t[(None,) * (4 - t.dim())] if t.dim() < 4 else t for t in operands)
+    for dim in (0, 1):
+        key, value = _alike(key, value, dim)
+        if query.size(dim) == 1 and key.size(dim) != 1:
+            query = _expanded(query, dim, key.size(dim))
+    return query, key, value
+
+
+def _alike(key: Tensor, value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    if key.size(dim) == 1 and value.size(dim) != 1:
+        return _expanded(key, dim, value.size(dim)), value
+    if value.size(dim) == 1 and key.size(dim) != 1:
+        return key, _expanded(value, dim, key.size(dim))
+    return key, value
+
+
+def _expanded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    sizes = [-1, -1, -1, -1]
+    sizes[dim] = size
+    return tensor.expand(sizes)
+
+
+def _causal_blocks(query: Tensor, key: Tensor) -> BlockMask:
+    """Query i sees the keys 0..i. Written by arithmetic: the mask is not evaluated."""
+    queries, keys = query.size(2), key.size(2)
+    end = (torch.arange(queries, device=query.device) + 1).clamp(max=keys)
+    return mask_ranges((torch.zeros_like(end), end), keys, causal)
+
+
+def _mask_score(attn_mask: Tensor) -> ScoreMod:
+    """A score_mod that reads attn_mask; a dimension of size 1 is read at 0."""
+    missing = 4 - attn_mask.dim()
+    kept = [axis for axis in range(missing, 4) if attn_mask.size(axis - missing) != 1]
+    table = attn_mask.squeeze()
+    is_bool = attn_mask.dtype == torch.bool
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        indices = (b, h, q_idx, kv_idx)
+        entry = table[tuple(indices[axis] for axis in kept)] if kept else table
+        return torch.where(entry, score, -float("inf")) if is_bool else score + entry
+
+    return score_mod
+
+
+def _argument_mistake(
+    attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> Mistake | None:
+    if dropout_p != 0:
+        return _mistake(
+            "UnsupportedFeatureError", feature=f"dropout_p={dropout_p}",
+            reason="no kernel draws random numbers", mend="Pass dropout_p=0.0, as for evaluation",
+        )  # fmt: skip
+    if attn_mask is not None and is_causal:
+        return _mistake(
+            "OptionConflictError", first="attn_mask", second="is_causal=True",
+            reason="put the causal part into the mask",
+        )  # fmt: skip
+    return None
+
+
+def _rank_mistake(operands: Operands) -> Mistake | None:
+    for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
+        if not 2 <= tensor.dim() <= 4 or tensor.dim() != operands[0].dim():
+            return _mistake("RankError", argument=argument, rank=tensor.dim(), expected=4)
+    return None
+
+
+def _mask_mistake(attn_mask: Tensor | None, operands: Operands) -> Mistake | None:
+    if attn_mask is None:
+        return None
+    query, key, _ = operands
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        found = f"is {attn_mask.dtype}"
+        return _mask_error(found, f"must be torch.bool, torch.float32 or {query.dtype}")
+    if attn_mask.device != query.device:
+        return _mask_error(f"is on {attn_mask.device}", f"query is on {query.device}")
+    sizes = (query.size(0), query.size(1), query.size(2), key.size(2))
+    own = tuple(attn_mask.shape)
+    fits = len(own) <= 4 and all(
+        [size in (1, full) for size, full in zip(own[::-1], sizes[::-1], strict=False)]
+    )
+    if fits:
+        return None
+    return _mask_error(
+        f"has shape {_numbers(own)}", f"must broadcast to {_numbers(sizes)}, which are batch, "
+        "heads, queries and keys",
+    )  # fmt: skip
+
+
+def _numbers(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
+
+def _mask_error(found: str, expected: str) -> Mistake:
+    return _mistake("AttentionMaskError", found=found, expected=expected)
+
+
+def _mistake(error: str, **facts: Any) -> Mistake:
+    return Mistake(error, tuple(facts.items()))
