@@ -170,6 +170,12 @@ ERRORS = [
         "cu_seqlens_q starts at 1, but must start at 0.",
     ),
     (
+        errors.FlashArgumentError,
+        {"argument": "kv", "found": "has 3 tensors in dimension 2", "expected": "needs 2"},
+        (ValueError, RuntimeError),
+        "kv has 3 tensors in dimension 2, but needs 2.",
+    ),
+    (
         errors.ModNotCallableError,
         {"argument": "and_masks argument 2", "found": "Tensor"},
         (TypeError, RuntimeError),

@@ -27,6 +27,12 @@ LAW: dict[str, set[str]] = {
     "attention": {"ops", "block_mask", "mods", "options", "errors"},
     "row_tables": {"mods"},
     "varlen": {"attention", "block_mask", "row_tables", "mods", "ops"},
+    "rotary": set(),
+    "flash_mods": {"attention", "block_mask", "mods", "ops"},
+    "cache_checks": {"flash_mods", "ops"},
+    "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
+    | {"options", "ops"},
+    "flash": {"flash_cache", "flash_mods", "varlen", "attention"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -46,7 +52,7 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "varlen"},
+    | {"explain", "offline", "varlen", "flash"},
 }
 
 
