@@ -263,10 +263,9 @@ class _Pool(NamedTuple):
         lists = list_rows((first, end), span, (BLOCK, BLOCK), width)
         if self.pages is not None:
             lists = _place_blocks(lists, self.pages, self.page)
-        fields = (*(t[:, None] for t in lists), None, None, None, None)
-        return BlockMask(
-            (queries, keys), *fields, (BLOCK, BLOCK), self.local_mask_mod(seen.mask_mod())
-        )
+        row = RangeLists(*(t[:, None] for t in lists))
+        keep = self.local_mask_mod(seen.mask_mod())
+        return BlockMask((queries, keys), *row, None, None, None, None, (BLOCK, BLOCK), keep)
 
 
 def _pool(call: CacheCall, place: _Place) -> _Pool:

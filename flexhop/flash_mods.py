@@ -10,7 +10,7 @@ from torch import Tensor
 from flexhop import mods
 from flexhop.attention import attend
 from flexhop.block_mask import BlockMask
-from flexhop.block_ranges import list_ranges
+from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake
 
@@ -37,7 +37,9 @@ class Options(NamedTuple):
 
 def refuse(query: Tensor, key: Tensor, value: Tensor, mistake: Mistake) -> Any:
     """Raise what `mistake` says, where Dynamo passes it on: from the operator."""
-    return attend(query, key, value, None, None, None, True, False, None, None, mistake)
+    return attend(
+        query, key, value, None, None, None, True, False, None, None, mistake=mistake
+    )  # fmt: skip
 
 
 def argument_mistake(argument: str, found: str, expected: str) -> Mistake:
@@ -147,9 +149,9 @@ def window_mask(
     first = torch.zeros_like(aligned) if left is None else (aligned - left).clamp(0, keys)
     end = torch.full_like(aligned, keys) if right is None else (aligned + right + 1).clamp(0, keys)
     by_row, by_column = list_ranges((first, end), keys, (BLOCK, BLOCK), has_full=True)
-    lists = (*(t[None, None] for t in by_row), *(t[None, None] for t in by_column))
+    row, column = (RangeLists(*(t[None, None] for t in lists)) for lists in (by_row, by_column))
     keep = _window(keys - queries, left, right)
-    return BlockMask((queries, keys), *lists, (BLOCK, BLOCK), keep)
+    return BlockMask((queries, keys), *row, *column, (BLOCK, BLOCK), keep)
 
 
 def _window(shift: int, left: int | None, right: int | None) -> MaskMod:
