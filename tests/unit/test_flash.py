@@ -148,7 +148,7 @@ def test_compiled_dense(name):
 
 
 def test_compiled_sequences():
-    case = CASES["softcap"]
+    case = CASES["everything"]
     leaves, slopes = packed_operands(case), case.make_slopes(len(QUERIES))
     call = torch.compile(flash.flash_attn_varlen_func, fullgraph=True)
     result = call(
