@@ -3,7 +3,7 @@
 A superset of torch.nn.attention.flex_attention: the same names, signatures and meaning.
 """
 
-from flexhop import errors, masks, mods
+from flexhop import errors, flash, masks, mods
 from flexhop.attention import AuxOutput, AuxRequest, flex_attention
 from flexhop.block_mask import BlockMask
 from flexhop.errors import FlexhopError
@@ -35,6 +35,7 @@ __all__ = [
     "create_nested_block_mask",
     "errors",
     "explain",
+    "flash",
     "flex_attention",
     "install",
     "masks",

@@ -55,13 +55,10 @@ def list_ranges(
     Returns:
         key blocks of each row of blocks, and query blocks of each column.
     """
-    first, end = seen
-    rows, columns = (
-        block_count(first.size(0), block_size[0]),
-        block_count(key_length, block_size[1]),
-    )
-    by_row = _row_ranges(first, end, columns, block_size, has_full=has_full)
-    by_column = _transpose(by_row, columns, first.size(0) // block_size[0])
+    queries = seen[0].size(0)
+    rows, columns = block_count(queries, block_size[0]), block_count(key_length, block_size[1])
+    by_row = _row_ranges(seen, columns, block_size, has_full=has_full)
+    by_column = _transpose(by_row, columns, queries // block_size[0])
     width, height = widths
     return (
         _list(by_row, columns if width is None else min(width, columns)),
@@ -69,21 +66,48 @@ def list_ranges(
     )
 
 
+def list_rows(
+    seen: tuple[Tensor, Tensor], key_length: int, block_size: tuple[int, int], width: int
+) -> RangeLists:
+    """As list_ranges, per batch and without the columns: for calls that need no gradient.
+
+    Args:
+        seen: two of [B, M] integers, never decreasing along a row.
+        key_length: N.
+        block_size: queries and keys of a block.
+        width: the most blocks that a row visits.
+
+    Returns:
+        [B, R] and [B, R, W]. A row of blocks that overhangs the queries may have full blocks: what
+        kernels compute for queries that do not exist is not stored.
+    """
+    columns = block_count(key_length, block_size[1])
+    ranges = _row_ranges(seen, columns, block_size, has_full=True, full_overhangs=True)
+    return _list(ranges, min(width, columns))
+
+
 def _row_ranges(
-    first: Tensor, end: Tensor, columns: int, block_size: tuple[int, int], *, has_full: bool
+    seen: tuple[Tensor, Tensor],
+    columns: int,
+    block_size: tuple[int, int],
+    *,
+    has_full: bool,
+    full_overhangs: bool = False,
 ) -> _Ranges:
+    first, end = seen
     q_size, kv_size = block_size
-    queries = first.size(0)
+    queries = first.size(-1)
     rows = torch.arange(block_count(queries, q_size), device=first.device)
     # The ends never decrease: the first and the last query of a block say all about it.
     top, bottom = rows * q_size, ((rows + 1) * q_size).clamp(max=queries) - 1
-    start, stop = _floor(first[top], kv_size), _ceil(end[bottom], kv_size)
-    full_start, full_stop = _ceil(first[bottom], kv_size), _floor(end[top], kv_size)
+    start, stop = _floor(first[..., top], kv_size), _ceil(end[..., bottom], kv_size)
+    full_start = _ceil(first[..., bottom], kv_size)
+    full_stop = _floor(end[..., top], kv_size)
     count = (full_stop - full_start).clamp(min=0)
     if not has_full:
         count = torch.zeros_like(count)
-    # A row of blocks that overhangs the queries has no full blocks.
-    count = torch.where(rows < queries // q_size, count, 0)
+    if not full_overhangs:  # by the definition of a full block
+        count = torch.where(rows < queries // q_size, count, 0)
     return _nested(_Ranges(start, stop, full_start, count), columns)
 
 
@@ -92,8 +116,10 @@ def _transpose(ranges: _Ranges, columns: int, whole_rows: int) -> _Ranges:
     column = torch.arange(columns, device=ranges.start.device)
     stop = torch.searchsorted(ranges.start, column, right=True)
     start = torch.searchsorted(ranges.stop, column, right=True)
-    full_start = ranges.full_start[:whole_rows].contiguous()
-    full_stop = (full_start + ranges.full_count[:whole_rows]).contiguous()
+    # Not a slice, which Inductor (2.11) cannot search in.
+    whole = torch.arange(ranges.start.size(0), device=ranges.start.device) < whole_rows
+    full_start = torch.where(whole, ranges.full_start, columns)
+    full_stop = torch.where(whole, ranges.full_start + ranges.full_count, columns)
     lowest = torch.searchsorted(full_stop, column, right=True)
     highest = torch.searchsorted(full_start, column, right=True)
     rows = ranges.start.size(0)
@@ -112,12 +138,12 @@ def _nested(ranges: _Ranges, limit: int) -> _Ranges:
 
 
 def _list(ranges: _Ranges, width: int) -> RangeLists:
-    start, stop, full_start, full_count = (t[:, None] for t in ranges)
+    start, stop, full_start, full_count = (t[..., None] for t in ranges)
     position = torch.arange(width, device=start.device)
     count = stop - start - full_count
     behind = (full_count > 0) & (position >= full_start - start)
     indices = start + position + torch.where(behind, full_count, 0)
-    lists = (count[:, 0], indices, full_count[:, 0], full_start + position)
+    lists = (count[..., 0], indices, full_count[..., 0], full_start + position)
     return RangeLists(*(t.to(torch.int32).contiguous() for t in lists))
 
 

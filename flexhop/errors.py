@@ -234,6 +234,12 @@ class CacheShapeError(FlexhopError, RuntimeError, ValueError):
     message = "{argument} {found}, but {expected}."
 
 
+class FlashArgumentError(FlexhopError, ValueError, RuntimeError):
+    """An argument of a function of flexhop.flash that does not fit the others."""
+
+    message = "{argument} {found}, but {expected}."
+
+
 class ModNotCallableError(FlexhopError, TypeError, RuntimeError):
     """Something that cannot be called, where a mod belongs."""
 

@@ -79,7 +79,20 @@ def lower_formula(
             part.graph.eliminate_dead_code()
             _hide_scatter_indices(part)
     _adopt_attributes(graph)
-    return list(process_subgraph_nodes(graph, list(values)))
+    results = list(process_subgraph_nodes(graph, list(values)))
+    _keep_loop_memory()
+    return results
+
+
+def _keep_loop_memory() -> None:
+    """Let nothing else take over the memory that a loop starts with.
+
+    Its body writes there in place and hands it back as a result, while Inductor (2.11 to 2.15)
+    takes the result for another buffer and this one for free.
+    """
+    for operation in V.graph.operations:
+        if isinstance(operation, ir.WhileLoop):
+            V.graph.never_reuse_buffers.update(b.get_name() for b in operation.carried_inputs)
 
 
 def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:

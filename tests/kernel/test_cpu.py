@@ -163,3 +163,13 @@ def test_exported_and_compiled_ahead_of_time(tmp_path: Any):
     )
     loaded = torch._inductor.aoti_load_package(package)
     torch.testing.assert_close(loaded(*inputs), Model()(*inputs), atol=2e-5, rtol=2e-5)
+
+
+def test_lengths_that_no_block_divides():
+    """Inductor's loop split would leave out the keys behind the last whole block."""
+    inputs = operands((1, 2, 37, 16), (1, 2, 150, 16))
+    mask = flexhop.create_block_mask(
+        lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 113, None, None, 37, 150, device="cpu"
+    )
+    attend = functools.partial(flexhop.flex_attention, block_mask=mask, return_aux=WANTED)
+    assert_compiled_agrees(attend, inputs)

@@ -202,6 +202,12 @@ ERRORS = [
         "k_val requires a gradient, but a cache has none.",
     ),
     (
+        errors.FlashArgumentError,
+        {"argument": "kv", "found": "has 3 tensors in dimension 2", "expected": "needs 2"},
+        (ValueError, RuntimeError),
+        "kv has 3 tensors in dimension 2, but needs 2.",
+    ),
+    (
         errors.ModNotCallableError,
         {"argument": "and_masks argument 2", "found": "Tensor"},
         (TypeError, RuntimeError),

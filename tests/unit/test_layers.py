@@ -33,6 +33,12 @@ LAW: dict[str, set[str]] = {
     "attention": {"sinks", "ops", "nested", "block_mask", "mods", "options", "errors"},
     "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
     "sdpa": {"attention", "nested", "packing", "row_tables", "block_mask", "masks", "mods", "ops"},
+    "rotary": set(),
+    "flash_mods": {"attention", "block_mask", "mods", "ops"},
+    "cache_checks": {"flash_mods", "ops"},
+    "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
+    | {"options", "ops"},
+    "flash": {"flash_cache", "flash_mods", "varlen", "attention"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -52,7 +58,7 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "paged", "varlen", "nested_mask", "sdpa"},
+    | {"explain", "offline", "paged", "varlen", "nested_mask", "sdpa", "flash"},
 }
 
 

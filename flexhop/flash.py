@@ -1,0 +1,314 @@
+"""The functions of flash-attn on flexhop's operator: change the import, keep the calls.
+
+Layouts, defaults and meaning are those of flash-attn 2.8; every option is a mod, a mask or a mode
+of the one operator. docs/flash.md says what differs.
+
+Options that several functions share:
+
+- dropout_p: must be 0.0.
+- softmax_scale: multiplies q·k; 1/sqrt(D) by default.
+- causal: a query sees no key behind the one that it is aligned with; the last query is aligned
+  with the last key.
+- window_size: (left, right), how many keys before and behind that one a query sees; -1 is all.
+- softcap: above 0, scores become softcap * tanh(score / softcap).
+- alibi_slopes: [H], or [B, H] with a row per sequence; then slope * |i + N - M - j| is subtracted
+  from the (capped) score of query i and key j. Slopes get no gradient.
+- deterministic: changes nothing; gradients of q, k and v are always repeatable bit by bit.
+- return_attn_probs: also return the logarithm of the softmax's sum, fp32, and None where
+  flash-attn has probabilities: these are never formed.
+
+Heads of q may be a multiple of those of k and v, which then serve groups of neighbours.
+
+Raises, all of them: FlashArgumentError, UnsupportedFeatureError, and what flex_attention raises.
+
+Source: flash_attn.flash_attn_interface (flash-attn 2.8).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+from flexhop.attention import AuxOutput, AuxRequest, attend
+from flexhop.flash_cache import flash_attn_with_kvcache
+from flexhop.flash_mods import (
+    Options,
+    option_mistake,
+    packed_mistake,
+    rank_mistake,
+    refuse,
+    score_mod_of,
+    unsupported,
+    window_mask,
+)
+from flexhop.varlen import varlen_attention
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of padded batches; the module says what the options mean.
+
+    Args:
+        q: [B, M, Hq, D]; k: [B, N, Hkv, D]; v: [B, N, Hkv, Dv].
+        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
+        alibi_slopes, deterministic, return_attn_probs: see the module.
+
+    Returns:
+        out [B, M, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, M] fp32, None).
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    return _attend_dense(q, k, v, options)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func with keys and values in one tensor.
+
+    Args:
+        q: [B, M, Hq, D]; kv: [B, N, 2, Hkv, D].
+        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
+        alibi_slopes, deterministic, return_attn_probs: see the module.
+
+    Returns:
+        As flash_attn_func.
+    """
+    mistake = packed_mistake("kv", kv, 2, 5)
+    if mistake is not None:
+        return refuse(q, q, q, mistake)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    return _attend_dense(q, kv[:, :, 0], kv[:, :, 1], options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [B, M, 3, H, D].
+        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
+        alibi_slopes, deterministic, return_attn_probs: see the module.
+
+    Returns:
+        As flash_attn_func.
+    """
+    mistake = packed_mistake("qkv", qkv, 3, 5)
+    if mistake is not None:
+        return refuse(qkv, qkv, qkv, mistake)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    return _attend_dense(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Attention within each of many sequences, packed without padding.
+
+    Args:
+        q: [T, Hq, D]; k: [U, Hkv, D]; v: [U, Hkv, Dv].
+        cu_seqlens_q, cu_seqlens_k: [S + 1] int32 or int64: 0, then where each sequence ends.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; they bound the block lists.
+        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
+        alibi_slopes, deterministic, return_attn_probs: see the module.
+        block_table: must be None; flash_attn_with_kvcache reads pages.
+
+    Returns:
+        out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, None).
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    if block_table is not None:
+        mistake = unsupported(
+            "block_table of flash_attn_varlen_func", "packed keys have no pages",
+            "Use flash_attn_with_kvcache, which reads pages in place",
+        )  # fmt: skip
+        return refuse(q, k, v, mistake)
+    longest = (max_seqlen_q, max_seqlen_k)
+    return _attend_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_varlen_func with keys and values in one tensor.
+
+    Args:
+        q: [T, Hq, D]; kv: [U, 2, Hkv, D].
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as there.
+        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
+        alibi_slopes, deterministic, return_attn_probs: see the module.
+
+    Returns:
+        As flash_attn_varlen_func.
+    """
+    mistake = packed_mistake("kv", kv, 2, 4)
+    if mistake is not None:
+        return refuse(q, q, q, mistake)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    longest = (max_seqlen_q, max_seqlen_k)
+    return _attend_packed((q, kv[:, 0], kv[:, 1]), (cu_seqlens_q, cu_seqlens_k), longest, options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_varlen_func with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [T, 3, H, D].
+        cu_seqlens, max_seqlen: as there, for queries and keys.
+        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
+        alibi_slopes, deterministic, return_attn_probs: see the module.
+
+    Returns:
+        As flash_attn_varlen_func.
+    """
+    mistake = packed_mistake("qkv", qkv, 3, 4)
+    if mistake is not None:
+        return refuse(qkv, qkv, qkv, mistake)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2])
+    return _attend_packed(operands, (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), options)
+
+
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    mistake = rank_mistake(4, q=q, k=k, v=v)
+    if mistake is None:
+        mistake = option_mistake(options, q.size(2), q.size(0))
+    if mistake is not None:
+        return refuse(q, k, v, mistake)
+    queries, keys = q.size(1), k.size(1)
+    score_mod = score_mod_of(options, keys - queries)
+    block_mask = window_mask(queries, keys, options.reach, q.device)
+    result = attend(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, block_mask,
+        options.softmax_scale, True, False, None, AuxRequest(lse=options.return_attn_probs),
+    )  # fmt: skip
+    out, aux = cast(tuple[Tensor, AuxOutput], result)
+    out = out.transpose(1, 2)
+    return (out, cast(Tensor, aux.lse), None) if options.return_attn_probs else out
+
+
+def _attend_packed(
+    operands: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[Any, Any],
+    options: Options,
+) -> Result:
+    q, k, v = operands
+    offsets_q, offsets_k = offsets
+    mistake = rank_mistake(3, q=q, k=k, v=v)
+    if mistake is None:
+        mistake = rank_mistake(1, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+    if mistake is None:
+        mistake = option_mistake(options, q.size(1), offsets_q.size(0) - 1)
+    if mistake is not None:
+        return refuse(q, k, v, mistake)
+    left, right = options.reach
+    result = varlen_attention(
+        q, k, v, offsets_q, offsets_k, score_mod=score_mod_of(options, _shift(*offsets)),
+        window_size=(left, right), max_seqlen_q=longest[0], max_seqlen_k=longest[1],
+        scale=options.softmax_scale, enable_gqa=True,
+        return_aux=AuxRequest(lse=options.return_attn_probs),
+    )  # fmt: skip
+    out, aux = cast(tuple[Tensor, AuxOutput], result)
+    return (out, cast(Tensor, aux.lse).t(), None) if options.return_attn_probs else out
+
+
+def _shift(offsets_q: Tensor, offsets_k: Tensor) -> int | Tensor:
+    """How many more keys than queries each sequence has, [S]."""
+    fit = offsets_q.shape == offsets_k.shape and offsets_q.device == offsets_k.device
+    if offsets_q is offsets_k or not fit:  # varlen_attention refuses what does not fit
+        return 0
+    return offsets_k.diff() - offsets_q.diff()

@@ -1,0 +1,167 @@
+"""The options of flash-attn as mods, and the checks that its functions share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop import mods
+from flexhop.attention import attend
+from flexhop.block_mask import BlockMask
+from flexhop.block_ranges import RangeLists, list_ranges
+from flexhop.mods import MaskMod, ScoreMod
+from flexhop.ops.call import Mistake
+
+BLOCK = 128
+
+
+class Options(NamedTuple):
+    """The arguments that most functions of flash-attn take, as they were given."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    return_attn_probs: bool
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and behind its own a query sees; None is all of them."""
+        left, right = (None if side < 0 else side for side in self.window_size)
+        return left, 0 if self.causal else right
+
+
+def refuse(query: Tensor, key: Tensor, value: Tensor, mistake: Mistake) -> Any:
+    """Raise what `mistake` says, where Dynamo passes it on: from the operator."""
+    return attend(
+        query, key, value, None, None, None, True, False, None, None, mistake=mistake
+    )  # fmt: skip
+
+
+def argument_mistake(argument: str, found: str, expected: str) -> Mistake:
+    """A FlashArgumentError to raise."""
+    facts = (("argument", argument), ("found", found), ("expected", expected))
+    return Mistake("FlashArgumentError", facts)
+
+
+def unsupported(feature: str, reason: str, mend: str) -> Mistake:
+    """An UnsupportedFeatureError to raise."""
+    return Mistake(
+        "UnsupportedFeatureError", (("feature", feature), ("reason", reason), ("mend", mend))
+    )
+
+
+def rank_mistake(rank: int, **tensors: Tensor) -> Mistake | None:
+    """The first tensor that has not `rank` dimensions."""
+    for argument, tensor in tensors.items():
+        if tensor.dim() != rank:
+            facts = (("argument", argument), ("rank", tensor.dim()), ("expected", rank))
+            return Mistake("RankError", facts)
+    return None
+
+
+def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mistake | None:
+    """What is wrong with tensors that are stacked before the axis of heads."""
+    mistake = rank_mistake(rank, **{argument: packed})
+    if mistake is None and packed.size(-3) != parts:
+        found = f"has {packed.size(-3)} tensors in dimension {rank - 3}"
+        return argument_mistake(argument, found, f"needs {parts}")
+    return mistake
+
+
+def option_mistake(options: Options, heads: int, sequences: int) -> Mistake | None:
+    """What is wrong with the options of a call with so many query heads and sequences."""
+    if options.dropout_p != 0.0:
+        return unsupported(
+            f"dropout_p={options.dropout_p}", "flexhop has no dropout", "Pass dropout_p=0.0"
+        )
+    if len(options.window_size) != 2:
+        found = f"has {len(options.window_size)} entries"
+        return argument_mistake("window_size", found, "must be (left, right)")
+    return _slopes_mistake(options.alibi_slopes, heads, sequences)
+
+
+def _slopes_mistake(slopes: Tensor | None, heads: int, sequences: int) -> Mistake | None:
+    if slopes is None:
+        return None
+    if not slopes.is_floating_point():
+        return argument_mistake("alibi_slopes", f"is {slopes.dtype}", "must be floating point")
+    fits = slopes.dim() in (1, 2) and slopes.size(-1) == heads
+    if not fits or (slopes.dim() == 2 and slopes.size(0) != sequences):
+        found = f"has shape {tuple(slopes.shape)}"
+        expected = f"must be [{heads}] or [{sequences}, {heads}]: heads, or sequences and heads"
+        return argument_mistake("alibi_slopes", found, expected)
+    return None
+
+
+def score_mod_of(options: Options, shift: int | Tensor) -> ScoreMod | None:
+    """softcap, then ALiBi: cap * tanh(score / cap) - slope * |q_idx + shift - kv_idx|.
+
+    Args:
+        options: softcap is off at 0 and below. Slopes get no gradient, as in flash-attn.
+        shift: the key that query 0 is aligned with, for all or by b.
+    """
+    capped = mods.softcap(options.softcap) if options.softcap > 0.0 else None
+    if options.alibi_slopes is None:
+        return capped
+    biased = _alibi(options.alibi_slopes.detach(), shift)
+    return biased if capped is None else _after(capped, biased)
+
+
+def _after(first: ScoreMod, second: ScoreMod) -> ScoreMod:
+    def both(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return second(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+
+    return both
+
+
+def _alibi(slopes: Tensor, shift: int | Tensor) -> ScoreMod:
+    per_sequence = slopes.dim() == 2
+
+    def flash_alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        slope = slopes[b, h] if per_sequence else slopes[h]
+        aligned = q_idx + (shift[b] if isinstance(shift, Tensor) else shift)
+        return score - slope * (aligned - kv_idx).abs()
+
+    return flash_alibi
+
+
+def window_mask(
+    queries: int, keys: int, reach: tuple[int | None, int | None], device: torch.device
+) -> BlockMask | None:
+    """The mask of one window for all batches and heads, by arithmetic; None if all is seen.
+
+    Args:
+        queries: M; keys: N. The last query is aligned with the last key.
+        reach: left, right, as in Options.
+        device: of the lists.
+    """
+    left, right = reach
+    if queries == 1:  # aligned with the last key: nothing is behind it
+        right = None
+    if left is None and right is None:
+        return None
+    aligned = torch.arange(queries, device=device) + (keys - queries)
+    first = torch.zeros_like(aligned) if left is None else (aligned - left).clamp(0, keys)
+    end = torch.full_like(aligned, keys) if right is None else (aligned + right + 1).clamp(0, keys)
+    by_row, by_column = list_ranges((first, end), keys, (BLOCK, BLOCK), has_full=True)
+    row, column = (RangeLists(*(t[None, None] for t in lists)) for lists in (by_row, by_column))
+    keep = _window(keys - queries, left, right)
+    return BlockMask((queries, keys), *row, *column, (BLOCK, BLOCK), keep)
+
+
+def _window(shift: int, left: int | None, right: int | None) -> MaskMod:
+    def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        aligned = q_idx + shift
+        keep = mods.noop_mask(b, h, q_idx, kv_idx)
+        if left is not None:
+            keep = kv_idx >= aligned - left
+        if right is not None:
+            keep = keep & (kv_idx <= aligned + right)
+        return keep
+
+    return window
