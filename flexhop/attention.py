@@ -162,7 +162,7 @@ def flex_attention(
         operands, score_mod, block_mask, mistake = packed
     result = attend(
         *operands, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks, mistake,
+        return_aux, sinks=sinks, mistake=mistake,
     )  # fmt: skip
     return result if packed is None else _nested_like(query, result)
 
@@ -189,6 +189,7 @@ def attend(
     return_lse: bool,
     kernel_options: Options,
     return_aux: AuxRequest | None,
+    *,
     sinks: Tensor | None = None,
     mistake: Mistake | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:

@@ -98,7 +98,7 @@ def _attend(
     enable_gqa: bool,
     mistake: Mistake | None = None,
 ) -> Tensor:
-    out = attend(*operands, *mods, scale, enable_gqa, False, None, None, mistake)
+    out = attend(*operands, *mods, scale, enable_gqa, False, None, None, mistake=mistake)
     return cast(Tensor, out)
 
 

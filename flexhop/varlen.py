@@ -88,7 +88,7 @@ def varlen_attention(
         score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
     result = attend(
         _as_batch(query), _as_batch(key), _as_batch(value), score_mod, block_mask,
-        scale, enable_gqa, False, kernel_options, return_aux, sinks, mistake,
+        scale, enable_gqa, False, kernel_options, return_aux, sinks=sinks, mistake=mistake,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return _as_tokens(result)

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flexhop"
 # of the block mask are one room.
 LAW: dict[str, set[str]] = {
     "worded": set(),
-    "errors": {"worded"},
+    "notices": {"worded"},
+    "errors": {"worded", "notices"},
     "fingerprint": set(),
     "indexing": {"errors"},
     "debug": {"errors"},

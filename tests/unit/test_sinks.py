@@ -98,3 +98,25 @@ def test_wrong_sinks(sinks, compiled):
         call = torch.compile(call, fullgraph=True, backend="eager")
     with pytest.raises(errors.OptionValueError, match="sinks"):
         call(query, key, value, enable_gqa=True, sinks=sinks)
+
+
+def test_nested_sequences_have_sinks():
+    lengths = (5, 8)
+    parts = [[torch.randn(2, n, 8, dtype=torch.float64) for n in lengths] for _ in range(3)]
+    sinks = torch.randn(2, dtype=torch.float64)
+    nested = [
+        torch.nested.nested_tensor(
+            [t.transpose(0, 1) for t in tensors], layout=torch.jagged
+        ).transpose(1, 2)
+        for tensors in parts
+    ]
+    query = nested[0]
+    key, value = (
+        torch.nested.nested_tensor_from_jagged(t.transpose(1, 2).values(), query.offsets())
+        .transpose(1, 2)
+        for t in nested[1:]
+    )  # fmt: skip
+    out = flexhop.flex_attention(query, key, value, sinks=sinks)
+    for number, found in enumerate(out.unbind()):
+        alone = [tensors[number][None] for tensors in parts]
+        torch.testing.assert_close(found, flexhop.flex_attention(*alone, sinks=sinks)[0])
