@@ -116,10 +116,9 @@ def _transpose(ranges: _Ranges, columns: int, whole_rows: int) -> _Ranges:
     column = torch.arange(columns, device=ranges.start.device)
     stop = torch.searchsorted(ranges.start, column, right=True)
     start = torch.searchsorted(ranges.stop, column, right=True)
-    # Not a slice, which Inductor (2.11) cannot search in.
-    whole = torch.arange(ranges.start.size(0), device=ranges.start.device) < whole_rows
-    full_start = torch.where(whole, ranges.full_start, columns)
-    full_stop = torch.where(whole, ranges.full_start + ranges.full_count, columns)
+    # Computed, though it is a slice as it is: Inductor (2.11) cannot search in a slice.
+    full_start = ranges.full_start[:whole_rows].clamp(min=0)
+    full_stop = full_start + ranges.full_count[:whole_rows]
     lowest = torch.searchsorted(full_stop, column, right=True)
     highest = torch.searchsorted(full_start, column, right=True)
     rows = ranges.start.size(0)

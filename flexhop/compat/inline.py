@@ -21,6 +21,7 @@ __all__ = ["fake_operands", "leaves", "lower_formula", "separate", "while_loop",
 
 Tensors = tuple[torch.Tensor, ...]
 aten, prims = torch.ops.aten, torch.ops.prims
+_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 
 
 def fake_operands() -> tuple[Any, ...]:
@@ -78,6 +79,7 @@ def lower_formula(
         if isinstance(part, torch.fx.GraphModule):
             part.graph.eliminate_dead_code()
             _hide_scatter_indices(part)
+            _hide_dividends(part)
     _adopt_attributes(graph)
     results = list(process_subgraph_nodes(graph, list(values)))
     _keep_loop_memory()
@@ -112,6 +114,24 @@ def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
             never = _insert(part.graph, prims.convert_element_type.default, never, torch.int64)
             hidden = [_insert(part.graph, aten.bitwise_or.Tensor, i, never) for i in indices]
         node.args = (total, hidden, values, True)
+    part.recompile()
+
+
+def _hide_dividends(part: torch.fx.GraphModule) -> None:
+    """Make what is divided opaque where an integer quotient may be the place of a read.
+
+    Inductor's C++ backend (2.11 to 2.15) splits a loop whose counter is divided, by the divisor,
+    and leaves out the rest of a length that it does not divide.
+    """
+    for node in list(part.graph.nodes):
+        divides = node.op == "call_function" and node.target in _DIVISIONS
+        if not divides or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        if node.meta["val"].is_floating_point():
+            continue
+        with part.graph.inserting_before(node):
+            hidden = _insert(part.graph, aten.bitwise_or.Scalar, node.args[0], 0)
+        node.args = (hidden, *node.args[1:])
     part.recompile()
 
 

@@ -204,23 +204,14 @@ def _visible_keys(
     keep = over_elements(args.mask_mod, 0, (), index, args.mask_captures)
     for blocks, combine in ((grids.partial, torch.logical_and), (grids.full, torch.logical_or)):
         if blocks is not None:
-            q_block = _block_of(index[2], int(args.options["q_block_size"]))
-            kv_block = _block_of(index[3], int(args.options["kv_block_size"]))
+            q_block = index[2] // int(args.options["q_block_size"])
+            kv_block = index[3] // int(args.options["kv_block_size"])
             keep = combine(keep, _per_element(blocks, q_block, kv_block))
     return keep.expand(scores.shape)
 
 
 def _per_element(blocks: Tensor, q_block: Tensor, kv_block: Tensor) -> Tensor:
     return blocks[:, :, q_block][:, :, :, kv_block]
-
-
-def _block_of(position: Tensor, size: int) -> Tensor:
-    """position // size, exact: a quotient of int32 in fp64 never rounds up to an integer.
-
-    Not an integer division: where a loop reads at one, Inductor's C++ backend (2.11 to 2.15)
-    splits the loop by the divisor and leaves out the rest of a length that it does not divide.
-    """
-    return (position.double() / size).floor().long()
 
 
 def attend_backward(args: BackwardArgs) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:

@@ -173,3 +173,17 @@ def test_lengths_that_no_block_divides():
     )
     attend = functools.partial(flexhop.flex_attention, block_mask=mask, return_aux=WANTED)
     assert_compiled_agrees(attend, inputs)
+
+
+@pytest.mark.parametrize("divisor", [9, 16, 128])
+def test_mods_may_read_at_quotients(divisor):
+    """The same loop split, by a divisor of the user's."""
+    inputs = operands((1, 2, 37, 16), (1, 2, 150, 16))
+    table = torch.randn(150 // divisor + 1)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[kv_idx // divisor]
+
+    assert_compiled_agrees(
+        functools.partial(flexhop.flex_attention, score_mod=score_mod, return_aux=WANTED), inputs
+    )

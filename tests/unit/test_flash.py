@@ -167,7 +167,8 @@ def test_other_lengths_need_no_new_graph():
         return module.forward
 
     call = torch.compile(flash.flash_attn_func, fullgraph=True, dynamic=True, backend=count)
-    for queries, keys in ((40, 150), (130, 300), (7, 9)):
+    # From 256 on: one block, or one whole block, is a size of 1, which PyTorch specialises on.
+    for queries, keys in ((290, 400), (257, 600), (600, 300)):
         leaves = [t.detach() for t in operands(Case(), 2, queries, keys)]
         options = {"causal": True, "window_size": (30, 0), "alibi_slopes": torch.ones(2)}
         torch.testing.assert_close(

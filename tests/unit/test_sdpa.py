@@ -85,7 +85,7 @@ def test_compiled_by_inductor():
 def test_a_broadcast_mask_is_not_expanded(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "flexhop.sdpa.attend", lambda *args: seen.append(args[3].__closure__) or args[0]
+        "flexhop.sdpa.attend", lambda *args, **_: seen.append(args[3].__closure__) or args[0]
     )
     operands = [torch.randn(8, 4, 64, 8) for _ in range(3)]
     keys = torch.ones(1, 1, 1, 64, dtype=torch.bool).expand(8, 4, 64, 64)
