@@ -15,7 +15,7 @@ from flexhop.block_selection import sliced_mask_mod
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.nested import has_nested, pack, unpack
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call, MaskFacts, Mistake
+from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
 from flexhop.ops.dispatch import run_operator
 from flexhop.options import FlexKernelOptions, KernelOptions
 from flexhop.sinks import add_sinks
@@ -228,7 +228,7 @@ def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
         found = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
     else:
         found = type(sinks).__name__
-    return Mistake("OptionValueError", (("name", "sinks"), ("value", found), ("allowed", wanted)))
+    return note_mistake("OptionValueError", name="sinks", value=found, allowed=wanted)
 
 
 def _mask_operands(

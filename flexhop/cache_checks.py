@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.flash_mods import BLOCK, argument_mistake, rank_mistake, unsupported
-from flexhop.ops.call import Mistake
+from flexhop.flash_mods import BLOCK, argument_mistake, unsupported
+from flexhop.ops.call import Mistake, note_rank
 
 
 class CacheCall(NamedTuple):
@@ -53,7 +53,7 @@ def cache_mistake(call: CacheCall) -> Mistake | None:
 def _ranks(call: CacheCall) -> Mistake | None:
     tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache}
     new = {"k": call.k, "v": call.v}
-    return rank_mistake(4, **tensors, **{name: t for name, t in new.items() if t is not None})
+    return note_rank(4, **tensors, **{name: t for name, t in new.items() if t is not None})
 
 
 def _gradient(call: CacheCall) -> Mistake | None:

@@ -36,12 +36,12 @@ from flexhop.flash_mods import (
     Options,
     option_mistake,
     packed_mistake,
-    rank_mistake,
     refuse,
     score_mod_of,
     unsupported,
     window_mask,
 )
+from flexhop.ops.call import note_rank
 from flexhop.varlen import varlen_attention
 
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -263,7 +263,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
-    mistake = rank_mistake(4, q=q, k=k, v=v)
+    mistake = note_rank(4, q=q, k=k, v=v)
     if mistake is None:
         mistake = option_mistake(options, q.size(2), q.size(0))
     if mistake is not None:
@@ -288,9 +288,9 @@ def _attend_packed(
 ) -> Result:
     q, k, v = operands
     offsets_q, offsets_k = offsets
-    mistake = rank_mistake(3, q=q, k=k, v=v)
+    mistake = note_rank(3, q=q, k=k, v=v)
     if mistake is None:
-        mistake = rank_mistake(1, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+        mistake = note_rank(1, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
     if mistake is None:
         mistake = option_mistake(options, q.size(1), offsets_q.size(0) - 1)
     if mistake is not None:

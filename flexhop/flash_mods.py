@@ -12,7 +12,7 @@ from flexhop.attention import attend
 from flexhop.block_mask import BlockMask
 from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.mods import MaskMod, ScoreMod
-from flexhop.ops.call import Mistake
+from flexhop.ops.call import Mistake, note_mistake, note_rank
 
 BLOCK = 128
 
@@ -44,29 +44,17 @@ def refuse(query: Tensor, key: Tensor, value: Tensor, mistake: Mistake) -> Any:
 
 def argument_mistake(argument: str, found: str, expected: str) -> Mistake:
     """A FlashArgumentError to raise."""
-    facts = (("argument", argument), ("found", found), ("expected", expected))
-    return Mistake("FlashArgumentError", facts)
+    return note_mistake("FlashArgumentError", argument=argument, found=found, expected=expected)
 
 
 def unsupported(feature: str, reason: str, mend: str) -> Mistake:
     """An UnsupportedFeatureError to raise."""
-    return Mistake(
-        "UnsupportedFeatureError", (("feature", feature), ("reason", reason), ("mend", mend))
-    )
-
-
-def rank_mistake(rank: int, **tensors: Tensor) -> Mistake | None:
-    """The first tensor that has not `rank` dimensions."""
-    for argument, tensor in tensors.items():
-        if tensor.dim() != rank:
-            facts = (("argument", argument), ("rank", tensor.dim()), ("expected", rank))
-            return Mistake("RankError", facts)
-    return None
+    return note_mistake("UnsupportedFeatureError", feature=feature, reason=reason, mend=mend)
 
 
 def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mistake | None:
     """What is wrong with tensors that are stacked before the axis of heads."""
-    mistake = rank_mistake(rank, **{argument: packed})
+    mistake = note_rank(rank, **{argument: packed})
     if mistake is None and packed.size(-3) != parts:
         found = f"has {packed.size(-3)} tensors in dimension {rank - 3}"
         return argument_mistake(argument, found, f"needs {parts}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexhop.compat.jagged import is_jagged, ragged_dim
 from flexhop.mods import ScoreMod
 from flexhop.nested_mask import Cut, NestedBlockMask
-from flexhop.ops.call import Mistake
+from flexhop.ops.call import Mistake, note_mistake
 from flexhop.packing import Packing, pack_mask
 from flexhop.row_tables import RowTables, Window, local_score_mod, tabulate_rows
 
@@ -147,5 +147,4 @@ def _cut_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
 
 
 def _mistake(argument: str, found: str, expected: str) -> Mistake:
-    facts = (("argument", argument), ("found", found), ("expected", expected))
-    return Mistake("NestedOperandError", facts)
+    return note_mistake("NestedOperandError", argument=argument, found=found, expected=expected)

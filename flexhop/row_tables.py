@@ -7,6 +7,7 @@ a kernel needs two numbers per query to mask, and none per key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -103,29 +104,39 @@ def range_mask(tables: RowTables) -> MaskMod:
     return packed_mask
 
 
-def local_mask_mod(mask_mod: MaskMod, tables: RowTables) -> MaskMod:
-    """A mask_mod of the packed tensors: the ranges, and within them mask_mod in local indices."""
+def _localize(tables: RowTables) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """From q_idx and kv_idx of the packed tensors to the number of the sequence, and both in it.
+
+    Keys of other sequences have a position as well, though their scores count for nothing: a
+    table that a mod reads has no entry beyond its sequence.
+    """
     sequence, position = tables.sequence, tables.position
     start, last = tables.key_start, tables.last_key
 
-    def local_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def localize(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         key = torch.minimum((kv_idx - start[q_idx]).clamp(min=0), last[q_idx])
-        return mask_mod(sequence[q_idx], h, position[q_idx], key)
+        return sequence[q_idx], position[q_idx], key
+
+    return localize
+
+
+def local_mask_mod(mask_mod: MaskMod, tables: RowTables) -> MaskMod:
+    """A mask_mod of the packed tensors: the ranges, and within them mask_mod in local indices."""
+    localize = _localize(tables)
+
+    def local_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        sequence, query, key = localize(q_idx, kv_idx)
+        return mask_mod(sequence, h, query, key)
 
     return and_masks(range_mask(tables), local_mask)
 
 
 def local_score_mod(score_mod: ScoreMod, tables: RowTables) -> ScoreMod:
-    """A score_mod of the packed tensors that calls score_mod with local indices.
-
-    Keys of other sequences have a position as well, though their scores count for nothing: a
-    table that score_mod reads has no entry beyond its sequence.
-    """
-    sequence, position = tables.sequence, tables.position
-    start, last = tables.key_start, tables.last_key
+    """A score_mod of the packed tensors that calls score_mod with local indices."""
+    localize = _localize(tables)
 
     def local_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        key = torch.minimum((kv_idx - start[q_idx]).clamp(min=0), last[q_idx])
-        return score_mod(score, sequence[q_idx], h, position[q_idx], key)
+        sequence, query, key = localize(q_idx, kv_idx)
+        return score_mod(score, sequence, h, query, key)
 
     return local_score

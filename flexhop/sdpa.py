@@ -12,7 +12,7 @@ from flexhop.block_mask import BlockMask
 from flexhop.masks import causal
 from flexhop.mods import ScoreMod
 from flexhop.nested import Operands, has_nested, pack, unpack
-from flexhop.ops.call import Mistake
+from flexhop.ops.call import Mistake, note_mistake
 from flexhop.packing import mask_ranges
 from flexhop.row_tables import Window
 
@@ -113,7 +113,7 @@ def _nested(
     packed = pack(operands, None, None, window)
     mistake = packed.mistake
     if mistake is None and attn_mask is not None:
-        mistake = _mistake(
+        mistake = note_mistake(
             "NestedOperandError", argument="attn_mask", found="is given with nested operands",
             expected="they take none: use flex_attention with create_nested_block_mask",
         )  # fmt: skip
@@ -176,12 +176,12 @@ def _argument_mistake(
     attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> Mistake | None:
     if dropout_p != 0:
-        return _mistake(
+        return note_mistake(
             "UnsupportedFeatureError", feature=f"dropout_p={dropout_p}",
             reason="no kernel draws random numbers", mend="Pass dropout_p=0.0, as for evaluation",
         )  # fmt: skip
     if attn_mask is not None and is_causal:
-        return _mistake(
+        return note_mistake(
             "OptionConflictError", first="attn_mask", second="is_causal=True",
             reason="put the causal part into the mask",
         )  # fmt: skip
@@ -191,7 +191,7 @@ def _argument_mistake(
 def _rank_mistake(operands: Operands) -> Mistake | None:
     for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
         if not 2 <= tensor.dim() <= 4 or tensor.dim() != operands[0].dim():
-            return _mistake("RankError", argument=argument, rank=tensor.dim(), expected=4)
+            return note_mistake("RankError", argument=argument, rank=tensor.dim(), expected=4)
     return None
 
 
@@ -222,8 +222,4 @@ def _numbers(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _mask_error(found: str, expected: str) -> Mistake:
-    return _mistake("AttentionMaskError", found=found, expected=expected)
-
-
-def _mistake(error: str, **facts: Any) -> Mistake:
-    return Mistake(error, tuple(facts.items()))
+    return note_mistake("AttentionMaskError", found=found, expected=expected)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
 from flexhop.mods import MaskMod, ScoreMod
-from flexhop.ops.call import Mistake
+from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.packing import Packing, pack_mask
 from flexhop.row_tables import Window, local_score_mod
 
@@ -110,11 +110,8 @@ def _as_tokens(batch: Tensor) -> Tensor:
 def _rank_mistake(**tensors: Tensor) -> Mistake | None:
     for argument, tensor in tensors.items():
         if tensor.is_nested:
-            return Mistake("NestedTensorError", (("argument", argument),))
-        if tensor.dim() != 3:
-            facts = (("argument", argument), ("rank", tensor.dim()), ("expected", 3))
-            return Mistake("RankError", facts)
-    return None
+            return note_mistake("NestedTensorError", argument=argument)
+    return note_rank(3, **tensors)
 
 
 def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | None:
@@ -174,5 +171,4 @@ def _value_mistake(queries: int, keys: int, packing: Packing) -> Mistake | None:
 
 
 def _mistake(argument: str, found: str, expected: str) -> Mistake:
-    facts = (("argument", argument), ("found", found), ("expected", expected))
-    return Mistake("SequenceOffsetsError", facts)
+    return note_mistake("SequenceOffsetsError", argument=argument, found=found, expected=expected)

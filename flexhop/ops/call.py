@@ -40,6 +40,19 @@ class Mistake(NamedTuple):
     facts: tuple[tuple[str, Any], ...]
 
 
+def note_mistake(error: str, **facts: Any) -> Mistake:
+    """The mistake that errors.<error>(**facts) tells."""
+    return Mistake(error, tuple(facts.items()))
+
+
+def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
+    """The first tensor that has not `rank` dimensions, if there is one."""
+    for argument, tensor in tensors.items():
+        if tensor.dim() != rank:
+            return note_mistake("RankError", argument=argument, rank=tensor.dim(), expected=rank)
+    return None
+
+
 class Call(NamedTuple):
     """The choices of one call of flex_attention that are no tensors, checked by `prepare`."""
 

@@ -39,7 +39,7 @@ LAW: dict[str, set[str]] = {
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
     | {"options", "ops"},
-    "flash": {"flash_cache", "flash_mods", "varlen", "attention"},
+    "flash": {"flash_cache", "flash_mods", "varlen", "attention", "ops"},
     "templates": set(),
     "lowering": {
         "ops",
