@@ -1,6 +1,6 @@
 """torch.compile on a GPU against the specification and against PyTorch's own flex_attention.
 
-pytest tests/gpu -q -n 8
+scripts/test tests/gpu: some 9 minutes on 16 cores with one GPU
 """
 
 from __future__ import annotations
