@@ -1,4 +1,4 @@
-"""``python -m benchmarks.varlen``: packed sequences, forward and forward + backward, masks included.
+"""``python -m benchmarks.varlen``: packed sequences, forward and both passes, masks included.
 
 Every call starts from the offsets of the sequences: what an implementation makes of them, a block
 mask or tables, is part of its time. A row runs in a process of its own: implementations are

@@ -68,7 +68,8 @@ def _compare(operator: str) -> Callable[[Any, Any], str]:
     return lambda a, b: f"hide({a}) {operator} {b}"
 
 
-for _name, _operator in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+for _name, _operator in _COMPARISONS.items():
     setattr(GluonOverrides, _name, staticmethod(_compare(_operator)))
 
 
