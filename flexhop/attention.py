@@ -188,7 +188,7 @@ def flex_attention(
         operands, score_mod, block_mask, mistake = packed
     cache = None
     if page_table is not None or k_mod is not None or v_mod is not None:
-        operands, cache, found = read_cache(*operands, page_table, k_mod, v_mod)
+        operands, cache, found = read_cache(operands, page_table, k_mod, v_mod)
         mistake = mistake or found
     result = attend(
         *operands, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,

@@ -23,17 +23,17 @@ class CacheReading(NamedTuple):
 
 
 def read_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: Operands,
     page_table: PageTable | None,
     k_mod: KeyMod | None,
     v_mod: KeyMod | None,
 ) -> tuple[Operands, CacheReading, Mistake | None]:
     """The operands, in pages if there is a table, how they are read, and the first mistake.
 
-    Args: as for flex_attention. Eagerly the values of the table are looked at, too.
+    Args: query, key and value, and as for flex_attention. Eagerly the values of the table are
+    looked at, too.
     """
+    query, key, value = operands
     mods = (noop_key if k_mod is None else k_mod, noop_key if v_mod is None else v_mod)
     mistake, pages = None, ()
     if page_table is not None:
@@ -93,7 +93,9 @@ def _scale_mistake(
     expected = mod.expected_shape(query.size(0), cache.size(1), length, cache.size(0))
     if list(mod.scale.shape) == expected:
         return None
-    return _mistake(f"the scale of {name}", f"has shape {list(mod.scale.shape)}", f"must have {expected}")
+    return _mistake(
+        f"the scale of {name}", f"has shape {list(mod.scale.shape)}", f"must have {expected}"
+    )
 
 
 def _mistake(argument: str, found: str, expected: str) -> Mistake:

@@ -68,7 +68,10 @@ def table_mistake(table: PageTable, query: Tensor) -> tuple[str, str]:
         if tensor.device != query.device:
             return f"has {name} on {tensor.device}", f"query is on {query.device}"
     if table.pages.size(1) == 0:
-        return f"has pages of shape {list(table.pages.shape)}", "a sequence needs room for one page"
+        return (
+            f"has pages of shape {list(table.pages.shape)}",
+            "a sequence needs room for one page",
+        )
     return "", ""
 
 

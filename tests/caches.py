@@ -70,9 +70,7 @@ def _forbid(cache: Tensor) -> None:
         cache.fill_(torch.nan)
 
 
-def hide_rest(
-    mask_mod: flexhop.mods.MaskMod, lengths: list[int]
-) -> flexhop.mods.MaskMod:
+def hide_rest(mask_mod: flexhop.mods.MaskMod, lengths: list[int]) -> flexhop.mods.MaskMod:
     """mask_mod, and nothing behind the end of a sequence."""
     ends = torch.tensor(lengths)
 

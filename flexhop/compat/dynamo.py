@@ -165,9 +165,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         mask = self.trace_mod(tx, query, mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
             self.rules.check_captures(fakes[0], kind, tuple(map(example_of, captures)))
-        captures = [
-            tuple(placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)
-        ]
+        captures = [tuple(placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)]
         wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)

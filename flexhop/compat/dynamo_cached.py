@@ -20,8 +20,8 @@ class CachedVariable(AttentionVariable):
 
     _HOP_NAME = "flexhop_cached_attention"
     _DOOR = (
-        "query", "key", "value", "score_mod", "mask_mod", "key_mod", "value_mod", "blocks", "pages",
-        "scale", "call",
+        "query", "key", "value", "score_mod", "mask_mod", "key_mod", "value_mod", "blocks",
+        "pages", "scale", "call",
     )  # fmt: skip
 
     def _write_node(self, tx: Any, *args: VariableTracker) -> VariableTracker:

@@ -14,15 +14,15 @@ from flexhop import debug
 from flexhop.compat import guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.indexing import IndexMode
+from flexhop.key_mods import noop_key
 from flexhop.lowering import chunked, kernels
 from flexhop.lowering.emit import Launch
 from flexhop.lowering.forward import choose, emit_forward
-from flexhop.lowering.key_mods import is_exact, read_key_mod, scale_scores
 from flexhop.lowering.indices import wrap_reads
+from flexhop.lowering.key_mods import is_exact, read_key_mod, scale_scores
 from flexhop.lowering.mods import ModFacts, index_ranges, lower_mods
 from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
 from flexhop.lowering.problem import Cache, Problem, read_device
-from flexhop.key_mods import noop_key
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.subgraphs import index_examples, trace_key
 
@@ -102,7 +102,9 @@ def read_mods(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.dt
 
 
 def _size(tensor: Any, dim: int) -> int:
-    return tensor.size(dim) if isinstance(tensor, Tensor) else inductor.static(tensor.get_size()[dim])
+    return (
+        tensor.size(dim) if isinstance(tensor, Tensor) else inductor.static(tensor.get_size()[dim])
+    )
 
 
 def _heads(tensor: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexhop.lowering.constants import CacheConstants
-from flexhop.lowering.problem import Cache, Problem
+from flexhop.lowering.problem import Cache, Device, Problem
 from flexhop.options import Tile
 
 # Tiles are cut to pages of this many keys and more, so that a page is looked up once; smaller
@@ -18,19 +18,23 @@ def wants_one_page(cache: Cache) -> bool:
     return cache.page_size >= _SMALLEST_PAGE and cache.page_size % _SMALLEST_PAGE == 0
 
 
+def lacks_type(device: Device, dtype: torch.dtype) -> bool:
+    """Whether Triton has no such numbers on a device; kernels then read their bits."""
+    return dtype == torch.float8_e4m3fn and device.capability < (8, 9)
+
+
 def constants(problem: Problem, cache: Cache, tile: Tile) -> CacheConstants:
     """Constants of the functions that read the cache."""
     block = tile.block_n if problem.blocks is None else problem.blocks.kv_size
     fits = cache.page_size > 0 and cache.page_size % tile.block_n == 0
-    lacks_type = problem.device.capability < (8, 9)
     return CacheConstants(
         PAGE_SIZE=cache.page_size,
         ONE_PAGE=fits and block % tile.block_n == 0,
         HAS_KEY_MOD=cache.has_key_mod,
         HAS_VALUE_MOD=cache.has_value_mod,
         HAS_VALUE_FACTOR=cache.has_value_factor,
-        KEY_AS_BITS=lacks_type and cache.key_dtype == torch.float8_e4m3fn,
-        VALUE_AS_BITS=lacks_type and cache.value_dtype == torch.float8_e4m3fn,
+        KEY_AS_BITS=lacks_type(problem.device, cache.key_dtype),
+        VALUE_AS_BITS=lacks_type(problem.device, cache.value_dtype),
     )
 
 

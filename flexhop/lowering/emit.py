@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flexhop.compat import gluon, inductor
+from flexhop.compat.cache_template import CacheTemplate
 from flexhop.lowering import hopper, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
@@ -61,11 +62,12 @@ def _persistent_grid(
 _TEMPLATES = {
     **{
         name: inductor.make_template(f"flexhop_{name}", _query_grid, source(name))
-        for name in ("forward", "cached_forward", "grad_query")
+        for name in ("forward", "grad_query")
     },
+    "decode": inductor.make_template("flexhop_decode", _decode_grid, source("decode")),
     **{
-        name: inductor.make_template(f"flexhop_{name}", _decode_grid, source(name))
-        for name in ("decode", "cached_decode")
+        name: inductor.make_template(f"flexhop_{name}", grid, source(name), CacheTemplate)
+        for name, grid in (("cached_forward", _query_grid), ("cached_decode", _decode_grid))
     },
     **{
         name: inductor.make_template(f"flexhop_{name}", _key_grid, source("grad_key_value"))

@@ -109,9 +109,7 @@ def _graph_of(graph: fx.GraphModule, factor: Any) -> fx.GraphModule:
     return module
 
 
-def scale_scores(
-    score: fx.GraphModule, factor: fx.GraphModule, group: int
-) -> fx.GraphModule:
+def scale_scores(score: fx.GraphModule, factor: fx.GraphModule, group: int) -> fx.GraphModule:
     """score_mod(score * factor(b, h // group, kv_idx), ...), captures of the factor last."""
     part = fx.Graph()
     inputs = score.graph.find_nodes(op="placeholder")

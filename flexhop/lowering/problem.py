@@ -39,7 +39,7 @@ class Cache:
     """How key and value lie in a cache, and become numbers.
 
     page_size: 0 without pages. has_key_mod, has_value_mod: whether every number is changed;
-    has_value_factor: whether values are multiplied by one number each, which goes into the weights.
+    has_value_factor: whether each value is multiplied by a number, which goes into its weight.
     """
 
     page_size: int

@@ -15,8 +15,13 @@ from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.eager import accumulate_dtype
 from flexhop.ops.layout import empty_ordered, ordered
-from flexhop.ops.subgraphs import index_examples, key_examples, needs_grad, score_examples
-from flexhop.ops.subgraphs import score_dtype
+from flexhop.ops.subgraphs import (
+    index_examples,
+    key_examples,
+    needs_grad,
+    score_dtype,
+    score_examples,
+)
 
 MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
 cached_attention = hop.Operator("flexhop_cached_attention", CachedArgs, MODS)

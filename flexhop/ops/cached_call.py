@@ -18,7 +18,9 @@ STORED_DTYPES = (
 )  # fmt: skip
 
 
-def prepare_cached(args: CachedArgs, call: Call, has_mods: tuple[bool, bool]) -> tuple[float, Wire]:
+def prepare_cached(
+    args: CachedArgs, call: Call, has_mods: tuple[bool, bool]
+) -> tuple[float, Wire]:
     """Check a call and return the operator's scale and options.
 
     Args:

@@ -47,7 +47,7 @@ def _in_order(
 
 
 def _gather(cache: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of each sequence, [B, Hkv, N, D], and which exist, [B, 1, N, 1]; others are some row."""
+    """Keys of each sequence, [B, Hkv, N, D], and which of these rows are keys, [B, 1, N, 1]."""
     page_size = cache.size(2)
     position = torch.arange(table.size(1) * page_size, device=cache.device)
     live = position < lengths[:, None]
