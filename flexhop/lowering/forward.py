@@ -36,7 +36,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     if not kernels.has_tile(kernel, problem):
         return chunked.lower_attention(*operands)
     launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
-    return emit_forward(args, launch, "hopper" if dialect.name == "hopper" else kernel)
+    is_hopper = kernel == "forward" and dialect.name == "hopper"
+    return emit_forward(args, launch, "hopper" if is_hopper else kernel)
 
 
 def emit_forward(
