@@ -7,8 +7,10 @@ import torch
 from flexhop.compat import inductor
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
+from flexhop.lowering.cached import lower_cached_attention
 from flexhop.lowering.forward import lower_attention
 from flexhop.ops.backward import attention_backward
+from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
 
 
@@ -17,6 +19,7 @@ def register() -> None:
     inductor.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
     for operator, lower in (
         (attention, lower_attention),
+        (cached_attention, lower_cached_attention),
         (attention_backward, lower_attention_backward),
     ):
         inductor.register_lowering(operator, type_promotion_kind=None)(raised_by_graph(lower))

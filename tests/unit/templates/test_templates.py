@@ -12,9 +12,11 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import torch
 
 from flexhop.lowering import hopper, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
+from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import KERNELS, part, source
 from tests.problems import problem
@@ -32,6 +34,8 @@ GLUON = {
     "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 
+# Kernels that read a cache, and which they are otherwise.
+CACHED = {"cached_forward": "forward", "cached_decode": "decode"}
 
 # What stands in the holes below.
 STUBS = {"ARGUMENTS", "OUT"}
@@ -100,7 +104,9 @@ def _constants(kernel: str) -> set[str]:
     tile = Tile(64, 64)
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
-    return set(kernels.constants(kernel, problem(), KernelOptions(), tile))  # type: ignore[arg-type]
+    of = problem(cache=Cache(16, torch.int8, torch.int8) if kernel in CACHED else None)
+    name = CACHED.get(kernel, kernel)
+    return set(kernels.constants(name, of, KernelOptions(), tile))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PARTS)
