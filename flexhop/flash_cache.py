@@ -155,7 +155,7 @@ def _append(call: CacheCall, place: _Place, k: Tensor, v: Tensor) -> None:
     call.v_cache.index_put_((row, position), v)
 
 
-class _Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys of a sequence that its queries see, in closed form; [B] each.
 
     aligned: the key that query 0 is aligned with. begin, used: the keys that count.
@@ -198,7 +198,7 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     left, right = options.reach
     queries = q.size(1)
-    seen = _Seen(
+    seen = SeenKeys(
         place.used - queries, place.begin, place.used, (left, None if queries == 1 else right)
     )
     pool, score_mod = _pool(call, place), score_mod_of(options, seen.aligned)
@@ -258,7 +258,7 @@ class _Pool(NamedTuple):
 
         return pool_mask
 
-    def block_mask(self, seen: _Seen, queries: int) -> BlockMask:
+    def block_mask(self, seen: SeenKeys, queries: int) -> BlockMask:
         """The blocks that each sequence's queries see."""
         first, end = seen.ranges(queries)
         if self.start is not None:

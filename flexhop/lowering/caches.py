@@ -49,5 +49,7 @@ def loop_memory(cache: Cache, elements: tuple[int, int], itemsize: int, tile: Ti
     """
     stored = (cache.key_dtype.itemsize, cache.value_dtype.itemsize)
     total = sum(n * size * tile.num_stages for n, size in zip(elements, stored, strict=True))
-    converts = cache.has_key_mod or cache.has_value_mod or stored != (itemsize, itemsize)
-    return total + (sum(elements) * itemsize if converts else 0)
+    changes = cache.has_key_mod or cache.has_value_mod or stored != (itemsize, itemsize)
+    # Products of fewer rows take their right side from registers.
+    staged = changes and tile.block_m >= 64
+    return total + (sum(elements) * itemsize if staged else 0)

@@ -54,6 +54,10 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
 _HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
 }
+# Numbers of one byte: fewer warps convert them with fewer instructions.
+_HOPPER_BYTES: dict[Kernel, dict[int, Tile]] = {
+    "decode": {128: Tile(16, 128, 4, 3)},
+}
 # Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
 # Chosen to fit without spills; not measured.
 _BLACKWELL: dict[Kernel, dict[int, Tile]] = {
@@ -161,6 +165,7 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),
+        (_HOPPER_BYTES, splits.rows(problem) <= 16 and _stores_bytes(problem)),
         (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, _is_dense(problem)),
@@ -169,6 +174,11 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         if applies and width in table.get(kernel, {}):
             return table[kernel][width]
     return _lookup(_HOPPER, kernel, width)
+
+
+def _stores_bytes(problem: Problem) -> bool:
+    cache = problem.cache
+    return cache is not None and cache.key_dtype.itemsize == cache.value_dtype.itemsize == 1
 
 
 def _is_dense(problem: Problem) -> bool:
