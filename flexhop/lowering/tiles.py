@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from flexhop.lowering import splits
+from flexhop.lowering import caches, splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -54,8 +54,9 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
 _HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
 }
-# Numbers of one byte: fewer warps convert them with fewer instructions.
-_HOPPER_BYTES: dict[Kernel, dict[int, Tile]] = {
+# Numbers of one byte, and pages that are looked up for each key: the work for a tile is that of
+# its threads' instructions, and fewer warps repeat fewer of them.
+_HOPPER_CACHED: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 4, 3)},
 }
 # Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
@@ -165,7 +166,7 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),
-        (_HOPPER_BYTES, splits.rows(problem) <= 16 and _stores_bytes(problem)),
+        (_HOPPER_CACHED, splits.rows(problem) <= 16 and caches.is_intricate(problem.cache)),
         (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, _is_dense(problem)),
@@ -174,11 +175,6 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         if applies and width in table.get(kernel, {}):
             return table[kernel][width]
     return _lookup(_HOPPER, kernel, width)
-
-
-def _stores_bytes(problem: Problem) -> bool:
-    cache = problem.cache
-    return cache is not None and cache.key_dtype.itemsize == cache.value_dtype.itemsize == 1
 
 
 def _is_dense(problem: Problem) -> bool:
