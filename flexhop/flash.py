@@ -38,9 +38,9 @@ from flexhop.flash_mods import (
     packed_mistake,
     refuse,
     score_mod_of,
-    unsupported,
     window_mask,
 )
+from flexhop.flash_paged import PagedCall, attend_pages, paged_mistake
 from flexhop.ops.call import note_rank
 from flexhop.varlen import varlen_attention
 
@@ -173,7 +173,9 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; they bound the block lists.
         dropout_p, softmax_scale, causal, window_size, softcap: see the module.
         alibi_slopes, deterministic, return_attn_probs: see the module.
-        block_table: must be None; flash_attn_with_kvcache reads pages.
+        block_table: [S, pages per sequence] int32 or int64: k and v are then caches in pages,
+            [P, page, Hkv, D], and the keys of sequence s are the first of its pages. Without
+            gradient.
 
     Returns:
         out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, None).
@@ -182,11 +184,14 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
     if block_table is not None:
-        mistake = unsupported(
-            "block_table of flash_attn_varlen_func", "packed keys have no pages",
-            "Use flash_attn_with_kvcache, which reads pages in place",
-        )  # fmt: skip
-        return refuse(q, k, v, mistake)
+        call = PagedCall(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table)
+        mistake = paged_mistake(call)
+        if mistake is None:
+            mistake = option_mistake(options, q.size(1), cu_seqlens_q.size(0) - 1)
+        if mistake is not None:
+            return refuse(q, q, q, mistake)
+        out, lse = attend_pages(call, options)
+        return out if lse is None else (out, lse, None)
     longest = (max_seqlen_q, max_seqlen_k)
     return _attend_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, options)
 

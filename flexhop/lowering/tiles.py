@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from flexhop.lowering import splits
+from flexhop.lowering import caches, splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -53,6 +53,11 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
 # way, keeps memory busy under any score_mod; smaller tiles need two programs for that.
 _HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
+}
+# Numbers of one byte, and pages that are looked up for each key: the work for a tile is that of
+# its threads' instructions, and fewer warps repeat fewer of them.
+_HOPPER_CACHED: dict[Kernel, dict[int, Tile]] = {
+    "decode": {128: Tile(16, 128, 4, 3)},
 }
 # Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
 # Chosen to fit without spills; not measured.
@@ -161,6 +166,7 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),
+        (_HOPPER_CACHED, splits.rows(problem) <= 16 and caches.is_intricate(problem.cache)),
         (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, _is_dense(problem)),

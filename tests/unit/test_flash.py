@@ -207,7 +207,7 @@ def bad_calls():
             errors.RankError, "cu_seqlens_q must have 1",
         ),
         "pages": (
-            *varlen, {"block_table": cut}, errors.UnsupportedFeatureError, "with_kvcache",
+            *varlen, {"block_table": cut}, errors.RankError, "k must have 4 dimensions",
         ),
     }  # fmt: skip
 

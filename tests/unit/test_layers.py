@@ -42,7 +42,7 @@ LAW: dict[str, set[str]] = {
     "flash_mods": {"attention", "block_mask", "mods", "ops"},
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
-    | {"options", "ops"},
+    | {"options", "ops", "caches", "key_mods"},
     "flash": {"flash_cache", "flash_mods", "varlen", "attention", "ops"},
     "templates": set(),
     "lowering": {
