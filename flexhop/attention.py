@@ -12,6 +12,7 @@ from torch import Tensor
 from flexhop import errors
 from flexhop.block_mask import BlockMask
 from flexhop.block_selection import sliced_mask_mod
+from flexhop.dropout import NO_DROPOUT, Dropout
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.nested import has_nested, pack, unpack
 from flexhop.ops.args import AttentionArgs
@@ -60,6 +61,8 @@ def flex_attention(
     *,
     return_aux: None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def flex_attention(
@@ -75,6 +78,8 @@ def flex_attention(
     kernel_options: Options = None,
     return_aux: None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flex_attention(
@@ -90,6 +95,8 @@ def flex_attention(
     *,
     return_aux: AuxRequest,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -105,6 +112,8 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
@@ -119,6 +128,8 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are your functions.
 
@@ -141,6 +152,10 @@ def flex_attention(
         return_aux: statistics to return beside the output.
         sinks: [Hq], a logit per head that takes part in every softmax and has no value, with a
             gradient; see flexhop.sinks. It counts in lse and not in max_scores.
+        dropout_p: probability with which each weight of the softmax becomes 0; the others are
+            divided by 1 - dropout_p. lse and max_scores know nothing of it. See docs/dropout.md.
+        dropout_seed: [2] int64, which weights are dropped; see flexhop.dropout_mask. By default
+            drawn from PyTorch's generator of the device.
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
@@ -162,7 +177,7 @@ def flex_attention(
         operands, score_mod, block_mask, mistake = packed
     result = attend(
         *operands, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks=sinks, mistake=mistake,
+        return_aux, sinks=sinks, dropout=Dropout(dropout_p, dropout_seed), mistake=mistake,
     )  # fmt: skip
     return result if packed is None else _nested_like(query, result)
 
@@ -191,6 +206,7 @@ def attend(
     return_aux: AuxRequest | None,
     *,
     sinks: Tensor | None = None,
+    dropout: Dropout = NO_DROPOUT,
     mistake: Mistake | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """What every front door does; `mistake` is what the door found wrong."""
@@ -204,11 +220,16 @@ def attend(
     two_requests = return_lse and return_aux is not None
     if mistake is None and sinks is not None:
         mistake = _sinks_mistake(sinks, query)
+    if mistake is None:
+        mistake = dropout.mistake(query)
     call = Call(
-        scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake
-    )
+        scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
+        dropout.p if mistake is None else 0.0,
+    )  # fmt: skip
+    seed = dropout.operand(query) if mistake is None else ()
     out, lse, max_scores = run_operator(
-        AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}), call
+        AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}, dropout_seed=seed),
+        call,
     )
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)

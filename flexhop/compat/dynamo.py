@@ -131,7 +131,10 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flexhop_attention"
     # A graph break inside a mod must be an error: the eager path would need S² memory in silence.
     _ALLOW_FALLBACK_TO_EAGER = False
-    _DOOR = ("query", "key", "value", "score_mod", "mask_mod", "blocks", "scale", "call")
+    _DOOR = (
+        "query", "key", "value", "score_mod", "mask_mod", "blocks", "scale", "call",
+        "dropout_seed",
+    )  # fmt: skip
     rules: ModRules
 
     def _call_function(
@@ -140,7 +143,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         self.rules.on_trace()
         self.value.refusal = None
         try:
-            # Eight operands at the door; the wire form comes from a graph that was traced before.
+            # Nine operands at the door; the wire form comes from a graph that was traced before.
             if len(args) == len(AttentionVariable._DOOR):
                 return self._write_node(tx, *args)
             return _write_wire(tx, self.value, args)
@@ -151,9 +154,10 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             raise as_dynamo_error(ours) from None
 
     def _write_node(self, tx: Any, *args: VariableTracker) -> VariableTracker:
-        query, key, value, score_mod, mask_mod, blocks, _, call = args
-        operands = [query, key, value, TupleVariable(list(blocks.realize().items))]
-        (q, k, v, lists), _ = hops.proxy_args_kwargs(operands, {})
+        query, key, value, score_mod, mask_mod, blocks, _, call, seed = args
+        tensors = [TupleVariable(list(pack.realize().items)) for pack in (blocks, seed)]
+        operands = [query, key, value, *tensors]
+        (q, k, v, lists, seeds), _ = hops.proxy_args_kwargs(operands, {})
         fakes = [_fake(proxy) for proxy in (q, k, v)]
         fake_lists = tuple(_fake(proxy) for proxy in lists)
         scale, options = self.rules.prepare(*fakes, fake_lists, _python_value(tx, call))
@@ -165,6 +169,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             tuple(_placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)
         ]
         wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
+        wire = (*wire, seeds) if seeds else wire
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 

@@ -104,9 +104,13 @@ class Operator(HigherOrderOperator):
         _OPERATORS[name] = self
 
     def __call__(self, *operands: Any) -> Any:
-        """Dispatch one call; operands as in `args_type`, defaults filled."""
+        """Dispatch one call; operands as in `args_type`, defaults filled.
+
+        The last operand is left out where it is (): graphs of calls without it do not show it.
+        """
+        wire = tuple(self.args_type(*operands))
         try:
-            return super().__call__(*self.args_type(*operands))
+            return super().__call__(*(wire if wire[-1] != () else wire[:-1]))
         except FlexhopError as error:
             self.refusal = error
             raise

@@ -13,7 +13,7 @@ from flexhop.errors import DeterminismError
 from flexhop.lowering import chunked, kernels
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import index_dependence, is_additive, lower_joint, lower_mods
-from flexhop.lowering.operands import block_inputs, read_problem, user_options
+from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
     captured, sites = _scatter_sites(args)
     captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, user_options(args.options), mods, captures)
+    launch = Launch(problem, user_options(args.options), mods, captures, seed_input(args))
 
     delta = _delta(args)
     operands = (query, key, value, inductor.contiguous(args.lse), delta, grad_out)

@@ -13,6 +13,7 @@ from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_hopper_plan, show_plan
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
+from flexhop.ops.dropout import threshold
 from flexhop.options import KernelOptions
 from flexhop.templates import source
 
@@ -58,16 +59,18 @@ def _persistent_grid(
     return (min(programs, cdiv(length, meta["BLOCK_M"]) * batch * heads), 1, 1)
 
 
+_KERNELS: dict[str, tuple[Any, str]] = {  # grid and template
+    **{name: (_query_grid, name) for name in ("forward", "grad_query")},
+    "decode": (_decode_grid, "decode"),
+    **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), (_key_grid, "grad_key_value")),
+}
 _TEMPLATES = {
-    **{
-        name: inductor.make_template(f"flexhop_{name}", _query_grid, source(name))
-        for name in ("forward", "grad_query")
-    },
-    "decode": inductor.make_template("flexhop_decode", _decode_grid, source("decode")),
-    **{
-        name: inductor.make_template(f"flexhop_{name}", _key_grid, source("grad_key_value"))
-        for name in ("grad_key_value", "grad_key", "grad_value")
-    },
+    name: inductor.make_template(f"flexhop_{name}", grid, source(file))
+    for name, (grid, file) in _KERNELS.items()
+}
+_WITH_DROPOUT = {
+    name: inductor.make_template(f"flexhop_{name}_dropout", grid, source(file, dropout=True))
+    for name, (grid, file) in _KERNELS.items()
 }
 _HOPPER = gluon.make_template("flexhop_hopper_forward", _persistent_grid, source("hopper_forward"))
 
@@ -85,12 +88,16 @@ class Output(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the kernels of one call share. captures: of both mods, lowered."""
+    """What the kernels of one call share.
+
+    captures: of both mods, lowered. seed: of dropout, if there is any.
+    """
 
     problem: Problem
     options: KernelOptions
     mods: ModBuffers
     captures: list[Any]
+    seed: Sequence[Any] = ()
 
     def emit(
         self,
@@ -109,13 +116,16 @@ class Launch(NamedTuple):
             joint: the lowered joint graph: its first output, and for `sites` the others.
             sites: captured gradients that this kernel adds up.
         """
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint], sites)
+        dropout = self._dropout(kernel)
+        template = (_WITH_DROPOUT if dropout else _TEMPLATES)[kernel]
+        buffers = [self.mods.score, self.mods.mask, *joint]
+        subgraphs = inductor.Subgraphs(buffers, sites, dropout)
         choices: list[Any] = []
         # Timing a kernel that adds to its outputs would add to them.
         search = inductor.is_autotuning() and not self.problem.has_captured_grads
         for tile in kernels.choose_tiles(kernel, self.problem, self.options, search=search):
             show_plan(kernel, self.problem, self.options, tile)
-            error = _TEMPLATES[kernel].maybe_append_choice(
+            error = template.maybe_append_choice(
                 choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
                 mutated_inputs=list(output.written), call_sizes=output.sizes,
                 num_stages=tile.num_stages, num_warps=tile.num_warps,
@@ -127,10 +137,20 @@ class Launch(NamedTuple):
         if self.problem.blocks is not None:
             generators = benchmark_inputs(inputs, first_list=len(inputs) - _NUM_LISTS)
         added_to = output.written if sites else ()
-        operands = [*inputs, *self.captures, *added_to]
+        operands = [*inputs, *self.captures, *self.seed, *added_to]
         result = inductor.select(f"flexhop_{kernel}", choices, operands, output.layout, generators)
         inductor.note_subgraphs(result, self.captures, subgraphs)
         return result
+
+    def _dropout(self, kernel: Kernel) -> inductor.Dropout | None:
+        for seed in self.seed:
+            dropout_p = self.problem.dropout_p
+            # Rows of decode are of several heads.
+            in_groups = kernel != "decode" and kernels.tiles_keep_groups(self.problem)
+            return inductor.Dropout(
+                seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups
+            )
+        return None
 
     def emit_hopper(self, inputs: Sequence[Any], output: Output) -> Any:
         """Emit the forward kernel of Hopper GPUs, whose tile is not searched for.

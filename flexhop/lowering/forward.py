@@ -11,7 +11,7 @@ from flexhop.lowering import chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import lower_mods
-from flexhop.lowering.operands import block_inputs, read_problem, user_options
+from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
 from flexhop.ops.args import AttentionArgs
@@ -45,7 +45,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     max_size = inductor.as_expressions(max_meta.shape)  # nothing, unless it is returned
     max_scores = inductor.empty(max_size, None, torch.float32, device)
     lists = block_inputs(args, "kv", lse, query)
-    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    seed = seed_input(args)
+    launch = Launch(problem, options, mods, [*score_captures, *mask_captures], seed)
     written = [lse, max_scores] if problem.returns_max else [lse]
     inputs, sizes = [query, key, value, lse, written[-1]], query.get_size()
     output = Output(layout, sizes, written)

@@ -349,6 +349,12 @@ def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
     return Tile(rows, columns, warps, tile.num_stages)
 
 
+def tiles_keep_groups(problem: Problem) -> bool:
+    """Whether all tiles begin at multiples of 16 queries and keys: groups of ops/dropout.py."""
+    blocks = problem.blocks
+    return blocks is None or (blocks.q_size % 16 == 0 and blocks.kv_size % 16 == 0)
+
+
 def divides(kernel: Kernel, blocks: MaskBlocks, tile: Tile) -> bool:
     """Whether tiles divide the mask's blocks; the rows of decode are of several heads."""
     return blocks.kv_size % tile.block_n == 0 and (

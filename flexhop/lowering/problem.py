@@ -67,6 +67,7 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    dropout_p: float = 0.0
     key_len_varies: bool = False
     bulk_obstacle: str = ""
 

@@ -60,6 +60,11 @@ _BLACKWELL: dict[Kernel, dict[int, Tile]] = {
     "forward": {128: Tile(128, 64, 8, 3)},
     "grad_query": {128: Tile(64, 64, 8, 2)},
 }
+# Random numbers are drawn for a whole tile at once, and want registers. Chosen not to spill.
+_HOPPER_DROPOUT: dict[Kernel, dict[int, Tile]] = {
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)},
+    "grad_key_value": {128: Tile(32, 128, 8, 3)},
+}
 # Tables read per score: their loads compete with the operands' for time, so more programs help.
 _HOPPER_PER_ELEMENT: dict[Kernel, dict[int, Tile]] = {
     "forward": {128: Tile(128, 32, 4, 3)},
@@ -161,6 +166,7 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),
+        (_HOPPER_DROPOUT, problem.dropout_p > 0.0),
         (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, problem.blocks is None and not problem.has_score_mod),

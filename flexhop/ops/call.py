@@ -18,6 +18,7 @@ from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 512
+PROBABILITIES = "a number from 0 on and below 1, which would drop everything"
 Wire = dict[str, int | str | bool | float]
 
 
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     wrong_mask: str | None = None  # type of a block_mask that is none
     has_two_requests: bool = False  # return_lse and return_aux at once
     mistake: Mistake | None = None  # that another front door found
+    dropout_p: float = 0.0
 
 
 def prepare(
@@ -86,6 +88,11 @@ def prepare(
     wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint()}
     if call.return_max:
         wire["return_max"] = True
+    dropout_p = float(call.dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise errors.OptionValueError(name="dropout_p", value=dropout_p, allowed=PROBABILITIES)
+    if dropout_p > 0.0:
+        wire["dropout_p"] = dropout_p
     if _is_determinism_required():
         wire["deterministic"] = True
     if call.mask is not None:

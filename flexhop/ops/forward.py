@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         operands = BackwardArgs(
             args.query, args.key, args.value, out, lse, grad_out, grad_lse,
             score_mod, joint, mask_mod, args.blocks, args.scale, args.options,
-            args.score_captures, args.mask_captures, sites,
+            args.score_captures, args.mask_captures, sites, args.dropout_seed,
         )  # fmt: skip
         grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
         grad_query, grad_key, grad_value, captured = grads
@@ -184,6 +184,8 @@ hop.register_refusal(
 def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     """Put the dimension that torch.vmap maps in front of the batch; see hop.register_vmap."""
     args = AttentionArgs(*operands)
+    if args.dropout_seed:
+        raise VmapError(argument="the dropout")
     is_mapped: Any = AttentionArgs(*mapped)
     tensors = (*args[:3], *args.blocks)
     flags = (*is_mapped[:3], *is_mapped.blocks)

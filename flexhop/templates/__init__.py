@@ -27,12 +27,14 @@ def part(name: str) -> str:
 
 
 @functools.cache
-def source(kernel: str) -> str:
+def source(kernel: str, *, dropout: bool = False) -> str:
     """Text of one kernel with the device functions it calls.
 
     Args:
         kernel: one of KERNELS.
+        dropout: whether it calls those of dropout as well.
     """
-    text = "\n\n".join(part(name).strip("\n") for name in _PARTS[kernel]) + "\n"
+    parts = (*_PARTS[kernel], "dropout") if dropout else _PARTS[kernel]
+    text = "\n\n".join(part(name).strip("\n") for name in parts) + "\n"
     # The user's functions are printed for the kernel's dialect (flexhop/compat/gluon.py).
     return text.replace("@triton.jit", "@gluon.jit") if kernel in _GLUON else text

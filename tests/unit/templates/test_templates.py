@@ -23,7 +23,7 @@ FOLDER = Path(kernels.__file__).parents[1] / "templates"
 PARTS = sorted(file.name.removesuffix(".py.jinja") for file in FOLDER.glob("*.py.jinja"))
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
-    "scatter_sites", "output_pointer",
+    "scatter_sites", "draw_kept", "dropped", "output_pointer",
 }  # fmt: skip
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
@@ -72,6 +72,8 @@ def rendered(text: str) -> str:
         store_output=_store_output,
         modification=_modification,
         scatter_sites=lambda: "pass",
+        draw_kept=lambda q_idx, kv_idx: "",
+        dropped=lambda value: value,
         output_pointer=lambda: "OUT",
     )
     imports = "import triton\nimport triton.language as tl\n"
