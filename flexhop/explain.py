@@ -279,6 +279,8 @@ def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
         )
     if found.joint is None:
         notes.append("No operand needs a gradient: the backward kernels would not run.")
+    elif found.joint.sites and args.options.get("deterministic"):
+        notes.append("Gradients of captured tensors are added up as integers, exactly.")
     elif found.joint.sites:
         notes.append(
             "Gradients of captured tensors are added up by atomics in grad_query: their rounding "

@@ -24,6 +24,7 @@ class ScatterSite(NamedTuple):
     uses_kv_idx: bool
     dtype: str  # of the buffer, as Triton writes it
     is_large: bool  # whether offsets can exceed int32
+    row: Expr | None = None  # stride of the rows of lowering/exact.py, if it holds such sums
 
 
 def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
@@ -48,6 +49,11 @@ def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
         shape, mask = ("kv_idx" if site.uses_kv_idx else f"grad_{number}"), "None"
     zeros = f"tl.zeros_like({shape}).to(tl.int32)"
     pointer = kernel.args.input(site.buffer)
+    if site.row is not None:
+        row = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.row)))
+        # What is masked is 0 by now, and adds nothing.
+        lines.append(f"add_exactly({pointer}, {index} + {zeros}, grad_{number}, {row})")
+        return "\n".join(lines)
     lines.append(
         f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), "
         f"mask={mask}, sem='relaxed')"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,15 +65,15 @@ _KERNELS: dict[str, tuple[Any, str]] = {  # grid and template
     "decode": (_decode_grid, "decode"),
     **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), (_key_grid, "grad_key_value")),
 }
-_TEMPLATES = {
-    name: inductor.make_template(f"flexhop_{name}", grid, source(file))
-    for name, (grid, file) in _KERNELS.items()
-}
-_WITH_DROPOUT = {
-    name: inductor.make_template(f"flexhop_{name}_dropout", grid, source(file, dropout=True))
-    for name, (grid, file) in _KERNELS.items()
-}
 _HOPPER = gluon.make_template("flexhop_hopper_forward", _persistent_grid, source("hopper_forward"))
+
+
+@functools.cache
+def _template(kernel: Kernel, extras: tuple[str, ...]) -> Any:
+    """The template of a kernel, with the functions that some calls need."""
+    grid, file = _KERNELS[kernel]
+    name = "_".join(("flexhop", kernel, *extras))
+    return inductor.make_template(name, grid, source(file, extras))
 
 
 class Output(NamedTuple):
@@ -117,7 +118,9 @@ class Launch(NamedTuple):
             sites: captured gradients that this kernel adds up.
         """
         dropout = self._dropout(kernel)
-        template = (_WITH_DROPOUT if dropout else _TEMPLATES)[kernel]
+        is_exact = any(site.row is not None for site in sites)
+        wanted = {"dropout": dropout is not None, "exact_sum": is_exact}
+        template = _template(kernel, tuple(name for name, calls in wanted.items() if calls))
         buffers = [self.mods.score, self.mods.mask, *joint]
         subgraphs = inductor.Subgraphs(buffers, sites, dropout)
         choices: list[Any] = []

@@ -232,14 +232,6 @@ def _check_tile(field: str, options: Wire, q_block: int, kv_block: int) -> None:
         )
 
 
-def check_determinism(query: Tensor, sites: tuple[int, ...], options: Wire) -> None:
-    """Refuse gradients of captured tensors where kernels would add them up in changing order."""
-    if sites and options.get("deterministic") and query.device.type != "cpu":
-        raise errors.DeterminismError(
-            capture=sites[0], reason="its gradient is summed by atomic additions"
-        )
-
-
 def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
     """Refuse what has no gradient, at the forward call of one that will need them."""
     check_backward(True, options)

@@ -18,6 +18,7 @@ _PARTS = {
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
+EXTRAS = ("dropout", "exact_sum")
 _GLUON = ("hopper_forward",)
 
 
@@ -27,14 +28,14 @@ def part(name: str) -> str:
 
 
 @functools.cache
-def source(kernel: str, *, dropout: bool = False) -> str:
+def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
     """Text of one kernel with the device functions it calls.
 
     Args:
         kernel: one of KERNELS.
-        dropout: whether it calls those of dropout as well.
+        extras: of EXTRAS, files whose functions its holes call.
     """
-    parts = (*_PARTS[kernel], "dropout") if dropout else _PARTS[kernel]
+    parts = (*_PARTS[kernel], *extras)
     text = "\n\n".join(part(name).strip("\n") for name in parts) + "\n"
     # The user's functions are printed for the kernel's dialect (flexhop/compat/gluon.py).
     return text.replace("@triton.jit", "@gluon.jit") if kernel in _GLUON else text
