@@ -278,6 +278,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         loop = columns * both * item * tile.num_stages
         return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "grad_query":
+        # Exact sums take numbers of 64 bits through it on their way to memory.
+        scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)

@@ -118,6 +118,7 @@ def make_problem(
         is_key_multiple=sizes.is_key_multiple,
         key_len_varies=sizes.key_len_varies,
         dropout_p=float(args.options.get("dropout_p", 0.0)),
+        is_deterministic=bool(args.options.get("deterministic")),
     )
 
 

@@ -1,11 +1,10 @@
 """Which weights dropout keeps: a function of a seed and of where the weight stands, nothing else.
 
 Philox 4x32-10 is keyed on the two words of the seed, and its counter says where a weight stands:
-(group of queries, batch, group of keys, head). One call gives the four words of a 2 x 2 group: of
-the queries i and i + 8 and the keys j and j + 8 of a 16 x 16 square, because that is what one
-thread holds of a product of the tensor cores, in either orientation. Tiles, splits, recomputation
-and the kernel that runs do not enter. The kernels' form of this file is
-templates/dropout.py.jinja.
+(group of queries, batch, group of keys, head). One call gives 16 bits to each weight of a group:
+the queries i and i + 8 and the keys j, j + 1, j + 8 and j + 9 of a 16 x 16 square, because that is
+what one thread holds of a product of the tensor cores. Tiles, splits, recomputation and the kernel
+that runs do not enter. The kernels' form of this file is templates/dropout.py.jinja.
 
 Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
 """
@@ -55,38 +54,31 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _WORD
 
 
-def random_words(seed: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    """The word of every weight, int64 in [0, 2**32).
+def random_bits(seed: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+    """The 16 bits of every weight, int64 in [0, 65536).
 
     Args:
         seed: [2] integers, of which the low 32 bits count.
         index: b, h, q_idx, kv_idx, integers that broadcast.
     """
     b, h, q_idx, kv_idx = (tensor.long() for tensor in index)
-    words = philox((_group(q_idx), b, _group(kv_idx), h), (seed[0], seed[1]))
-    below, right = _is_second(q_idx), _is_second(kv_idx)
-    first, second = (torch.where(right, words[2 * i + 1], words[2 * i]) for i in (0, 1))
-    return torch.where(below, second, first)
-
-
-def _group(index: Tensor) -> Tensor:
-    """16 a + 8 i + r, with i one bit and r < 8, as 8 a + r."""
     # Shifts and not quotients: Inductor's C++ backend splits a loop whose counter is divided.
-    return index >> 4 << 3 | index & 7
-
-
-def _is_second(index: Tensor) -> Tensor:
-    return (index & 8) != 0
+    rows, columns = q_idx >> 4 << 3 | q_idx & 7, kv_idx >> 4 << 2 | (kv_idx >> 1) & 3
+    words = philox((rows, b, columns, h), (seed[0], seed[1]))
+    below, right = (q_idx & 8) != 0, (kv_idx & 8) != 0
+    first, second = (torch.where(right, words[2 * i + 1], words[2 * i]) for i in (0, 1))
+    word = torch.where(below, second, first)
+    return torch.where((kv_idx & 1) != 0, word >> 16, word & 0xFFFF)
 
 
 def threshold(dropout_p: float) -> int:
-    """Weights are dropped whose word is below this."""
-    return min(round(dropout_p * (1 << 32)), _WORD)
+    """Weights are dropped whose bits are below this: the probability in units of 2**-16."""
+    return min(round(dropout_p * (1 << 16)), 0xFFFF)
 
 
 def is_kept(seed: Tensor, dropout_p: float, index: tuple[Tensor, ...]) -> Tensor:
-    """Which weights are kept, bool; arguments as for random_words."""
-    return random_words(seed, index) >= threshold(dropout_p)
+    """Which weights are kept, bool; arguments as for random_bits."""
+    return random_bits(seed, index) >= threshold(dropout_p)
 
 
 def drop(

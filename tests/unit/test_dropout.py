@@ -99,6 +99,7 @@ def test_the_mask_of_a_part_is_part_of_the_mask():
 @pytest.mark.parametrize("p", [1e-3, 0.5, 0.999])
 def test_rates(p):
     kept = flexhop.dropout_mask(SEED, p, (1, 8, 256, 512)).double()
+    p = round(p * 65536) / 65536  # what 16 bits can say
     assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
 
 
