@@ -16,7 +16,7 @@ import pytest
 from flexhop.lowering import hopper, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.options import KernelOptions, Tile
-from flexhop.templates import KERNELS, part, source
+from flexhop.templates import EXTRAS, KERNELS, part, source
 from tests.problems import problem
 
 FOLDER = Path(kernels.__file__).parents[1] / "templates"
@@ -125,9 +125,14 @@ def test_constants_are_the_fields_of_the_dataclass(kernel):
     assert _free_names(rendered(source(kernel))) == _constants(kernel)
 
 
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_some_calls_need_reads_no_constants(extra):
+    assert _free_names(rendered(part(extra))) == set()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_function_has_a_docstring(kernel):
-    tree = ast.parse(rendered(source(kernel)))
+    tree = ast.parse(rendered(source(kernel, EXTRAS)))
     functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != "kernel"]
     assert functions
     assert [f.name for f in functions if not ast.get_docstring(f)] == []
