@@ -100,6 +100,8 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
     yield from _block_obstacles(problem)
+    if problem.dropout_p > 0.0:
+        yield "it does not draw the random numbers of dropout"
     if options.forward is not None:
         yield "kernel_options give a tile of the portable kernel"
     if options.prescale_qk:

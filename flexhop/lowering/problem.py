@@ -84,6 +84,8 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    dropout_p: float = 0.0
+    is_deterministic: bool = False  # asked for by torch.use_deterministic_algorithms
     key_len_varies: bool = False
     bulk_obstacle: str = ""
     cache: Cache | None = None
@@ -92,6 +94,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether gradients of captured tensors are summed as lowering/exact.py says."""
+        return self.is_deterministic and self.has_captured_grads
 
     @property
     def itemsize(self) -> int:

@@ -183,7 +183,7 @@ def bad_calls():
     varlen = (flash.flash_attn_varlen_func, (t, t, t, cut, cut, 5, 5))
     dense = (flash.flash_attn_func, (q, q, q))
     return {
-        "dropout": (*dense, {"dropout_p": 0.1}, errors.UnsupportedFeatureError, "dropout_p=0.0"),
+        "dropout": (*dense, {"dropout_p": 1.0}, errors.OptionValueError, "dropout_p value 1.0"),
         "window": (*dense, {"window_size": (1,)}, errors.FlashArgumentError, "1 entries"),
         "slopes": (*dense, {"alibi_slopes": torch.ones(3)}, errors.FlashArgumentError, "[2, 2]"),
         "slopes_dtype": (
