@@ -128,7 +128,8 @@ class KernelOptions:
 
     Args:
         backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton;
-            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve.
+            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve,
+            and their backward kernel wherever it serves.
         forward: tile of the forward kernel; None lets flexhop choose.
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.

@@ -116,6 +116,7 @@ def make_problem(
         is_query_multiple=sizes.is_query_multiple,
         is_key_multiple=sizes.is_key_multiple,
         key_len_varies=sizes.key_len_varies,
+        deterministic=bool(args.options.get("deterministic")),
     )
 
 

@@ -43,7 +43,8 @@ class Problem:
     tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints: the sizes
     seen at this compile; what must hold for every size is in `is_query_multiple` and
     `is_key_multiple` (is the length known to be a multiple of n?). key_len_varies: whether calls
-    with other numbers of keys will run the same kernel.
+    with other numbers of keys will run the same kernel. deterministic: whether results must be the
+    same in every run.
     """
 
     device: Device
@@ -69,6 +70,7 @@ class Problem:
     has_score_grad: bool = True
     key_len_varies: bool = False
     bulk_obstacle: str = ""
+    deterministic: bool = False
 
     @property
     def group(self) -> int:

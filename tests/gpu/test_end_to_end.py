@@ -145,6 +145,23 @@ def test_results_of_either_forward_kernel(case: Case, backend):
     assert_case(case, inputs, outcome)
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_of_either_backward_kernel(case: Case, backend):
+    """In 16 bits; "hopper" takes the Hopper kernel wherever it serves."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = in_half(case, backend)
+    inputs = make_inputs(case, "cuda")
+    try:
+        outcome = compiled_run(case, inputs)
+    except torch._inductor.exc.InductorError as error:
+        if OptionConflictError.__name__ not in str(error):
+            raise
+        pytest.skip(str(error).splitlines()[0])
+    assert_case(case, inputs, outcome)
+
+
 @pytest.mark.parametrize(
     "name", ["causal_small_blocks", "soft_cap", "learned_table", "head_dim_96"]
 )

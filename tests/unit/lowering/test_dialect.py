@@ -1,4 +1,4 @@
-"""The choice between the portable forward kernel and that of Hopper GPUs, and its reasons."""
+"""The choice between the portable kernels and those of Hopper GPUs, and its reasons."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ import torch
 
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import hopper
-from flexhop.lowering.dialect import choose_dialect
-from flexhop.lowering.plan import plan_kernel
+from flexhop.lowering import hopper, hopper_grad, work
+from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
+from flexhop.lowering.plan import plan_backward, plan_kernel
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.options import KernelOptions, Tile, TileRequest
 from tests.problems import problem
@@ -130,3 +130,75 @@ def test_lengths_that_tiles_overhang_are_checked():
     for call, checked in ((whole, False), (odd, True)):
         constants = hopper.constants(call, AUTO, hopper.table_tile(call))
         assert (constants.CHECK_Q, constants.CHECK_KV) == (checked, checked)
+
+
+SERVED_GRADIENTS = [
+    {},
+    {"head_dim": 128, "value_head_dim": 128},
+    {"head_dim": 96, "value_head_dim": 64},
+    {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
+    {"dtype": torch.float16, "kv_heads": 2},
+    {"has_score_mod": True, "reads_per_element": True},
+    {"kv_batch_shared": True},
+]
+
+
+@pytest.mark.parametrize("facts", SERVED_GRADIENTS)
+def test_the_hopper_backward_kernel_serves(facts):
+    call = problem(**facts)
+    assert choose_grad_dialect(call, AUTO).name == "hopper"
+    (plan,) = plan_backward(call, AUTO)
+    assert (plan.kernel, plan.reason) == ("backward", "the Hopper kernel serves this call")
+    assert plan.shared_memory <= call.device.shared_memory
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "reason"),
+    [
+        ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
+        ({"head_dim": 192}, {}, "it takes head sizes from 33 to 128, not 192"),
+        ({"head_dim": 100}, {}, "it takes head sizes that are multiples of 8"),
+        ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
+        (
+            {"deterministic": True}, {},
+            "it adds to the gradient of query in no fixed order, and determinism is asked for",
+        ),
+        (
+            {"has_captured_grads": True}, {},
+            "it does not compute gradients of captured tensors",
+        ),
+        (
+            {"blocks": MaskBlocks(64, 128, True)}, {},
+            "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
+        ),
+        (
+            {}, {"grad_query": Tile(64, 64)},
+            "kernel_options give a tile of the portable kernels",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
+    call, asked = problem(**facts), KernelOptions(backend=backend, **options)
+    assert choose_grad_dialect(call, asked) == ("triton", reason)
+    if backend == "auto" and "architecture" not in facts:
+        first = plan_backward(call, asked)[0]
+        assert first.kernel == "grad_query"
+        assert first.reason.endswith(f"; not the Hopper kernel: {reason}")
+
+
+def test_a_tile_of_queries_fits_blocks_of_64_where_heads_are_wide():
+    call = problem(head_dim=128, value_head_dim=128, blocks=MaskBlocks(64, 128, True))
+    assert choose_grad_dialect(call, AUTO).name == "hopper"
+
+
+def test_the_work_of_the_backward_kernel_is_five_products():
+    assert work.flops("backward", problem(), 10) == 2 * 10 * 5 * 64
+    assert work.least_bytes("backward", problem()) > work.least_bytes("forward", problem())
+
+
+def test_sections_of_the_backward_kernel_fit_half_the_cache():
+    call = problem(head_dim=128, value_head_dim=128, batch=4, query_len=8192, key_len=8192)
+    constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
+    row = 2 * 128 * 2 + 128 * 4
+    assert constants.HEADS_PER_SECTION == call.device.l2_bytes // 2 // (8192 * row)

@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from flexhop.lowering import hopper, kernels
+from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import KERNELS, part, source
@@ -28,8 +28,8 @@ HOLES = {
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
-    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "load_async", "store_async",
-    "warpgroup_mma", "warpgroup_mma_wait",
+    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
+    "store_async", "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 
 
@@ -76,7 +76,8 @@ def rendered(text: str) -> str:
     )
     imports = "import triton\nimport triton.language as tl\n"
     if "@gluon.jit" in text:
-        imports = f"from gluon import {', '.join(sorted(GLUON))}\n"
+        used = sorted(name for name in GLUON if name in text)
+        imports = f"from gluon import {', '.join(used)}\n"
         body = body.replace("@triton.jit", "@gluon.jit")
     return f"{imports}\n{body}"
 
@@ -95,8 +96,12 @@ def _free_names(text: str) -> set[str]:
 
 
 def _constants(kernel: str) -> set[str]:
-    if kernel == "hopper_forward":
-        return {field.name for field in dataclasses.fields(hopper.HopperForwardConstants)}
+    classes = {
+        "hopper_forward": hopper.HopperForwardConstants,
+        "hopper_backward": hopper_grad.HopperBackwardConstants,
+    }
+    if kernel in classes:
+        return {field.name for field in dataclasses.fields(classes[kernel])}
     tile = Tile(64, 64)
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
