@@ -38,11 +38,14 @@ def choose_dialect(problem: Problem, options: KernelOptions) -> Dialect:
 def choose_grad_dialect(problem: Problem, options: KernelOptions) -> Dialect:
     """The dialect of the backward kernels.
 
-    backend="hopper" demands the forward kernel, whose gradients anything may compute.
+    backend="hopper" demands the forward kernel; its gradients come from the Hopper kernel wherever
+    that serves, also where it is likely to be slower.
     """
     if options.backend == "triton":
         return Dialect("triton", "kernel_options say 'triton'")
     reason = _first(hopper_grad.obstacles(problem, options))
+    if not reason and options.backend == "auto":
+        reason = next(hopper_grad.slower(problem), "")
     return Dialect("triton", reason) if reason else Dialect("hopper", "")
 
 

@@ -15,29 +15,41 @@ from flexhop.options import KernelOptions
 
 _ROWS = 64  # keys of one consumer
 _CONSUMERS = 2
-_LARGEST_WIDTH = 128
+_LARGEST_WIDTH = 256
+# Two accumulators of 64 keys and more columns are more registers than a consumer has: beyond, the
+# consumers share their keys, and each has half of the columns.
+_LARGEST_OWN = 128
 # Rows of 8 elements are 16 bytes, which the gradients' own memory needs as well.
 _COLUMNS = 8
+_FEWEST_QUERIES = 1024
+_FEWEST_HEADS = 8
 # Barriers, statistics of queries, and the numbers of tiles that are handed out.
 _SLACK = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperGradTile:
-    """What one program holds: 128 keys, and some queries at a time.
+    """What one program holds.
 
     Args:
         block_m: queries per step.
-        num_slots: tiles of queries and of their gradients that are loaded ahead.
+        num_slots: tiles of queries that are loaded ahead.
+        shares_keys: whether the consumers have the same keys, and each half of the columns.
     """
 
     block_m: int
     num_slots: int
+    shares_keys: bool = False
 
     @property
     def block_n(self) -> int:
         """Keys of a program."""
-        return _ROWS * _CONSUMERS
+        return _ROWS if self.shares_keys else _ROWS * _CONSUMERS
+
+    @property
+    def num_do_slots(self) -> int:
+        """Tiles of gradients of queries that are loaded ahead."""
+        return 1 if self.shares_keys else self.num_slots
 
     def words(self) -> str:
         """For reports."""
@@ -54,6 +66,8 @@ class HopperBackwardConstants:
     BLOCK_M: int
     BLOCK_N: int
     NUM_SLOTS: int
+    NUM_DO_SLOTS: int
+    SHARES_KEYS: bool
     WIDTH: int
     DQ_COLUMNS: int
     ELEMENT: str
@@ -98,28 +112,54 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "kernel_options give a tile of the portable kernels"
 
 
+def slower(problem: Problem) -> Iterator[str]:
+    """Why the portable kernels are likely to be faster, as measured; "hopper" overrules."""
+    tiles = num_tiles(problem)
+    if tiles < problem.device.multiprocessors:
+        yield (
+            f"its {tiles} tiles of keys leave some of {problem.device.multiprocessors} "
+            "multiprocessors without work"
+        )
+    if problem.query_len < _FEWEST_QUERIES:
+        yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
+
+
+def num_tiles(problem: Problem) -> int:
+    """Tiles of keys over batches and key heads."""
+    batch = 1 if problem.kv_batch_shared else problem.batch
+    return -(-problem.key_len // table_tile(problem).block_n) * batch * problem.kv_heads
+
+
 def table_tile(problem: Problem) -> HopperGradTile:
-    """The tile for the head sizes."""
-    return HopperGradTile(block_m=128 if width(problem) == 64 else 64, num_slots=2)
+    """The tile for the head sizes and the user's functions."""
+    columns = width(problem)
+    # Twice as many queries are twice as many scores in registers, which functions need as well.
+    is_plain = not problem.has_score_mod and not problem.mask_reads
+    if columns > _LARGEST_OWN:
+        return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
+    if columns == 64:
+        return HopperGradTile(block_m=128, num_slots=2) if is_plain else HopperGradTile(64, 4)
+    return HopperGradTile(block_m=64, num_slots=2)
 
 
 def width(problem: Problem) -> int:
-    """Width of the tiles of all operands: 64 or 128 columns."""
+    """Width of the tiles of all operands: 64, 128 or 256 columns."""
     return hopper.round_width(max(problem.head_dim, problem.value_head_dim))
 
 
 def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
     """Upper bound of the bytes of shared memory that one program asks for."""
     columns = width(problem)
-    rows = 2 * columns * (tile.block_m * tile.num_slots + tile.block_n)
-    scores = 2 * tile.block_m * tile.block_n
+    queries = tile.block_m * (tile.num_slots + tile.num_do_slots)
+    rows = columns * (queries + 2 * tile.block_n)
+    scores = (3 if tile.shares_keys else 2) * tile.block_m * tile.block_n
     sums = _CONSUMERS * _ROWS * _sum_columns(columns, tile) * 4
     return (rows + scores) * problem.itemsize + sums + _SLACK
 
 
 def _sum_columns(columns: int, tile: HopperGradTile) -> int:
     """Columns of the gradient of query that one consumer adds at a time, for 64 rows."""
-    return columns * tile.block_m // (_ROWS * _CONSUMERS)
+    return _ROWS if tile.shares_keys else columns * tile.block_m // (_ROWS * _CONSUMERS)
 
 
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
@@ -132,6 +172,8 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         NUM_SLOTS=tile.num_slots,
+        NUM_DO_SLOTS=tile.num_do_slots,
+        SHARES_KEYS=tile.shares_keys,
         WIDTH=columns,
         DQ_COLUMNS=_sum_columns(columns, tile),
         ELEMENT=hopper.ELEMENTS[problem.dtype],
@@ -159,9 +201,13 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """Key heads whose queries, with their gradients, fill half of the L2 cache together."""
+    """Key heads whose tiles are handed out together, those with the most work first.
+
+    As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
+    least a few, so that the last long tiles do not run while most multiprocessors have nothing.
+    """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4
     per_head = problem.group * problem.query_len * row
-    heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
+    heads = max(_FEWEST_HEADS, problem.device.l2_bytes // max(1, per_head))
     return min(heads, max(1, problem.batch * problem.kv_heads))

@@ -92,14 +92,12 @@ def show_hopper_plan(problem: Problem, options: KernelOptions, tile: HopperTile)
 def plan_hopper_grad(problem: Problem) -> KernelPlan:
     """Describe the backward kernel of Hopper GPUs."""
     tile = hopper_grad.table_tile(problem)
-    batch = 1 if problem.kv_batch_shared else problem.batch
-    tiles = -(-problem.key_len // tile.block_n) * batch * problem.kv_heads
     return KernelPlan(
         kernel="backward",
         tile=tile,
         reason="the Hopper kernel serves this call",
         shared_memory=hopper_grad.shared_memory(problem, tile),
-        programs=min(problem.device.multiprocessors, tiles),
+        programs=min(problem.device.multiprocessors, hopper_grad.num_tiles(problem)),
         constants=dataclasses.asdict(hopper_grad.constants(problem, tile)),
     )
 

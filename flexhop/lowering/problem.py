@@ -38,13 +38,13 @@ class MaskBlocks:
 class Problem:
     """One call as plain values.
 
-    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; has_score_grad: whether the derivative of score_mod differs from 1; bulk_obstacle: why the
-    tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints: the sizes
-    seen at this compile; what must hold for every size is in `is_query_multiple` and
-    `is_key_multiple` (is the length known to be a multiple of n?). key_len_varies: whether calls
-    with other numbers of keys will run the same kernel. deterministic: whether results must be the
-    same in every run.
+    reads_per_element: whether score_mod reads captured tensors at indices that depend on query
+    and key; mask_reads: whether mask_mod reads captured tensors; has_score_grad: whether the
+    derivative of score_mod differs from 1; bulk_obstacle: why the tensor memory accelerator
+    cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
+    what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
+    known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will run
+    the same kernel. deterministic: whether results must be the same in every run.
     """
 
     device: Device
@@ -62,6 +62,7 @@ class Problem:
     has_score_mod: bool
     reads_per_element: bool
     has_mask_mod: bool
+    mask_reads: bool
     has_captured_grads: bool
     returns_max: bool
     large_output: bool

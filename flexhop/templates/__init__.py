@@ -18,7 +18,8 @@ _PARTS = {
     ),
     "hopper_backward": (
         "hopper_backward", "hopper_grad_produce", "hopper_grad_consume", "hopper_grad_step",
-        "hopper_grad_score", "hopper_grad_tile", "hopper_common", "mods", "mod_grads",
+        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_tile", "hopper_common", "mods",
+        "mod_grads",
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)

@@ -38,9 +38,7 @@ def test_plain_attention_is_trivial():
     assert report.mask is None
     assert report.score_mod_grad is None
     assert "sm_90" in report.device
-    portable = ["grad_query", "grad_key_value"]
-    backward = portable if gluon_versions.obstacle() else ["backward"]
-    assert [part.kernel for part in report.passes] == ["forward", *backward]
+    assert [part.kernel for part in report.passes] == ["forward", "grad_query", "grad_key_value"]
     assert report.forward.flops == report.unmasked_flops == 4 * 2 * 256 * 256 * WIDTH
     assert any("No operand needs a gradient" in note for note in report.notes)
 
@@ -110,8 +108,7 @@ def test_reasons_say_where_a_tile_comes_from():
     chosen = flexhop.explain(*operands(), kernel_options=flexhop.KernelOptions(forward=tile))
     assert chosen.forward.tile == tile
     assert "your kernel_options" in chosen.forward.reason
-    portable = flexhop.explain(*operands(), kernel_options={"backend": "triton"})
-    assert "table for sm_90" in portable.backward[0].reason
+    assert "table for sm_90" in chosen.backward[0].reason
     small = flexhop.explain(*operands(), block_mask=causal_mask(BLOCK_SIZE=32))
     assert "divide the mask's blocks of 32 x 32" in small.forward.reason
 
@@ -180,8 +177,7 @@ def test_mistakes_raise_what_the_call_raises():
 
 
 def test_the_report_is_a_page_and_frozen():
-    options = flexhop.KernelOptions(backend="triton")
-    report = flexhop.explain(*operands(200), block_mask=causal_mask(200), kernel_options=options)
+    report = flexhop.explain(*operands(200), block_mask=causal_mask(200))
     text = str(report)
     for title in ("call", "device", "score_mod", "mask_mod", "block mask", "options", "notes"):
         assert f"\n{title}\n" in f"\n{text}"
@@ -213,3 +209,20 @@ def test_sinks_are_accepted_and_checked():
     assert report.forward.kernel == plain.forward.kernel
     with pytest.raises(OptionValueError, match="sinks"):
         flexhop.explain(*operands(), sinks=torch.empty(3, device="meta"))
+
+
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_one_hopper_kernel_computes_all_gradients_in_no_fixed_order():
+    query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    report = flexhop.explain(query, query, query, capability=(9, 0))
+    (backward,) = report.backward
+    assert (backward.kernel, backward.programs) == ("backward", 132)
+    assert any("no fixed order" in note for note in report.notes)
+    torch.use_deterministic_algorithms(True)
+    try:
+        report = flexhop.explain(query, query, query, capability=(9, 0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
+    assert "determinism is asked for" in report.backward[0].reason
+    assert not any("no fixed order" in note for note in report.notes)
