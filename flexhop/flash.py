@@ -13,7 +13,7 @@ Options that several functions share:
 - softcap: above 0, scores become softcap * tanh(score / softcap).
 - alibi_slopes: [H], or [B, H] with a row per sequence; then slope * |i + N - M - j| is subtracted
   from the (capped) score of query i and key j. Slopes get no gradient.
-- deterministic: changes nothing; gradients of q, k and v are always repeatable bit by bit.
+- deterministic: gradients repeat bit by bit; on Hopper GPUs that of q does not otherwise.
 - return_attn_probs: also return the logarithm of the softmax's sum, fp32, and None where
   flash-attn has probabilities: these are never formed.
 
@@ -81,8 +81,9 @@ def flash_attn_func(
         out [B, M, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, M] fp32, None).
     """
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     return _attend_dense(q, k, v, options)
 
 
@@ -112,8 +113,9 @@ def flash_attn_kvpacked_func(
     if mistake is not None:
         return refuse(q, q, q, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     return _attend_dense(q, kv[:, :, 0], kv[:, :, 1], options)
 
 
@@ -142,8 +144,9 @@ def flash_attn_qkvpacked_func(
     if mistake is not None:
         return refuse(qkv, qkv, qkv, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     return _attend_dense(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options)
 
 
@@ -179,8 +182,9 @@ def flash_attn_varlen_func(
         out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, None).
     """
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     if block_table is not None:
         mistake = unsupported(
             "block_table of flash_attn_varlen_func", "packed keys have no pages",
@@ -222,8 +226,9 @@ def flash_attn_varlen_kvpacked_func(
     if mistake is not None:
         return refuse(q, q, q, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
     return _attend_packed((q, kv[:, 0], kv[:, 1]), (cu_seqlens_q, cu_seqlens_k), longest, options)
 
@@ -256,8 +261,9 @@ def flash_attn_varlen_qkvpacked_func(
     if mistake is not None:
         return refuse(qkv, qkv, qkv, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2])
     return _attend_packed(operands, (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), options)
 
@@ -273,7 +279,8 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
     block_mask = window_mask(queries, keys, options.reach, q.device)
     result = attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, block_mask,
-        options.softmax_scale, True, False, None, AuxRequest(lse=options.return_attn_probs),
+        options.softmax_scale, True, False, options.kernel_options,
+        AuxRequest(lse=options.return_attn_probs),
     )  # fmt: skip
     out, aux = cast(tuple[Tensor, AuxOutput], result)
     out = out.transpose(1, 2)
@@ -299,7 +306,7 @@ def _attend_packed(
     result = varlen_attention(
         q, k, v, offsets_q, offsets_k, score_mod=score_mod_of(options, _shift(*offsets)),
         window_size=(left, right), max_seqlen_q=longest[0], max_seqlen_k=longest[1],
-        scale=options.softmax_scale, enable_gqa=True,
+        scale=options.softmax_scale, enable_gqa=True, kernel_options=options.kernel_options,
         return_aux=AuxRequest(lse=options.return_attn_probs),
     )  # fmt: skip
     out, aux = cast(tuple[Tensor, AuxOutput], result)

@@ -43,8 +43,8 @@ class Problem:
     derivative of score_mod differs from 1; bulk_obstacle: why the tensor memory accelerator
     cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
     what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
-    known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will run
-    the same kernel. deterministic: whether results must be the same in every run.
+    known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will
+    run the same kernel. deterministic: whether results must be the same in every run.
     """
 
     device: Device

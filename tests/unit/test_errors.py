@@ -344,8 +344,9 @@ ERRORS = [
         errors.DeterminismError,
         {"capture": 0, "reason": "many scores add to one element"},
         (RuntimeError,),
-        "torch.use_deterministic_algorithms(True) forbids the gradient of captured tensor 0: "
-        "many scores add to one element. Detach it, or allow nondeterminism with warn_only=True.",
+        "torch.use_deterministic_algorithms(True) or KernelOptions(deterministic=True) forbids "
+        "the gradient of captured tensor 0: many scores add to one element. Detach it, or allow "
+        "nondeterminism (in PyTorch with warn_only=True).",
     ),
     (
         errors.NoTritonError,

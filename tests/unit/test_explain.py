@@ -218,11 +218,8 @@ def test_one_hopper_kernel_computes_all_gradients_in_no_fixed_order():
     (backward,) = report.backward
     assert (backward.kernel, backward.programs) == ("backward", 132)
     assert any("no fixed order" in note for note in report.notes)
-    torch.use_deterministic_algorithms(True)
-    try:
-        report = flexhop.explain(query, query, query, capability=(9, 0))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    options = flexhop.KernelOptions(deterministic=True)
+    report = flexhop.explain(query, query, query, capability=(9, 0), kernel_options=options)
     assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
     assert "determinism is asked for" in report.backward[0].reason
     assert not any("no fixed order" in note for note in report.notes)
