@@ -72,7 +72,9 @@ def main(arguments: list[str]) -> int:
         options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
     if options.markdown:
         options.markdown.write_text(report)
-    return int(any("error" in r or "flexhop" in r.get("failed", {}) for r in results))
+    return int(
+        any("error" in r or {"flexhop", "portable"} & set(r.get("failed", {})) for r in results)
+    )
 
 
 if __name__ == "__main__":

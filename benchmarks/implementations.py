@@ -1,6 +1,7 @@
 """Who is measured. An implementation takes [B, H, S, D] tensors and gives back the output."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch.nn import attention as sdpa
@@ -9,16 +10,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexhop
 import flexhop.mods
-from benchmarks.cases import SOFTCAP, Case, make_mask_mod, make_score_mod
+from benchmarks.cases import SOFTCAP, Case, Mod, make_mask_mod, make_score_mod
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-NAMES = ("flexhop", "in-tree", "cudnn", "flash")
+NAMES = ("flexhop", "portable", "in-tree", "cudnn", "flash")
 
 
 def build(name: str, case: Case, device: torch.device | str) -> Attention | None:
     """The implementation of that name for a case, or None where it cannot do the case."""
     if name == "flexhop":
         return build_flexhop(case, device)
+    if name == "portable":
+        return build_flexhop(case, device, flexhop.KernelOptions(backend="triton"))
     if name == "in-tree":
         return build_intree(case, device)
     if not case.is_dense:
@@ -28,38 +31,34 @@ def build(name: str, case: Case, device: torch.device | str) -> Attention | None
     return build_sdpa(case, sdpa.SDPBackend.FLASH_ATTENTION)
 
 
-def build_flexhop(case: Case, device: torch.device | str) -> Attention:
-    """flexhop, compiled, default options; the approximate softcap where the case asks for it."""
-    mask_mod, score_mod = make_mask_mod(case, device), make_score_mod(case, device)
+def build_flexhop(
+    case: Case, device: torch.device | str, options: flexhop.KernelOptions | None = None
+) -> Attention:
+    """flexhop, compiled; the approximate softcap where the case asks for it."""
+    score_mod = make_score_mod(case, device)
     if case.score == "softcap_approx":
         score_mod = flexhop.mods.softcap(SOFTCAP, approximate=True)
-    length = case.length
-    block_mask = mask_mod and flexhop.create_block_mask(
-        mask_mod, None, None, length, length, device=str(device)
-    )
-    compiled = torch.compile(flexhop.flex_attention, fullgraph=True)
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return compiled(
-            query,
-            key,
-            value,
-            score_mod=score_mod,
-            block_mask=block_mask,
-            enable_gqa=case.q_heads != case.kv_heads,
-        )
-
-    return attend
+    return build_flex(flexhop, case, device, score_mod, options)
 
 
 def build_intree(case: Case, device: torch.device | str) -> Attention:
     """PyTorch's FlexAttention, compiled, default options, its own block mask."""
-    mask_mod, score_mod = make_mask_mod(case, device), make_score_mod(case, device)
-    length = case.length
-    block_mask = mask_mod and intree.create_block_mask(
+    return build_flex(intree, case, device, make_score_mod(case, device), None)
+
+
+def build_flex(
+    module: ModuleType,
+    case: Case,
+    device: torch.device | str,
+    score_mod: Mod | None,
+    options: flexhop.KernelOptions | None,
+) -> Attention:
+    """flex_attention of a module with that interface, compiled, with the block mask of a case."""
+    mask_mod, length = make_mask_mod(case, device), case.length
+    block_mask = mask_mod and module.create_block_mask(
         mask_mod, None, None, length, length, device=str(device)
     )
-    compiled = torch.compile(intree.flex_attention, fullgraph=True)
+    compiled = torch.compile(module.flex_attention, fullgraph=True)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return compiled(
@@ -69,6 +68,7 @@ def build_intree(case: Case, device: torch.device | str) -> Attention:
             score_mod=score_mod,
             block_mask=block_mask,
             enable_gqa=case.q_heads != case.kv_heads,
+            kernel_options=options,
         )
 
     return attend

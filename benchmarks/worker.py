@@ -112,7 +112,8 @@ class Worker:
 
     def check(self, tensors: Tensors) -> dict[str, Any]:
         """Errors of every implementation; one that is wrong is dropped and never timed."""
-        exact = correctness.reference(self.case, tensors, "bwd" in self.directions)
+        with_grads = "bwd" in self.directions
+        exact = correctness.reference(self.case, tensors, with_grads)
         rounding = {n: correctness.rounding_error(t, self.dtype) for n, t in exact.items()}
         errors: dict[str, dict[str, float]] = {}
         for name in list(self.attentions):
@@ -122,12 +123,18 @@ class Worker:
             if found is not None:
                 cut = correctness.cut(self.case, found)
                 errors[name] = correctness.largest_errors(exact, cut)
-        for name in set(errors) & {"flexhop"}:
-            peer = errors.get("in-tree", {})
+        for name in set(errors) & {"flexhop", "portable"}:
+            peer = errors.get("in-tree") or self.plain_errors(tensors, exact)
             if missed := correctness.misses(self.case, errors[name], peer, rounding):
                 self.failed[name] = "wrong: " + "; ".join(missed)
                 self.attentions.pop(name)
         return errors
+
+    def plain_errors(self, tensors: Tensors, exact: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Errors of the definition itself in the working precision."""
+        with_grads = "bwd" in self.directions
+        plain = correctness.reference(self.case, tensors, with_grads, self.dtype)
+        return correctness.largest_errors(exact, plain)
 
     def steps(self, direction: str, attention: Attention, tensors: Tensors) -> tuple[Step, Step]:
         """What is not counted and what is, for one call in one direction."""

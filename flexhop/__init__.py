@@ -13,6 +13,7 @@ from flexhop.mods import and_masks, noop_mask, or_masks
 from flexhop.nested_mask import create_nested_block_mask
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.paged import PagedAttention
+from flexhop.pages import PageTable
 from flexhop.plugin import install
 from flexhop.sdpa import scaled_dot_product_attention
 from flexhop.varlen import varlen_attention
@@ -25,6 +26,7 @@ __all__ = [
     "FlexKernelOptions",
     "FlexhopError",
     "KernelOptions",
+    "PageTable",
     "PagedAttention",
     "Report",
     "Tile",

@@ -12,12 +12,15 @@ from torch import Tensor
 from flexhop import errors
 from flexhop.block_mask import BlockMask
 from flexhop.block_selection import sliced_mask_mod
+from flexhop.caches import CacheReading, read_cache
+from flexhop.key_mods import KeyMod
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.nested import has_nested, pack, unpack
-from flexhop.ops.args import AttentionArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
-from flexhop.ops.dispatch import run_operator
+from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.options import FlexKernelOptions, KernelOptions
+from flexhop.pages import PageTable
 from flexhop.sinks import add_sinks
 
 Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
@@ -60,6 +63,9 @@ def flex_attention(
     *,
     return_aux: None = None,
     sinks: Tensor | None = None,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
 ) -> Tensor: ...
 @overload
 def flex_attention(
@@ -75,6 +81,9 @@ def flex_attention(
     kernel_options: Options = None,
     return_aux: None = None,
     sinks: Tensor | None = None,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flex_attention(
@@ -90,6 +99,9 @@ def flex_attention(
     *,
     return_aux: AuxRequest,
     sinks: Tensor | None = None,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -105,6 +117,9 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
@@ -119,6 +134,9 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are your functions.
 
@@ -141,6 +159,14 @@ def flex_attention(
         return_aux: statistics to return beside the output.
         sinks: [Hq], a logit per head that takes part in every softmax and has no value, with a
             gradient; see flexhop.sinks. It counts in lse and not in max_scores.
+        page_table: key and value are caches in pages, [P, Hkv, page_size, D] or
+            [1, Hkv, P * page_size, D]; each sequence has its own pages and length, and mods and
+            block_mask see positions in the sequence, of which there are page_table.capacity.
+            Without gradient, as with the following two.
+        k_mod: (k, b, h, kv_idx) -> k, applied to every number of a key when it is read; b is the
+            batch, h the key head. key may then be float8_e4m3fn, float8_e5m2 or int8; see
+            flexhop.mods.dequantize.
+        v_mod: the same for value.
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
@@ -160,9 +186,13 @@ def flex_attention(
     if has_nested(*operands):
         packed = pack(operands, score_mod, block_mask)
         operands, score_mod, block_mask, mistake = packed
+    cache = None
+    if page_table is not None or k_mod is not None or v_mod is not None:
+        operands, cache, found = read_cache(operands, page_table, k_mod, v_mod)
+        mistake = mistake or found
     result = attend(
         *operands, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks=sinks, mistake=mistake,
+        return_aux, sinks=sinks, mistake=mistake, cache=cache,
     )  # fmt: skip
     return result if packed is None else _nested_like(query, result)
 
@@ -192,8 +222,13 @@ def attend(
     *,
     sinks: Tensor | None = None,
     mistake: Mistake | None = None,
+    cache: CacheReading | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """What every front door does; `mistake` is what the door found wrong."""
+    """What every front door does.
+
+    Args as for flex_attention, and `mistake`, what the door found wrong; `cache`, what it says of
+    key and value beside the tensors.
+    """
     # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
     # exception raised in this traced code would reach the user as an error of the compiler.
     wants_max = return_aux is not None and return_aux.max_scores
@@ -207,9 +242,15 @@ def attend(
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake
     )
-    out, lse, max_scores = run_operator(
-        AttentionArgs(query, key, value, score_mod, mask_mod, blocks, 0.0, {}), call
-    )
+    operands = (query, key, value, score_mod, mask_mod)
+    if cache is None:
+        results = run_operator(AttentionArgs(*operands, blocks, 0.0, {}), call)
+    else:
+        results = run_cached_operator(
+            CachedArgs(*operands, cache.key_mod, cache.value_mod, blocks, cache.pages, 0.0, {}),
+            call,
+        )
+    out, lse, max_scores = results
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     if return_lse:

@@ -27,11 +27,15 @@ from flexhop.errors import (
     ModNotCallableError,
     ModResultError,
 )
+from flexhop.key_mods import KeyMod as KeyMod
+from flexhop.key_mods import dequantize as dequantize
 from flexhop.tanh import tanh_approx
 
 _CALLS = {
     "score_mod": "(score, b, h, q_idx, kv_idx)",
     "mask_mod": "(b, h, q_idx, kv_idx)",
+    "k_mod": "(k, b, h, kv_idx)",
+    "v_mod": "(v, b, h, kv_idx)",
 }
 
 
@@ -123,7 +127,7 @@ def check_arity(mod: object, kind: str) -> None:
     Args:
         mod: a function, lambda, functools.partial, bound method or callable object. Defaults,
             `*args` and callables without a readable signature are given the benefit of the doubt.
-        kind: "score_mod" or "mask_mod".
+        kind: "score_mod", "mask_mod", "k_mod" or "v_mod".
 
     Raises:
         ModNotCallableError: `mod` is no function.
@@ -151,7 +155,7 @@ def is_score_mod(mod: Callable[..., Any]) -> bool:
         raise ModArityError(
             mod="mod",
             name=_name(mod),
-            expected=" or ".join(_CALLS.values()),
+            expected=f"{_CALLS['score_mod']} or {_CALLS['mask_mod']}",
             found="unknown" if signature is None else str(signature),
         )
     return required == 5
@@ -202,17 +206,17 @@ def check_mask_result(result: object, name: str = "mask_mod") -> None:
         )
 
 
-def check_score_result(result: object, name: str = "score_mod") -> None:
-    """Refuse what a score_mod returned if it is no floating point tensor.
+def check_score_result(result: object, name: str = "score_mod", kind: str = "score_mod") -> None:
+    """Refuse what a score_mod, k_mod or v_mod returned if it is no floating point tensor.
 
-    Args: as in check_mask_result.
+    Args: as in check_mask_result. kind: which of the three.
 
     Raises:
         ModResultError: the result is not a floating point tensor.
     """
     if not isinstance(result, Tensor) or not result.is_floating_point():
         raise ModResultError(
-            mod="score_mod",
+            mod=kind,
             name=name,
             expected="a floating point tensor",
             found=_described(result),

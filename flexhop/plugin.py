@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from flexhop import compat, debug, mods
-from flexhop.compat import dynamo
+from flexhop.compat import dynamo, dynamo_cached
 from flexhop.errors import NoTritonError
 from flexhop.indexing import IndexMode
 from flexhop.ops import call
+from flexhop.ops.args import CachedArgs
 from flexhop.ops.backward import attention_backward
+from flexhop.ops.cached import cached_attention
+from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.forward import attention
 
 
@@ -38,6 +41,7 @@ def _install_operators() -> None:
     debug.wanted()  # a wrong name is refused at import, not inside the compiler
     rules = dynamo.ModRules(
         prepare=_prepare,
+        prepare_cached=_prepare_cached,
         check_function=mods.check_arity,
         check_result=call.check_result,
         check_captures=call.check_captures,
@@ -45,6 +49,7 @@ def _install_operators() -> None:
         index_mode=IndexMode,
     )
     dynamo.register(attention.name(), attention_backward.name(), rules)
+    dynamo_cached.register(cached_attention.name())
 
 
 def _prepare(
@@ -63,11 +68,33 @@ def _prepare(
     Raises:
         FlexhopError: as `call.prepare`; NoTritonError, because Inductor would say it wrapped.
     """
+    _require_triton(query)
+    return call.prepare(query, key, value, blocks, _read_call(flat_call))
+
+
+def _prepare_cached(*operands: Any) -> tuple[float, call.Wire]:
+    """The same for a call that reads a cache.
+
+    Args:
+        operands: query, key, value, blocks and pages as in CachedArgs; and a pair: a Call as plain
+            tuples, and whether there are a key_mod and a value_mod.
+    """
+    query, key, value, blocks, pages, (flat_call, has_mods) = operands
+    _require_triton(query)
+    mods: Any = (None,) * 4
+    args = CachedArgs(query, key, value, *mods, blocks, pages, 0.0, {})
+    return prepare_cached(args, _read_call(flat_call), has_mods)
+
+
+def _require_triton(query: Tensor) -> None:
     if query.device.type == "cuda" and not (compat.has_triton() or torch.compiler.is_exporting()):
         raise NoTritonError()
+
+
+def _read_call(flat_call: tuple[Any, ...]) -> call.Call:
     given = call.Call(*flat_call)
     facts = None if given.mask is None else call.MaskFacts(*given.mask)
-    return call.prepare(query, key, value, blocks, given._replace(mask=facts))
+    return given._replace(mask=facts)
 
 
 @functools.cache

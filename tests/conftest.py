@@ -1,12 +1,25 @@
-"""What every test shares: the GPU marker, fixed seeds, a clean compiler between tests."""
+"""What every test shares: GPUs and their marker, fixed seeds, a clean compiler between tests."""
 
 import importlib.util
+import os
 import random
 import sys
 
 import numpy as np
 import pytest
 import torch
+
+
+def share_gpus() -> None:
+    """Spread the processes of a parallel run over the GPUs; before the first use of CUDA."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        count = torch.cuda.device_count()
+        if count > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % count)
+
+
+share_gpus()
 
 
 def missing_for_gpu() -> str | None:

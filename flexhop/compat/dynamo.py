@@ -45,6 +45,7 @@ class ModRules(NamedTuple):
     """What the tracker asks of the rest of flexhop.
 
     prepare(query, key, value, blocks, call) -> (scale, options), on fake tensors.
+    prepare_cached(query, key, value, blocks, pages, call) -> the same, of a call with a cache.
     check_function(function, kind): refuse a wrong signature.
     check_result(result, kind, name): refuse a wrong result, a fake tensor.
     check_captures(query, kind, captures): refuse unusable captures.
@@ -53,6 +54,7 @@ class ModRules(NamedTuple):
     """
 
     prepare: Callable[..., tuple[float, dict[str, Any]]]
+    prepare_cached: Callable[..., tuple[float, dict[str, Any]]]
     check_function: Callable[[Any, str], None]
     check_result: Callable[[Any, str, str], None]
     check_captures: Callable[[Any, str, tuple[Any, ...]], None]
@@ -83,13 +85,13 @@ def _cause(error: BaseException | None) -> FlexhopError | None:
     return error
 
 
-def _python_value(tx: Any, variable: VariableTracker) -> Any:
+def python_value(tx: Any, variable: VariableTracker) -> Any:
     """Constant, SymInt, frozen dataclass, dict, or nested tuple of them behind a variable."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.sym_num
     if isinstance(variable, BaseListVariable):
-        return tuple(_python_value(tx, item) for item in variable.items)
+        return tuple(python_value(tx, item) for item in variable.items)
     if isinstance(variable, FrozenDataClassVariable):
         kind = variable.python_type()
         names = [field.name for field in dataclasses.fields(kind)]
@@ -110,15 +112,17 @@ def _static_value(tx: Any, variable: VariableTracker) -> Any:
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()
-    return _python_value(tx, variable)
+    return python_value(tx, variable)
 
 
-def _fake(proxy: Proxy) -> Any:
+def fake_of(proxy: Proxy) -> Any:
+    """The fake tensor of a graph's value."""
     return proxy.node.meta["example_value"]
 
 
-def _example_of(proxy: Any) -> Any:
-    return _fake(proxy) if isinstance(proxy, Proxy) else proxy
+def example_of(proxy: Any) -> Any:
+    """The same for what may be no proxy, but a number."""
+    return fake_of(proxy) if isinstance(proxy, Proxy) else proxy
 
 
 class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
@@ -141,7 +145,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         self.value.refusal = None
         try:
             # Eight operands at the door; the wire form comes from a graph that was traced before.
-            if len(args) == len(AttentionVariable._DOOR):
+            if len(args) == len(self._DOOR):
                 return self._write_node(tx, *args)
             return _write_wire(tx, self.value, args)
         except (FlexhopError, TorchRuntimeError, Unsupported, ObservedException) as error:
@@ -154,35 +158,27 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         query, key, value, score_mod, mask_mod, blocks, _, call = args
         operands = [query, key, value, TupleVariable(list(blocks.realize().items))]
         (q, k, v, lists), _ = hops.proxy_args_kwargs(operands, {})
-        fakes = [_fake(proxy) for proxy in (q, k, v)]
-        fake_lists = tuple(_fake(proxy) for proxy in lists)
-        scale, options = self.rules.prepare(*fakes, fake_lists, _python_value(tx, call))
-        score = self._trace_mod(tx, query, score_mod, "score_mod")
-        mask = self._trace_mod(tx, query, mask_mod, "mask_mod")
+        fakes = [fake_of(proxy) for proxy in (q, k, v)]
+        fake_lists = tuple(fake_of(proxy) for proxy in lists)
+        scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, call))
+        score = self.trace_mod(tx, query, score_mod, "score_mod")
+        mask = self.trace_mod(tx, query, mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
-            self.rules.check_captures(fakes[0], kind, tuple(map(_example_of, captures)))
-        captures = [
-            tuple(_placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)
-        ]
+            self.rules.check_captures(fakes[0], kind, tuple(map(example_of, captures)))
+        captures = [tuple(placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)]
         wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
-    def _trace_mod(
+    def trace_mod(
         self, tx: Any, query: VariableTracker, mod: VariableTracker, kind: str
     ) -> tuple[Proxy, tuple[Any, ...]]:
+        """A mod as a subgraph, and what it captured."""
         function = _function_of(mod)
         if function is not None:
             self.rules.check_function(function, kind)
         with hops.discard_graph_changes(tx):
-            inputs = [_scalar(tx, query, torch.int32) for _ in range(NUM_INDICES)]
-            if kind == "score_mod":
-                dtype = (
-                    torch.float64
-                    if _fake(query.as_proxy()).dtype == torch.float64
-                    else torch.float32
-                )
-                inputs = [_scalar(tx, query, dtype, requires_grad=query.requires_grad), *inputs]
+            inputs = _mod_inputs(tx, query, kind)
         try:
             with self.rules.index_mode():
                 graph, lifted = _speculate(tx, mod, inputs, kind, self.value)
@@ -195,6 +191,19 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             _refuse_mutation(tx, graph, kind)
         attribute = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
         return hops.make_attr(tx, attribute), tuple(lifted)
+
+
+def _mod_inputs(tx: Any, query: VariableTracker, kind: str) -> list[VariableTracker]:
+    """Example inputs of a mod: indices, behind the number that it changes if it changes one."""
+    dtype = torch.float64 if fake_of(query.as_proxy()).dtype == torch.float64 else torch.float32
+    changes_score, changes_key = kind == "score_mod", kind in ("k_mod", "v_mod")
+    count = NUM_INDICES - changes_key  # a number of a key belongs to no query
+    inputs = [_scalar(tx, query, torch.int32) for _ in range(count)]
+    if changes_score:
+        inputs.insert(0, _scalar(tx, query, dtype, requires_grad=query.requires_grad))
+    elif changes_key:
+        inputs.insert(0, _scalar(tx, query, dtype))
+    return inputs
 
 
 def _speculate(
@@ -215,7 +224,7 @@ def _speculate(
 def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
     """What Dynamo could not trace, in our words: its first line is the operation."""
     if "body output unsupported" in str(error) or "should output a" in str(error):
-        wanted = "a floating point tensor" if kind == "score_mod" else "a bool tensor"
+        wanted = "a bool tensor" if kind == "mask_mod" else "a floating point tensor"
         return ModResultError(mod=kind, name=kind, expected=wanted, found="no tensor")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explanations = [line for line in lines if line.startswith("Explanation:")]
@@ -282,9 +291,9 @@ class _WriteWatch(Interpreter):
         return result
 
 
-def _placed(tx: Any, capture: Any, device: torch.device) -> Any:
+def placed(tx: Any, capture: Any, device: torch.device) -> Any:
     """A captured CPU scalar is moved to the query's device, as arithmetic with one would do."""
-    example = _example_of(capture)
+    example = example_of(capture)
     if not isinstance(example, torch.Tensor) or example.device == device:
         return capture
     proxy = tx.output.create_proxy("call_method", "to", args=(capture, device), kwargs={})

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import inductor, inline
-from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
+from flexhop.ops.cached_eager import lengths_of, ordered_args
 from flexhop.ops.eager import (
     Chunk,
     Grids,
@@ -64,7 +65,30 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
         found, _ = _over_chunks(_Rowwise(step, results[: 2 + returns_max]), args, rows, ())
         return found
 
-    results = _lower(args, formula)
+    return _with_max(_lower(args, formula), returns_max)
+
+
+def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
+    """Lower `flexhop_cached_attention`: its keys in order, then as above."""
+    args = CachedArgs(*operands)
+    returns_max = bool(args.options.get("return_max"))
+
+    def step(
+        args: AttentionArgs, grids: Grids, chunk: Chunk, _: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        return attend_rows(args, grids, chunk)[: 2 + returns_max], ()
+
+    def formula(args: CachedArgs, rows: int | None) -> Tensors:
+        wide = accumulate_dtype(args.query.dtype)
+        results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
+        work = _Rowwise(step, results[: 2 + returns_max])
+        found, _ = _over_chunks(work, ordered_args(args), rows, (), lengths_of(args))
+        return found
+
+    return _with_max(_lower(args, formula), returns_max)
+
+
+def _with_max(results: list[Any], returns_max: bool) -> tuple[Any, Any, Any]:
     if not returns_max:
         meta = inductor.output_meta()[2]
         results.append(inductor.empty([0], None, meta.dtype, meta.device))
@@ -120,6 +144,8 @@ def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
     """
     batch, heads, length, _ = map(inductor.hint, args.query.get_size())
     per_query = batch * heads * inductor.hint(args.key.get_size()[2])
+    if getattr(args, "pages", ()):
+        per_query *= inductor.hint(args.pages[0].get_size()[1])
     rows = max(16, CHUNK_ELEMENTS // max(1, per_query))
     if isinstance(fake_length, int) and length <= rows:
         return None
@@ -128,11 +154,11 @@ def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
 
 
 def _over_chunks(
-    work: _Rowwise, args: Any, rows: int | None, totals: Tensors
+    work: _Rowwise, args: Any, rows: int | None, totals: Tensors, lengths: Tensor | None = None
 ) -> tuple[Tensors, Tensors]:
-    """All rows of the results of `work`, and its totals."""
+    """All rows of the results of `work`, and its totals; lengths as in Grids."""
     wide = accumulate_dtype(args.query.dtype)
-    grids = listed_blocks(args)
+    grids = listed_blocks(args)._replace(lengths=lengths)
     args = args._replace(key=args.key.to(wide), value=args.value.to(wide), blocks=())
     length = args.query.size(2)
     if rows is None:

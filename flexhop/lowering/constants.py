@@ -66,6 +66,19 @@ class DecodeConstants(KeyConstants):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CacheConstants:
+    """Further constants of forward and decode where they read a cache, of cached_keys.py.jinja."""
+
+    PAGE_SIZE: int  # 0: the cache has no pages
+    ONE_PAGE: bool  # whether a tile lies within one
+    HAS_KEY_MOD: bool
+    HAS_VALUE_MOD: bool
+    HAS_VALUE_FACTOR: bool
+    KEY_AS_BITS: bool
+    VALUE_AS_BITS: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DecodeCombineConstants:
     """Constants of decode_combine.py.jinja."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flexhop.compat import gluon, inductor
+from flexhop.compat.cache_template import CacheTemplate
 from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
@@ -73,6 +74,10 @@ _TEMPLATES = {
     },
     "decode": inductor.make_template("flexhop_decode", _decode_grid, source("decode")),
     **{
+        name: inductor.make_template(f"flexhop_{name}", grid, source(name), CacheTemplate)
+        for name, grid in (("cached_forward", _query_grid), ("cached_decode", _decode_grid))
+    },
+    **{
         name: inductor.make_template(f"flexhop_{name}", _key_grid, source("grad_key_value"))
         for name in ("grad_key_value", "grad_key", "grad_value")
     },
@@ -99,12 +104,17 @@ class Output(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the kernels of one call share. captures: of both mods, lowered."""
+    """What the kernels of one call share.
+
+    captures: of all mods, lowered. readers: the subgraphs of cached_keys.py.jinja and
+    key_mods.py.jinja, where a cache is read.
+    """
 
     problem: Problem
     options: KernelOptions
     mods: ModBuffers
     captures: list[Any]
+    readers: tuple[Any, ...] = ()
 
     def emit(
         self,
@@ -123,13 +133,15 @@ class Launch(NamedTuple):
             joint: the lowered joint graph: its first output, and for `sites` the others.
             sites: captured gradients that this kernel adds up.
         """
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint], sites)
+        functions = [self.mods.score, self.mods.mask, *self.readers, *joint]
+        subgraphs = inductor.Subgraphs(functions, sites)
+        template = _TEMPLATES[kernel if self.problem.cache is None else f"cached_{kernel}"]
         choices: list[Any] = []
         # Timing a kernel that adds to its outputs would add to them.
         search = inductor.is_autotuning() and not self.problem.has_captured_grads
         for tile in kernels.choose_tiles(kernel, self.problem, self.options, search=search):
             show_plan(kernel, self.problem, self.options, tile)
-            error = _TEMPLATES[kernel].maybe_append_choice(
+            error = template.maybe_append_choice(
                 choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
                 mutated_inputs=list(output.written), call_sizes=output.sizes,
                 num_stages=tile.num_stages, num_warps=tile.num_warps,

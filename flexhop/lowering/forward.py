@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from flexhop.lowering.mods import lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, user_options
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
-from flexhop.ops.args import AttentionArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 
 
@@ -31,11 +31,28 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
-    kernel = _choose(args, problem, options)
+    kernel = choose(args.query, problem, options)
     dialect = choose_dialect(problem, options)
     if not kernels.has_tile(kernel, problem):
         return chunked.lower_attention(*operands)
+    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    is_hopper = kernel == "forward" and dialect.name == "hopper"
+    return emit_forward(args, launch, "hopper" if is_hopper else kernel)
 
+
+def emit_forward(
+    args: AttentionArgs | CachedArgs, launch: Launch, kernel: Kernel | Literal["hopper"]
+) -> tuple[Any, Any, Any]:
+    """Emit one of the forward kernels: (out, lse, max_scores).
+
+    Args:
+        args: operands that are IR with storage.
+        launch: of the call.
+        kernel: "forward", "decode" or "hopper".
+    """
+    query: Any = args.query
+    value: Any = args.value
+    device = inductor.device_of(query)
     out_meta, _, max_meta = inductor.output_meta()
     size = [*query.get_size()[:3], value.get_size()[3]]
     layout = inductor.fixed_layout(
@@ -45,13 +62,12 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     max_size = inductor.as_expressions(max_meta.shape)  # nothing, unless it is returned
     max_scores = inductor.empty(max_size, None, torch.float32, device)
     lists = block_inputs(args, "kv", lse, query)
-    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
-    written = [lse, max_scores] if problem.returns_max else [lse]
-    inputs, sizes = [query, key, value, lse, written[-1]], query.get_size()
+    written = [lse, max_scores] if launch.problem.returns_max else [lse]
+    inputs, sizes = [*args[:3], lse, written[-1]], query.get_size()
     output = Output(layout, sizes, written)
     if kernel == "decode":
         out = decode.emit_decode(launch, args[:3], lists, output)
-    elif dialect.name == "hopper":
+    elif kernel == "hopper":
         counter = inductor.zeros([1], torch.int32, device)
         output = output._replace(written=[*written, counter])
         out = launch.emit_hopper([*inputs, counter, *lists], output)
@@ -60,9 +76,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     return out, lse, max_scores
 
 
-def _choose(args: AttentionArgs, problem: Problem, options: KernelOptions) -> Kernel:
+def choose(query: Any, problem: Problem, options: KernelOptions) -> Kernel:
     """The kernel; a query whose length varies is held to its side of the limit by a guard."""
     if options.short_queries != "forward":
-        query: Any = args.query
         guards.guard_at_most(query.get_size()[2] * problem.group, splits.MAX_ROWS)
     return kernels.forward_kernel(problem, options)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flexhop.errors import OptionConflictError, TileError, TileResourceError
-from flexhop.lowering import splits
+from flexhop.lowering import caches, splits
 from flexhop.lowering.constants import (
     DecodeCombineConstants,
     DecodeConstants,
@@ -183,6 +183,8 @@ def constants(
 ) -> dict[str, Any]:
     """Constants of a kernel as the template wants them: Triton source text by name."""
     values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
+    if problem.cache is not None:
+        values |= dataclasses.asdict(caches.constants(problem, problem.cache, tile))
     return {name: _as_source(name, value) for name, value in values.items()}
 
 
@@ -276,6 +278,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     rows, columns = tile.block_m, tile.block_n
     if kernel in ("forward", "decode"):
         loop = columns * both * item * tile.num_stages
+        if problem.cache is not None:
+            loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
         return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "grad_query":
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
@@ -339,6 +343,8 @@ def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
         rows = _divisor(rows, problem.blocks.q_size)
     if problem.blocks is not None:
         columns = _divisor(columns, problem.blocks.kv_size)
+    if problem.cache is not None and caches.wants_one_page(problem.cache):
+        columns = _divisor(columns, problem.cache.page_size)
     if kernel != "decode":
         rows = min(rows, round_head_dim(problem.query_len))
     if not (kernel == "decode" and problem.key_len_varies):

@@ -45,17 +45,21 @@ class ModBuffers(NamedTuple):
 
 
 def lower_mods(
-    device: torch.device, score: Any, mask: Any, captures: tuple[Sequence[Any], Sequence[Any]]
+    device: torch.device,
+    score: Any,
+    mask: Any,
+    captures: tuple[Sequence[Any], Sequence[Any]],
+    sizes: Sequence[Any] | None = None,
 ) -> ModBuffers:
-    """Lower score_mod and mask_mod."""
+    """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
     score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
     indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
     first = inductor.placeholder("score", torch.float32, device)
-    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1)))
+    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
     (score_buffer,) = inductor.lower_pointwise(
         fast_score, [first, *indices, *captures[0]], "score_mod"
     )
-    safe_mask = wrap_reads(mask_graph, _position_ranges(0))
+    safe_mask = wrap_reads(mask_graph, _position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
     return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
 
@@ -70,10 +74,16 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     )
 
 
-def _position_ranges(first: int) -> dict[int, Range]:
+def _position_ranges(first: int, sizes: Sequence[Any] | None = None) -> dict[int, Range]:
     """The ranges of b, h, q_idx and kv_idx, inputs first, first + 1, ... of a user function."""
-    batch, heads, length, _ = inductor.operand_meta(0).shape
-    sizes = (batch, heads, length, inductor.operand_meta(1).size(2))
+    if sizes is None:
+        batch, heads, length, _ = inductor.operand_meta(0).shape
+        sizes = (batch, heads, length, inductor.operand_meta(1).size(2))
+    return index_ranges(first, sizes)
+
+
+def index_ranges(first: int, sizes: Sequence[Any]) -> dict[int, Range]:
+    """The ranges of indices of dimensions of these sizes, inputs first, first + 1, ..."""
     return {
         first + i: Range(sympy.Integer(0), inductor.as_expression(size) - 1)
         for i, size in enumerate(sizes)

@@ -12,7 +12,7 @@ from flexhop import debug
 from flexhop.compat import gluon, inductor
 from flexhop.lowering.mods import ModBuffers, ModFacts
 from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
-from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
+from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, CachedArgs
 from flexhop.options import KernelOptions
 
 # Options that flexhop itself writes on the wire (ops/call.py); the others are the user's.
@@ -86,7 +86,7 @@ def read_tensor_problem(args: AttentionArgs, device: Device, mods: ModFacts) -> 
 
 
 def make_problem(
-    args: AttentionArgs | BackwardArgs,
+    args: AttentionArgs | CachedArgs | BackwardArgs,
     sizes: Sizes,
     device: Device,
     dtype: torch.dtype,
@@ -126,7 +126,7 @@ def describe_problem(problem: Problem) -> str:
     return "\n".join(f"{name} = {value}" for name, value in facts if not callable(value))
 
 
-def _mask_blocks(args: AttentionArgs | BackwardArgs) -> MaskBlocks | None:
+def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks | None:
     if not args.blocks:
         return None
     options, blocks = args.options, BlockTensors(*args.blocks)
@@ -145,7 +145,7 @@ def _heads(counts: Any) -> Any:
 
 
 def block_inputs(
-    args: AttentionArgs | BackwardArgs, side: str, rank3: Any, rank4: Any
+    args: AttentionArgs | CachedArgs | BackwardArgs, side: str, rank3: Any, rank4: Any
 ) -> list[Any]:
     """The four list tensors of one side; without a mask, tensors of equal rank that nothing reads.
 

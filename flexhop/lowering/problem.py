@@ -35,6 +35,22 @@ class MaskBlocks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cache:
+    """How key and value lie in a cache, and become numbers.
+
+    page_size: 0 without pages. has_key_mod, has_value_mod: whether every number is changed;
+    has_value_factor: whether each value is multiplied by a number, which goes into its weight.
+    """
+
+    page_size: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    has_key_mod: bool = False
+    has_value_mod: bool = False
+    has_value_factor: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One call as plain values.
 
@@ -44,7 +60,9 @@ class Problem:
     cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
     what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
     known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will
-    run the same kernel. deterministic: whether results must be the same in every run.
+    run the same kernel. deterministic: whether results must be the same in every run. cache: None
+    unless key and value are read from one; with pages, key_len is what the widest sequence has
+    room for.
     """
 
     device: Device
@@ -72,6 +90,7 @@ class Problem:
     key_len_varies: bool = False
     bulk_obstacle: str = ""
     deterministic: bool = False
+    cache: Cache | None = None
 
     @property
     def group(self) -> int:

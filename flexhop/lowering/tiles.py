@@ -165,12 +165,17 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         (_BLACKWELL, problem.device.capability[0] == 10),
         (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
-        (_HOPPER_DENSE, problem.blocks is None and not problem.has_score_mod),
+        (_HOPPER_DENSE, _is_dense(problem)),
     )
     for table, applies in exceptions:
         if applies and width in table.get(kernel, {}):
             return table[kernel][width]
     return _lookup(_HOPPER, kernel, width)
+
+
+def _is_dense(problem: Problem) -> bool:
+    """Whether nothing but the products takes registers; a cache's addresses would."""
+    return problem.blocks is None and not problem.has_score_mod and problem.cache is None
 
 
 def _lookup(table: dict[Kernel, dict[int, Tile]], kernel: Kernel, width: int) -> Tile:

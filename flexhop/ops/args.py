@@ -1,4 +1,4 @@
-"""The operands of both operators, named once.
+"""The operands of the operators, named once.
 
 On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional operands
 in the order of the fields below. Every container among them is homogeneous, because export refuses
@@ -45,6 +45,30 @@ class AttentionArgs(NamedTuple):
     options: dict[str, int | str | bool | float]
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
+
+
+class CachedArgs(NamedTuple):
+    """Operands of `flexhop_cached_attention`, which reads a cache and has no gradient.
+
+    With pages, (table [B, W] int32, lengths [B] int32), key is [P, Hkv, page_size, D] and value
+    likewise, N is W * page_size, and keys from lengths[b] on do not exist.
+    """
+
+    query: Tensor  # [B, Hq, M, D]
+    key: Tensor  # [B or 1, Hkv, N, D], of any dtype if key_mod makes numbers of it
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    mask_mod: Callable[..., Tensor]
+    key_mod: Callable[..., Tensor]
+    value_mod: Callable[..., Tensor]
+    blocks: tuple[Tensor, ...]  # () or the fields of BlockTensors
+    pages: tuple[Tensor, ...]
+    scale: float
+    options: dict[str, int | str | bool | float]
+    score_captures: tuple[Capture, ...] = ()
+    mask_captures: tuple[Capture, ...] = ()
+    key_captures: tuple[Capture, ...] = ()
+    value_captures: tuple[Capture, ...] = ()
 
 
 class BackwardArgs(NamedTuple):

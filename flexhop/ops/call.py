@@ -79,7 +79,7 @@ def prepare(
     Raises:
         FlexhopError: one of its subclasses, for each mistake named in flexhop.errors.
     """
-    _check_requests(call)
+    check_requests(call)
     options = KernelOptions.of(call.kernel_options)
     _check_operands(query, key, value)
     _check_heads(query, key, value, call.enable_gqa)
@@ -100,7 +100,8 @@ def _is_determinism_required() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not warns_only
 
 
-def _check_requests(call: Call) -> None:
+def check_requests(call: Call) -> None:
+    """Raise what a front door noted, and what cannot be asked for."""
     if call.mistake is not None:
         error, facts = call.mistake
         raise getattr(errors, error)(**dict(facts))
@@ -243,8 +244,10 @@ def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
 
 def check_result(result: object, kind: str, name: str) -> None:
     """Refuse what a mod returned for one score if it is no scalar of the right dtype."""
-    check = mods.check_score_result if kind == "score_mod" else mods.check_mask_result
-    check(result, name)
+    if kind == "mask_mod":
+        mods.check_mask_result(result, name)
+    else:
+        mods.check_score_result(result, name, kind)
     if isinstance(result, Tensor) and result.dim() != 0:
         raise errors.ModResultError(
             mod=kind, name=name, expected="one number per score",

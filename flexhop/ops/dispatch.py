@@ -12,8 +12,12 @@ from torch import Tensor
 
 from flexhop import errors
 from flexhop.compat import hop
+from flexhop.key_mods import noop_key
 from flexhop.mods import check_arity
-from flexhop.ops.args import AttentionArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.cached import cached_attention, cast_cached
+from flexhop.ops.cached_call import prepare_cached
+from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.call import Call, check_backward, check_captures, check_result, prepare
 from flexhop.ops.eager import attend
 from flexhop.ops.forward import attention
@@ -40,6 +44,40 @@ def _run_traced(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor
     with hop.setup_compilation_env() as backend:
         compiled = torch.compile(run_operator, backend=backend, fullgraph=True)
         return compiled(args, call)
+
+
+def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """As run_operator, for a call that reads a cache."""
+    has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)
+    if torch.compiler.is_dynamo_compiling():
+        facts = None if call.mask is None else tuple(call.mask)
+        return cached_attention(*args[:9], args.scale, ((*call[:4], facts, *call[5:]), has_mods))
+    if hop.is_tracing(*args[:3]):
+        with hop.setup_compilation_env() as backend:
+            return torch.compile(run_cached_operator, backend=backend, fullgraph=True)(args, call)
+    return _run_cached_eagerly(args, call, has_mods)
+
+
+def _run_cached_eagerly(
+    args: CachedArgs, call: Call, has_mods: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    device = args.query.device.type
+    if torch.is_autocast_enabled(device):
+        args = cast_cached(torch.get_autocast_dtype(device), args)
+    named: dict[str, Any] = {
+        "score_mod": args.score_mod, "mask_mod": args.mask_mod,
+        "k_mod": args.key_mod, "v_mod": args.value_mod,
+    }  # fmt: skip
+    for kind, mod in named.items():
+        check_arity(mod, kind)
+    scale, options = prepare_cached(args, call, has_mods)
+    for kind, mod in named.items():
+        check_captures(args.query, kind, closed_over(mod))
+    _warn_once()
+    mods = (_checked(mod, kind) for kind, mod in named.items())
+    args = CachedArgs(*args[:3], *mods, args.blocks, args.pages, scale, options)
+    out, lse, max_scores = attend_cached(args)
+    return ordered(out, args.query), lse, max_scores
 
 
 def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,10 +37,14 @@ class Chunk(NamedTuple):
 
 
 class Grids(NamedTuple):
-    """Which blocks are listed, [B', H', R, C] bool each; None: every key is left to mask_mod."""
+    """Which blocks are listed, [B', H', R, C] bool each; None: every key is left to mask_mod.
+
+    lengths: [B], keys of each batch that exist; None: all.
+    """
 
     partial: Tensor | None = None
     full: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 class _Rows(NamedTuple):
@@ -52,12 +56,13 @@ class _Rows(NamedTuple):
     grid: tuple[Tensor, ...]  # b, h, q_idx, kv_idx
 
 
-def attend(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
+def attend(args: AttentionArgs, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by definition: scores, score_mod, mask, softmax, combine.
 
     Args:
         args: see AttentionArgs. A key is visible to a query if its block is listed as full, or is
             listed as partial and mask_mod keeps it; without blocks, if mask_mod keeps it.
+        lengths: [B], keys of each batch that exist; all of them by default.
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype; lse [B, Hq, M], natural logarithm, -inf for rows that
@@ -65,7 +70,7 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
 
     Source: Dong et al. 2024, FlexAttention (arXiv 2412.05496), equation 2.
     """
-    grids = listed_blocks(args)
+    grids = listed_blocks(args)._replace(lengths=lengths)
     parts = [_attend_chunk(args, grids, chunk) for chunk in _chunks(args)]
     out, lse, max_scores = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
     return out, lse, max_scores.detach()
@@ -207,6 +212,8 @@ def _visible_keys(
             q_block = index[2] // int(args.options["q_block_size"])
             kv_block = index[3] // int(args.options["kv_block_size"])
             keep = combine(keep, _per_element(blocks, q_block, kv_block))
+    if grids.lengths is not None:
+        keep = keep & (index[3] < grids.lengths[:, None, None, None])
     return keep.expand(scores.shape)
 
 

@@ -42,6 +42,11 @@ def score_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> li
     return [torch.zeros((), dtype=dtype, device=device), *index_examples(device)]
 
 
+def key_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> list[Tensor]:
+    """Example inputs of a key_mod or value_mod without its captures: a number, b, h, kv_idx."""
+    return [torch.zeros((), dtype=dtype, device=device), *index_examples(device)[1:]]
+
+
 def joint_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> list[Tensor]:
     """Example inputs of a joint graph without captures: score, indices, the score's gradient."""
     return [*score_examples(device, dtype), torch.zeros((), dtype=dtype, device=device)]
@@ -77,6 +82,15 @@ def trace_mask(
         return trace_callable(
             mask_mod, [*index_examples(query.device), *map(capture_like, captures)]
         )
+
+
+def trace_key(
+    key_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]
+) -> fx.GraphModule:
+    """FX graph of (x, b, h, kv_idx, *captures) -> x, of a key_mod or a value_mod."""
+    with isolated_trace(query, *captures), IndexMode():
+        examples = [*key_examples(query.device, score_dtype(query)), *map(capture_like, captures)]
+        return trace_callable(key_mod, examples)
 
 
 class Joint(NamedTuple):

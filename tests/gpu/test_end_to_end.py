@@ -1,6 +1,6 @@
 """torch.compile on a GPU against the specification and against PyTorch's own flex_attention.
 
-pytest tests/gpu -q -n 8
+scripts/test tests/gpu: some 9 minutes on 16 cores with one GPU
 """
 
 from __future__ import annotations
@@ -135,10 +135,8 @@ def test_results_of_either_forward_kernel(case: Case, backend):
     try:
         with torch.no_grad():
             results = unpack(call(inputs.query, inputs.key, inputs.value))
-    except torch._inductor.exc.InductorError as error:
-        if OptionConflictError.__name__ not in str(error):
-            raise
-        pytest.skip(str(error).splitlines()[0])
+    except OptionConflictError as error:  # not wrapped by Inductor
+        pytest.skip(str(error))
     wanted = {"out": True, "lse": case.lse, "max_scores": case.max_scores}
     found = zip(wanted, results, strict=True)
     outcome = Outcome({name: value for name, value in found if wanted[name] and value is not None})

@@ -19,19 +19,23 @@ LAW: dict[str, set[str]] = {
     "compat": {"errors", "debug"},
     "tanh": {"errors", "compat"},
     "options": {"errors"},
-    "mods": {"errors", "tanh"},
+    "pages": set(),
+    "key_mods": {"pages", "errors"},
+    "mods": {"errors", "tanh", "key_mods"},
     "masks": {"mods", "errors"},
     "block_lists": set(),
     "block_mask": {"block_lists", "mods", "errors", "indexing", "compat"},
     "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
-    | {"tanh"},
+    | {"tanh", "key_mods"},
     "sinks": set(),
-    "paged": {"block_mask", "mods", "errors"},
+    "caches": {"pages", "key_mods", "ops"},
+    "paged": {"block_mask", "mods", "errors", "pages"},
     "row_tables": {"mods"},
     "packing": {"block_mask", "row_tables", "mods"},
     "nested_mask": {"block_mask", "row_tables", "mods", "errors", "compat"},
     "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
-    "attention": {"sinks", "ops", "nested", "block_mask", "mods", "options", "errors"},
+    "attention": {"sinks", "ops", "nested", "block_mask", "mods", "options", "errors"}
+    | {"caches", "pages", "key_mods"},
     "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
     "sdpa": {"attention", "nested", "packing", "row_tables", "block_mask", "masks", "mods", "ops"},
     "rotary": set(),
@@ -51,6 +55,7 @@ LAW: dict[str, set[str]] = {
         "templates",
         "debug",
         "compat",
+        "key_mods",
     },
     "report": {"options"},
     "explain": {"report", "attention", "block_mask", "block_lists", "ops", "lowering", "mods"}
@@ -59,7 +64,7 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "paged", "varlen", "nested_mask", "sdpa", "flash"},
+    | {"explain", "offline", "paged", "pages", "varlen", "nested_mask", "sdpa", "flash"},
 }
 
 

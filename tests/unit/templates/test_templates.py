@@ -12,9 +12,11 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import torch
 
 from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
+from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import KERNELS, part, source
 from tests.problems import problem
@@ -28,10 +30,12 @@ HOLES = {
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
-    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
+    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "hide", "load_async",
     "store_async", "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 
+# Kernels that read a cache, and which they are otherwise.
+CACHED = {"cached_forward": "forward", "cached_decode": "decode"}
 
 # What stands in the holes below.
 STUBS = {"ARGUMENTS", "OUT"}
@@ -105,7 +109,9 @@ def _constants(kernel: str) -> set[str]:
     tile = Tile(64, 64)
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
-    return set(kernels.constants(kernel, problem(), KernelOptions(), tile))  # type: ignore[arg-type]
+    of = problem(cache=Cache(16, torch.int8, torch.int8) if kernel in CACHED else None)
+    name = CACHED.get(kernel, kernel)
+    return set(kernels.constants(name, of, KernelOptions(), tile))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PARTS)

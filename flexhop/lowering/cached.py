@@ -1,0 +1,250 @@
+"""Lowering of `flexhop_cached_attention`: as forward.py, with keys that are read from a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop import debug
+from flexhop.compat import guards, inductor, inline
+from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
+from flexhop.indexing import IndexMode
+from flexhop.key_mods import noop_key
+from flexhop.lowering import chunked, kernels
+from flexhop.lowering.emit import Launch
+from flexhop.lowering.forward import choose, emit_forward
+from flexhop.lowering.indices import wrap_reads
+from flexhop.lowering.key_mods import is_exact, read_key_mod, scale_scores
+from flexhop.lowering.mods import ModFacts, index_ranges, lower_mods
+from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
+from flexhop.lowering.problem import Cache, Problem, read_device
+from flexhop.ops.args import CachedArgs
+from flexhop.ops.subgraphs import index_examples, trace_key
+
+aten = torch.ops.aten
+
+
+class Readers(NamedTuple):
+    """How a cache is read: what stays of the mods, and what went into scores and weights."""
+
+    score: fx.GraphModule
+    score_captures: list[Any]
+    key: fx.GraphModule
+    value: fx.GraphModule
+    value_factor: fx.GraphModule | None
+    cache: Cache
+
+
+def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
+    """Emit the kernel: (out, lse, max_scores)."""
+    args = CachedArgs(*operands)
+    if chunked.is_without_kernel(args.query):
+        return chunked.lower_cached_attention(*args)
+    captures = [inductor.realize(group) for group in args[11:]]
+    args = CachedArgs(*inductor.realize(args[:3]), *args[3:11], *captures)
+    guards.guard_aligned_strides(args[:3])
+    fakes = CachedArgs(*inline.fake_operands())
+    readers = read_mods(args, key_dtypes(fakes))
+    sizes = index_sizes(fakes)
+    device = inductor.device_of(args.query)
+    mods = lower_mods(
+        device, readers.score, args.mask_mod, (readers.score_captures, captures[1]), sizes
+    )
+    pages = inductor.realize(args.pages)
+    subgraphs = _lower_readers(args, readers, fakes, pages)
+    problem, options = _read_problem(args, readers.cache, mods.facts), user_options(args.options)
+    kernel = choose(args.query, problem, options)
+    if not kernels.has_tile(kernel, problem):
+        return chunked.lower_cached_attention(*operands)
+    used = [*readers.score_captures, *captures[1], *captures[2], *captures[3], *pages]
+    launch = Launch(problem, options, mods, used, tuple(subgraphs))
+    return emit_forward(args, launch, kernel)
+
+
+def key_dtypes(args: CachedArgs) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of query, key and value, which are tensors."""
+    return args.query.dtype, args.key.dtype, args.value.dtype
+
+
+def index_sizes(args: CachedArgs) -> tuple[Any, Any, Any, Any]:
+    """[B, Hq, M, N] of a call whose operands are tensors."""
+    batch, heads, length, _ = args.query.shape
+    keys: Any = args.key.size(2)
+    return batch, heads, length, keys * args.pages[0].size(1) if args.pages else keys
+
+
+def read_mods(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Readers:
+    """Divide the work of k_mod and v_mod among columns, scores and weights."""
+    dtype, key_dtype, value_dtype = dtypes
+    key, value = read_key_mod(args.key_mod), read_key_mod(args.value_mod)
+    score, captures = inductor.graph_module(args.score_mod), list(args.score_captures)
+    into_score = key.factor is not None and is_exact(key_dtype, dtype)
+    if key.factor is not None and into_score:
+        query: Any = args.query
+        group = _heads(query) // _heads(args.key)
+        score = scale_scores(score, key.factor, group)
+        captures += args.key_captures
+    # A weight in float16 has no room for a small factor.
+    into_weight = is_exact(value_dtype, dtype) and dtype != torch.float16
+    factor = value.factor if into_weight else None
+    cache = Cache(
+        page_size=_page_size(args), key_dtype=key_dtype, value_dtype=value_dtype,
+        has_key_mod=not (key.is_trivial or into_score),
+        has_value_mod=not (value.is_trivial or factor is not None),
+        has_value_factor=factor is not None,
+    )  # fmt: skip
+    return Readers(score, captures, key.graph, value.graph, factor, cache)
+
+
+def _size(tensor: Any, dim: int) -> int:
+    return (
+        tensor.size(dim) if isinstance(tensor, Tensor) else inductor.static(tensor.get_size()[dim])
+    )
+
+
+def _heads(tensor: Any) -> int:
+    return _size(tensor, 1)
+
+
+def _page_size(args: CachedArgs) -> int:
+    return _size(args.key, 2) if args.pages else 0
+
+
+class _Reader(NamedTuple):
+    """A function of a template: its graph, its inputs before captures, and its captures."""
+
+    name: str
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    captures: Sequence[Any] = ()
+
+
+def _lower_readers(
+    args: CachedArgs, readers: Readers, fakes: CachedArgs, pages: Sequence[Any]
+) -> list[Any]:
+    """Subgraphs 2 to 6 of the templates: k_mod, v_mod, its factor, the page table, lengths."""
+    batch, _, _, length = index_sizes(fakes)
+    sizes = {"b": batch, "h": fakes.key.size(1), "kv_idx": length}
+    found = [*_mod_readers(args, readers, fakes), *_page_readers(fakes, pages)]
+    if fakes.pages:
+        # The template hands the number of a page's entry to the page table as kv_idx.
+        found[3:4] = [found[3]._replace(inputs=("b", "entry"))]
+        sizes["entry"] = fakes.pages[0].size(1)
+    return [_lower_reader(reader, sizes, inductor.device_of(args.query)) for reader in found]
+
+
+def _lower_reader(reader: _Reader, sizes: dict[str, Any], device: torch.device) -> Any:
+    ranges = {
+        position: found
+        for position, name in enumerate(reader.inputs)
+        if name in sizes
+        for found in index_ranges(0, (sizes[name],)).values()
+    }
+    inputs = [
+        inductor.placeholder(
+            "kv_idx" if name == "entry" else name,
+            torch.int32 if name in sizes else torch.float32,
+            device,
+        )
+        for name in reader.inputs
+    ]
+    graph = wrap_reads(reader.graph, ranges)
+    (buffer,) = inductor.lower_pointwise(graph, [*inputs, *reader.captures], reader.name)
+    return buffer
+
+
+_KEY_INPUTS = ("x", "b", "h", "kv_idx")
+
+
+def _mod_readers(args: CachedArgs, readers: Readers, fakes: CachedArgs) -> list[_Reader]:
+    unused = trace_key(noop_key, fakes.query, ())
+    cache = readers.cache
+    key = _Reader("k_mod", unused, _KEY_INPUTS)
+    value = _Reader("v_mod", unused, _KEY_INPUTS)
+    factor = _Reader("v_mod", _trace(lambda b, h, kv_idx: kv_idx, fakes, 3, ()), _KEY_INPUTS[1:])
+    if cache.has_key_mod:
+        key = key._replace(graph=readers.key, captures=args.key_captures)
+    if cache.has_value_mod:
+        value = value._replace(graph=readers.value, captures=args.value_captures)
+    if readers.value_factor is not None:
+        factor = factor._replace(graph=readers.value_factor, captures=args.value_captures)
+    return [key, value, factor]
+
+
+def _page_readers(fakes: CachedArgs, pages: Sequence[Any]) -> list[_Reader]:
+    """The page of an entry of a sequence's table, and the number of its keys."""
+    if not pages:
+        unused = _trace(lambda b: b, fakes, 1, ())
+        entry = _trace(lambda b, entry: entry, fakes, 2, ())
+        return [_Reader("pages", entry, ("b", "kv_idx")), _Reader("lengths", unused, ("b",))]
+    page = _trace(lambda b, entry, table: table[b, entry], fakes, 2, fakes.pages[:1])
+    count = _trace(lambda b, table, lengths: lengths[b], fakes, 1, fakes.pages)
+    _clamp_count(count.graph, fakes)
+    return [
+        _Reader("pages", page, ("b", "kv_idx"), pages[:1]),
+        _Reader("lengths", count, ("b",), pages),
+    ]
+
+
+def _clamp_count(graph: fx.Graph, fakes: CachedArgs) -> None:
+    """Hold a number of keys between 0 and what the table has room for."""
+    output = graph.output_node()
+    table = graph.find_nodes(op="placeholder")[1]
+    width, page_size = fakes.pages[0].size(1), fakes.key.size(2)
+    with graph.inserting_before(output):
+        room: Any = width * page_size
+        if not isinstance(width, int):
+            columns = graph.call_function(aten.sym_size.int, (table, 1))
+            room = graph.call_function(operator.mul, (columns, page_size))
+        count = graph.call_function(aten.maximum.default, (output.args[0], 0))
+        output.args = (graph.call_function(aten.minimum.default, (count, room)),)
+
+
+def _trace(
+    function: Callable[..., Tensor], fakes: CachedArgs, indices: int, captures: Sequence[Tensor]
+) -> fx.GraphModule:
+    """FX graph of a function of indices and tensors."""
+    with isolated_trace(fakes.query, *captures), IndexMode():
+        examples = index_examples(fakes.query.device)[:indices]
+        return trace_callable(function, [*examples, *map(capture_like, captures)])
+
+
+def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
+    """The facts of a call whose operands are IR."""
+    hint, static = inductor.hint, inductor.static
+    query: Any = args.query
+    value: Any = args.value
+    batch, heads, query_len, head_dim = query.get_size()
+    kv_batch, kv_heads, key_len, value_dim = value.get_size()
+    varies = not inductor.is_constant(key_len)
+    if args.pages:
+        table: Any = args.pages[0]
+        width = table.get_size()[1]
+        kv_batch, key_len, varies = 1, key_len * width, not inductor.is_constant(width)
+    sizes = Sizes(
+        (hint(batch), static(heads), hint(query_len), static(head_dim)),
+        (hint(kv_batch), static(kv_heads), hint(key_len), static(value_dim)),
+        is_query_multiple=lambda n: inductor.is_multiple(query_len, n),
+        is_key_multiple=lambda n: not args.pages and inductor.is_multiple(key_len, n),
+        key_len_varies=varies,
+    )
+    device = read_device(query.get_device())
+    problem = make_problem(args, sizes, device, query.get_dtype(), mods)
+    problem = as_cached(problem, cache)
+    debug.show("problem", "forward", lambda: describe_problem(problem))
+    return problem
+
+
+def as_cached(problem: Problem, cache: Cache) -> Problem:
+    """The facts of a call that reads a cache; all batches share its pages."""
+    shared = problem.kv_batch_shared or cache.page_size > 0
+    return dataclasses.replace(
+        problem, cache=cache, kv_batch_shared=shared,
+        bulk_obstacle="it copies keys as they lie, and these are "
+        + ("in pages" if cache.page_size else "converted when they are read"),
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""What a cache changes in the choice of a kernel: pure functions of its facts."""
+
+from __future__ import annotations
+
+import torch
+
+from flexhop.lowering.constants import CacheConstants
+from flexhop.lowering.problem import Cache, Device, Problem
+from flexhop.options import Tile
+
+# Tiles are cut to pages of this many keys and more, so that a page is looked up once; smaller
+# tiles would cost more than to look up the page of every key.
+_SMALLEST_PAGE = 64
+
+
+def wants_one_page(cache: Cache) -> bool:
+    """Whether tiles should not reach beyond a page."""
+    return cache.page_size >= _SMALLEST_PAGE and cache.page_size % _SMALLEST_PAGE == 0
+
+
+def lacks_type(device: Device, dtype: torch.dtype) -> bool:
+    """Whether Triton has no such numbers on a device; kernels then read their bits."""
+    return dtype == torch.float8_e4m3fn and device.capability < (8, 9)
+
+
+def constants(problem: Problem, cache: Cache, tile: Tile) -> CacheConstants:
+    """Constants of the functions that read the cache."""
+    block = tile.block_n if problem.blocks is None else problem.blocks.kv_size
+    fits = cache.page_size > 0 and cache.page_size % tile.block_n == 0
+    return CacheConstants(
+        PAGE_SIZE=cache.page_size,
+        ONE_PAGE=fits and block % tile.block_n == 0,
+        HAS_KEY_MOD=cache.has_key_mod,
+        HAS_VALUE_MOD=cache.has_value_mod,
+        HAS_VALUE_FACTOR=cache.has_value_factor,
+        KEY_AS_BITS=lacks_type(problem.device, cache.key_dtype),
+        VALUE_AS_BITS=lacks_type(problem.device, cache.value_dtype),
+    )
+
+
+def loop_memory(cache: Cache, elements: tuple[int, int], itemsize: int, tile: Tile) -> int:
+    """Bytes of shared memory for tiles of key and value on their way.
+
+    Args:
+        cache: where they come from.
+        elements: of a tile of keys, and of one of values.
+        itemsize: bytes of an element of query, which they become.
+        tile: says how many are on their way.
+    """
+    stored = (cache.key_dtype.itemsize, cache.value_dtype.itemsize)
+    total = sum(n * size * tile.num_stages for n, size in zip(elements, stored, strict=True))
+    converts = cache.has_key_mod or cache.has_value_mod or stored != (itemsize, itemsize)
+    return total + (sum(elements) * itemsize if converts else 0)

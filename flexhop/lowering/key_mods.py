@@ -1,0 +1,146 @@
+"""k_mod and v_mod as graphs: what they are, and what can be taken out of the loop over columns.
+
+A mod that multiplies by a number that is the same for all columns of a key, such as a scale, need
+not multiply each column: the score is multiplied by it, or the weight of a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from flexhop.compat import inductor
+from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+_TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default)
+NUM_KEY_INPUTS = 4  # x, b, h, kv_idx
+# Whose every number bfloat16 and float16 hold.
+_EXACT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class KeyModGraph(NamedTuple):
+    """A k_mod or v_mod.
+
+    graph: (x, b, h, kv_idx, *captures) -> x. factor: (b, h, kv_idx, *captures) -> number, if
+    multiplying by it is all that the mod does. is_trivial: whether it returns x.
+    """
+
+    graph: fx.GraphModule
+    factor: fx.GraphModule | None
+    is_trivial: bool
+
+
+def read_key_mod(mod: Any) -> KeyModGraph:
+    """Take a mod apart."""
+    graph = inductor.graph_module(mod)
+    x = graph.graph.find_nodes(op="placeholder")[0]
+    result = _value_of(_output(graph))
+    if result is x:
+        return KeyModGraph(graph, None, True)
+    return KeyModGraph(graph, _factor(graph, x, result), False)
+
+
+def is_exact(stored: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether numbers that are stored in one dtype are the same in the other."""
+    return stored in (*_EXACT, dtype)
+
+
+def _output(graph: fx.GraphModule) -> Any:
+    result = graph.graph.output_node().args[0]
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _value_of(node: Any) -> Any:
+    while isinstance(node, fx.Node) and _hands_on(node):
+        node = node.args[0]
+    return node
+
+
+def _hands_on(node: fx.Node) -> bool:
+    is_same = node.target is convert and node.args[1] == torch.float32
+    return node.target in _TRANSPARENT or is_same
+
+
+def _factor(graph: fx.GraphModule, x: fx.Node, result: Any) -> fx.GraphModule | None:
+    if not isinstance(result, fx.Node) or result.target is not aten.mul.Tensor:
+        return None
+    left, right = result.args[:2]
+    for one, other in ((left, right), (right, left)):
+        if _value_of(one) is x and not _reaches(other, x):
+            return _graph_of(graph, other)
+    return None
+
+
+def _reaches(node: Any, root: fx.Node) -> bool:
+    pending: list[Any] = [node]
+    seen: set[fx.Node] = set()
+    while pending:
+        current = pending.pop()
+        if current is root:
+            return True
+        if isinstance(current, fx.Node) and current not in seen:
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return False
+
+
+def _graph_of(graph: fx.GraphModule, factor: Any) -> fx.GraphModule:
+    """The function (b, h, kv_idx, *captures) -> factor, fp32."""
+    part = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    part.graph_copy(graph.graph, known)
+    x = graph.graph.find_nodes(op="placeholder")[0]
+    example = x.meta["val"]
+    if isinstance(factor, fx.Node):
+        result = part.call_function(convert, (known[factor], torch.float32))
+    else:
+        options = {"dtype": torch.float32, "device": example.device}
+        result = part.call_function(aten.full.default, ([], factor), options)
+    result.meta["val"] = example
+    part.output(result)
+    module = fx.GraphModule(graph, part)
+    module.graph.eliminate_dead_code()
+    module.graph.erase_node(known[x])
+    module.recompile()
+    return module
+
+
+def scale_scores(score: fx.GraphModule, factor: fx.GraphModule, group: int) -> fx.GraphModule:
+    """score_mod(score * factor(b, h // group, kv_idx), ...), captures of the factor last."""
+    part = fx.Graph()
+    inputs = score.graph.find_nodes(op="placeholder")
+    own = [_input(part, node, node.name) for node in inputs]
+    first, b, h, _, kv_idx = own[:NUM_SCORE_INPUTS]
+    needed = factor.graph.find_nodes(op="placeholder")
+    captures = [_input(part, node, f"of_key_{i}") for i, node in enumerate(needed[3:])]
+    key_head = h
+    if group > 1:
+        division = (aten.div.Tensor_mode, (h, group), {"rounding_mode": "floor"})
+        key_head = part.call_function(*division)
+        key_head.meta["val"] = h.meta["val"]
+    number = _inline(part, factor, [b, key_head, kv_idx, *captures])
+    scaled = part.call_function(aten.mul.Tensor, (first, number))
+    scaled.meta["val"] = first.meta["val"]
+    part.output(_inline(part, score, [scaled, *own[1:]]))
+    return fx.GraphModule(score, part)
+
+
+def _input(graph: fx.Graph, like: fx.Node, name: str) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta = dict(like.meta)
+    return node
+
+
+def _inline(part: fx.Graph, module: fx.GraphModule, inputs: list[fx.Node]) -> Any:
+    """Copy a function's nodes behind those of `part`; its result."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    known = dict(zip(placeholders, inputs, strict=True))
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            known[node] = part.node_copy(node, known.__getitem__)
+    result = _output(module)
+    return known[result] if isinstance(result, fx.Node) else result

@@ -1,0 +1,115 @@
+"""The operator `flexhop_cached_attention` and its dispatch rules: forward only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import hop
+from flexhop.errors import CaptureMutationError, VmapError
+from flexhop.indexing import IndexMode
+from flexhop.ops.args import CachedArgs
+from flexhop.ops.cached_call import gradient_refusal
+from flexhop.ops.cached_eager import attend_cached
+from flexhop.ops.eager import accumulate_dtype
+from flexhop.ops.layout import empty_ordered, ordered
+from flexhop.ops.subgraphs import (
+    index_examples,
+    key_examples,
+    needs_grad,
+    score_dtype,
+    score_examples,
+)
+
+MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
+cached_attention = hop.Operator("flexhop_cached_attention", CachedArgs, MODS)
+
+
+def examples(*operands: Any) -> tuple[list[Any], ...]:
+    """Example inputs of the four mods."""
+    args = CachedArgs(*operands)
+    device, dtype = args.query.device, score_dtype(args.query)
+    return (
+        [*score_examples(device, dtype), *args.score_captures],
+        [*index_examples(device), *args.mask_captures],
+        [*key_examples(device, dtype), *args.key_captures],
+        [*key_examples(device, dtype), *args.value_captures],
+    )
+
+
+@hop.register_dense(cached_attention)
+def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    args = CachedArgs(*operands)
+    out, lse, max_scores = attend_cached(args)
+    if not args.options.get("return_max"):
+        max_scores = lse.new_empty(0)
+    return ordered(out, args.query), lse.contiguous(), max_scores
+
+
+@hop.register_fake(cached_attention)
+def _fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    args = CachedArgs(*operands)
+    batch, heads, length, _ = args.query.shape
+    out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
+    lse = args.query.new_empty((batch, heads, length), dtype=accumulate_dtype(args.query.dtype))
+    max_scores = torch.empty_like(lse) if args.options.get("return_max") else lse.new_empty(0)
+    return out, lse, max_scores
+
+
+hop.register_proxy(
+    cached_attention,
+    ("flexhop_score", "flexhop_mask", "flexhop_key", "flexhop_value"),
+    examples,
+    IndexMode,
+)
+
+
+def _refuse_mutation(pre_dispatch: bool, *operands: Any) -> None:
+    """Functionalization would silently drop a write to a capture."""
+    args: Any = CachedArgs(*operands)
+    for name, example in zip(MODS, examples(*operands), strict=True):
+        with IndexMode():
+            if hop.has_input_mutation(getattr(args, name), example, pre_dispatch):
+                raise CaptureMutationError(mod=name, location="its body")
+
+
+hop.register_functionalize(cached_attention, _refuse_mutation)
+hop.register_checkpoint(cached_attention)
+
+
+def cast_cached(dtype: torch.dtype, operands: tuple[Any, ...]) -> CachedArgs:
+    """Query in autocast's dtype, and a cache that has query's."""
+    args = CachedArgs(*operands)
+    alike = [t.to(dtype) if t.dtype == args.query.dtype else t for t in (args.key, args.value)]
+    return args._replace(query=args.query.to(dtype), key=alike[0], value=alike[1])
+
+
+hop.register_autocast(cached_attention, cast_cached)
+
+
+@cached_attention.py_autograd_impl
+def _autograd(*operands: Any) -> Any:
+    if torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands))):
+        raise gradient_refusal()
+    with hop.below_autograd():
+        return cached_attention(*operands)
+
+
+hop.register_refusal(cached_attention, "Grad", gradient_refusal)
+hop.register_refusal(cached_attention, "Jvp", gradient_refusal)
+hop.register_refusal(
+    cached_attention, "Vmap", lambda: VmapError(argument="page_table, k_mod or v_mod")
+)
+
+
+def _count(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
+    """Two matrix products over all that the pages hold."""
+    batch, heads, length, width = query.shape
+    pages = rest[5]
+    keys = pages[0].size(1) * key.size(2) if pages else key.size(2)
+    return 2 * batch * heads * length * keys * (width + value.size(3))
+
+
+hop.register_flops(cached_attention, _count)

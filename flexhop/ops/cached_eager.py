@@ -1,0 +1,70 @@
+"""Attention to a cache by definition: put the keys in order, apply their mods, then attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.indexing import IndexMode
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.eager import accumulate_dtype, attend
+
+
+def attend_cached(args: CachedArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """As `eager.attend`, with keys from a cache and numbers that key_mod and value_mod make."""
+    return attend(ordered_args(args), lengths_of(args))
+
+
+def lengths_of(args: CachedArgs) -> Tensor | None:
+    """[B], keys of each sequence; None if all exist."""
+    return args.pages[1] if args.pages else None
+
+
+def ordered_args(args: CachedArgs) -> AttentionArgs:
+    """The same call with keys in order, [B, Hkv, N, D], in the dtype of query."""
+    key = _in_order(args, args.key, args.key_mod, args.key_captures)
+    value = _in_order(args, args.value, args.value_mod, args.value_captures)
+    return AttentionArgs(
+        args.query, key, value, args.score_mod, args.mask_mod, args.blocks, args.scale,
+        args.options, args.score_captures, args.mask_captures,
+    )  # fmt: skip
+
+
+def _in_order(
+    args: CachedArgs, cache: Tensor, mod: Callable[..., Tensor], captures: tuple[Any, ...]
+) -> Tensor:
+    live = None
+    if args.pages:
+        cache, live = _gather(cache, *args.pages)
+    wide = cache.to(accumulate_dtype(args.query.dtype))
+    wide = wide.expand(args.query.size(0), -1, -1, -1)
+    result = _over_numbers(mod, wide, captures).to(args.query.dtype)
+    # What is no key has weight 0, and would still make a NaN of a sum if it were one.
+    return result if live is None else torch.where(live, result, 0.0)
+
+
+def _gather(cache: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of each sequence, [B, Hkv, N, D], and which of these rows are keys, [B, 1, N, 1]."""
+    page_size = cache.size(2)
+    position = torch.arange(table.size(1) * page_size, device=cache.device)
+    live = position < lengths[:, None]
+    page = torch.where(live, table[:, position // page_size], 0).clamp(0, cache.size(0) - 1)
+    # Bytes, because not every operator knows numbers of 8 bits.
+    rows = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+    rows = rows[page, :, position % page_size]
+    return rows.view(cache.dtype).transpose(1, 2), live[:, None, :, None]
+
+
+def _over_numbers(mod: Callable[..., Tensor], x: Tensor, captures: tuple[Any, ...]) -> Tensor:
+    """mod(x, b, h, kv_idx, *captures) for every number of [B, Hkv, N, D]."""
+    index = [torch.arange(n, device=x.device, dtype=torch.int32) for n in x.shape[:3]]
+    rest = [None] * len(captures)
+    mapped = torch.vmap(mod, in_dims=(0, None, None, None, *rest))  # over columns
+    for position in reversed(range(3)):
+        dims = [0 if i == position else None for i in range(3)]
+        mapped = torch.vmap(mapped, in_dims=(0, *dims, *rest))
+    with IndexMode():
+        return mapped(x, *index, *captures)

@@ -1,0 +1,144 @@
+"""Packed and nested sequences on a GPU, forward and backward, against the dense formula."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import flexhop
+from tests.packed_dense import between, distances, judge, sequence_and_place
+from tests.varlen_cases import (
+    CASES,
+    Packed,
+    call_arguments,
+    make_operands,
+    make_score,
+    mask_mod,
+    offsets,
+    packed_call,
+    used_keys,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+SIZES = [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 32)]
+LONG = Packed((1000, 3, 700, 0, 129, 216, 2000), heads=4, kv_heads=2)
+
+
+def visible_keys(case: Packed) -> torch.Tensor:
+    """[T, U], from the lengths and options alone."""
+    tokens = sum(case.queries) + case.padding
+    used = case.key_lengths if case.used is None else case.used
+    of_q, at_q = sequence_and_place(case.queries, tokens, "cuda")
+    of_k, at_k = sequence_and_place(case.key_lengths, sum(case.key_lengths), "cuda")
+    counted = used if case.bottom_right else None
+    ahead, same = distances(case.queries, case.key_lengths, tokens, "cuda", counted)
+    left, right = case.window
+    kept = between(ahead, same, left, 0 if case.causal else right)
+    kept = kept & (at_k < torch.tensor(used, device="cuda")[of_k])
+    if case.mask:
+        kept = kept & mask_mod(of_q[:, None], 0, at_q[:, None], at_k)
+    return kept
+
+
+def local_score(case: Packed, leaves: dict[str, torch.Tensor]):
+    """score_mod of the case in packed positions."""
+    if not case.score:
+        return None
+    tokens = sum(case.queries) + case.padding
+    of_q, at_q = sequence_and_place(case.queries, tokens, "cuda")
+    at_k = sequence_and_place(case.key_lengths, sum(case.key_lengths), "cuda")[1]
+    local = make_score(leaves["slopes"])
+    return lambda s, b, h, q, k: local(s, of_q.clamp(min=0)[q], h, at_q[q], at_k[k])
+
+
+def check_packed(case: Packed, dtype: torch.dtype, call) -> None:
+    """Judge out, lse and gradients of one compiled call."""
+    operands = make_operands(case, dtype, "cuda")
+    out, aux = call(*call_arguments(case, operands))
+    (out * operands.grad).sum().backward()
+    found = {"out": out, "lse": aux.lse}
+    found |= {name: leaf.grad for name, leaf in operands.leaves.items() if leaf.grad is not None}
+    judge(
+        found, operands.leaves, visible_keys(case), lambda leaves: local_score(case, leaves),
+        operands.grad, case.head_dim**-0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "width"), SIZES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_varlen(name, dtype, width):
+    torch.set_float32_matmul_precision("highest")
+    case = CASES[name]
+    # More heads than where each is computed alone: errors are judged by their mean.
+    more = {"heads": 4 * case.heads, "kv_heads": 4 * case.kv_heads, "head_dim": width}
+    case = dataclasses.replace(case, **more)
+    call = torch.compile(packed_call(case, used_keys(case, "cuda")), fullgraph=True)
+    check_packed(case, dtype, call)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (300, None)], ids=str)
+def test_long_sequences(causal, window):
+    case = dataclasses.replace(LONG, head_dim=128, causal=causal, window=window)
+    check_packed(case, torch.bfloat16, torch.compile(packed_call(case), fullgraph=True))
+
+
+def test_new_lengths_run_the_same_kernels():
+    call = torch.compile(packed_call(LONG), fullgraph=True, dynamic=True)
+    for lengths in ((1000, 48), (500, 3, 900), (129,) * 9):
+        case = dataclasses.replace(LONG, queries=lengths, head_dim=64)
+        check_packed(case, torch.bfloat16, call)
+
+
+def test_ten_thousand_sequences():
+    """Against the same sequences, a thousand at a time."""
+    lengths = tuple(1 + 7 * number % 50 for number in range(10_000))
+    case = Packed(lengths, heads=2, kv_heads=1, head_dim=64, causal=True)
+    operands = make_operands(case, torch.bfloat16, "cuda")
+    query, key, value = (operands.query, operands.key, operands.value)
+    call = torch.compile(packed_call(case), dynamic=True)
+    out, _ = call(*call_arguments(case, operands))
+    first = 0
+    for number in range(0, len(lengths), 1000):
+        part = dataclasses.replace(case, queries=lengths[number : number + 1000])
+        span = slice(first, first + sum(part.queries))
+        few = offsets(part.queries, "cuda")
+        expected, _ = call(query[span], key[span], value[span], operands.slopes, few)
+        torch.testing.assert_close(out[span], expected, rtol=0, atol=2e-2)
+        first = span.stop
+
+
+def jagged(tokens: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] as [S, H, ragged, D]."""
+    return torch.nested.nested_tensor_from_jagged(tokens, cut).transpose(1, 2)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["alike", "causal", "cross"])
+def test_nested(name, width):
+    case = dataclasses.replace(CASES[name], head_dim=width, padding=0)
+    operands = make_operands(case, torch.bfloat16, "cuda")
+    leaves = [operands.query, operands.key, operands.value]
+    cuts = [offsets(case.queries, "cuda").long(), *[offsets(case.key_lengths, "cuda").long()] * 2]
+
+    def call(*leaves):
+        nested = [jagged(leaf, cut) for leaf, cut in zip(leaves, cuts, strict=True)]
+        if case.keys is None:
+            out = flexhop.scaled_dot_product_attention(*nested, is_causal=case.causal)
+        else:
+            out = flexhop.flex_attention(*nested)
+        return out.transpose(1, 2).values()
+
+    out = torch.compile(call)(*leaves)
+    (out * operands.grad).sum().backward()
+    found = {"out": out}
+    found |= {n: leaf.grad for n, leaf in operands.leaves.items() if leaf.grad is not None}
+    named = dict(zip(("query", "key", "value"), leaves, strict=True))
+    visible = visible_keys(case)
+    judge(found, named, visible, lambda _: None, operands.grad, width**-0.5)
