@@ -286,6 +286,11 @@ def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
             "Gradients of captured tensors are added up by atomics in grad_query: their rounding "
             "differs from run to run."
         )
+    if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
+        notes.append(
+            "The gradient of query is added up in fp32 in no fixed order: its last bits differ "
+            "from run to run. torch.use_deterministic_algorithms(True) takes the portable kernels."
+        )
     if found.joint is not None and mask is not None and not args.options["has_q_blocks"]:
         notes.append("The mask has no query lists: the backward pass raises an error.")
     if mask is not None and mask.density == 1.0:

@@ -14,7 +14,7 @@ Options that several functions share:
 - softcap: above 0, scores become softcap * tanh(score / softcap).
 - alibi_slopes: [H], or [B, H] with a row per sequence; then slope * |i + N - M - j| is subtracted
   from the (capped) score of query i and key j. Slopes get no gradient.
-- deterministic: changes nothing; gradients of q, k and v are always repeatable bit by bit.
+- deterministic: gradients repeat bit by bit; on Hopper GPUs that of q does not otherwise.
 - return_attn_probs: also return the logarithm of the softmax's sum, fp32, and with dropout_p the
   weights of the softmax, negative where they are dropped: [B, Hq, M, N], or of sequences
   [S, Hq, max_seqlen_q, max_seqlen_k], which is for tests only. Without dropout None.
@@ -85,8 +85,9 @@ def flash_attn_func(
         out [B, M, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, M] fp32, weights or None).
     """
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     return _attend_dense(q, k, v, options)
 
 
@@ -116,8 +117,9 @@ def flash_attn_kvpacked_func(
     if mistake is not None:
         return refuse(q, q, q, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     return _attend_dense(q, kv[:, :, 0], kv[:, :, 1], options)
 
 
@@ -146,8 +148,9 @@ def flash_attn_qkvpacked_func(
     if mistake is not None:
         return refuse(qkv, qkv, qkv, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     return _attend_dense(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options)
 
 
@@ -185,8 +188,9 @@ def flash_attn_varlen_func(
         out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, weights or None).
     """
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     if block_table is not None:
         call = PagedCall(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table)
         mistake = paged_mistake(call)
@@ -231,8 +235,9 @@ def flash_attn_varlen_kvpacked_func(
     if mistake is not None:
         return refuse(q, q, q, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
     return _attend_packed((q, kv[:, 0], kv[:, 1]), (cu_seqlens_q, cu_seqlens_k), longest, options)
 
@@ -265,8 +270,9 @@ def flash_attn_varlen_qkvpacked_func(
     if mistake is not None:
         return refuse(qkv, qkv, qkv, mistake)
     options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        deterministic,
+    )  # fmt: skip
     operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2])
     return _attend_packed(operands, (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), options)
 
@@ -283,8 +289,8 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
     dropout = options.dropout(q)
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     result = attend(
-        query, key, value, score_mod, block_mask, options.softmax_scale, True, False, None,
-        AuxRequest(lse=options.return_attn_probs), dropout=dropout,
+        query, key, value, score_mod, block_mask, options.softmax_scale, True, False,
+        options.kernel_options, AuxRequest(lse=options.return_attn_probs), dropout=dropout,
     )  # fmt: skip
     out, aux = cast(tuple[Tensor, AuxOutput], result)
     out = out.transpose(1, 2)
@@ -327,7 +333,8 @@ def _attend_packed(
         result = varlen_attention(
             *operands, offsets_q, offsets_k, score_mod=score_mod, window_size=options.reach,
             max_seqlen_q=longest[0], max_seqlen_k=longest[1], scale=options.softmax_scale,
-            enable_gqa=True, return_aux=AuxRequest(lse=options.return_attn_probs),
+            enable_gqa=True, kernel_options=options.kernel_options,
+            return_aux=AuxRequest(lse=options.return_attn_probs),
             dropout_p=drop.p, dropout_seed=drop.seed,
         )  # fmt: skip
         return cast(tuple[Tensor, AuxOutput], result)

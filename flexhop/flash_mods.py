@@ -14,6 +14,7 @@ from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.dropout import Dropout, dropout_seed
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
+from flexhop.options import KernelOptions
 
 BLOCK = 128
 
@@ -28,6 +29,12 @@ class Options(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None
     return_attn_probs: bool
+    deterministic: bool = False
+
+    @property
+    def kernel_options(self) -> KernelOptions:
+        """What of it is about the kernels."""
+        return KernelOptions(deterministic=self.deterministic)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

@@ -52,6 +52,7 @@ _FIELD_RULES = {
     "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
     "prescale_qk": _FLAG,
     "rows_guaranteed_safe": _FLAG,
+    "deterministic": _FLAG,
 }
 
 
@@ -128,7 +129,8 @@ class KernelOptions:
 
     Args:
         backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton;
-            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve.
+            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve,
+            and their backward kernel wherever it serves.
         forward: tile of the forward kernel; None lets flexhop choose.
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.
@@ -142,6 +144,8 @@ class KernelOptions:
             once more in half precision.
         rows_guaranteed_safe: your promise that every query sees at least one key, which saves
             the check for empty rows. A broken promise gives NaN.
+        deterministic: gradients are the same bits in every run, as
+            torch.use_deterministic_algorithms(True) demands of everything.
 
     Raises:
         OptionValueError: a value outside its range.
@@ -158,6 +162,7 @@ class KernelOptions:
     float32_precision: Literal["ieee", "tf32"] | None = None
     prescale_qk: bool = False
     rows_guaranteed_safe: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, rule in _FIELD_RULES.items():
@@ -269,7 +274,6 @@ class FlexKernelOptions(TypedDict, total=False):
 
 
 # PyTorch's names, and where each goes in ours.
-
 _GRADS: tuple[Pass, ...] = ("grad_query", "grad_key_value")
 _TORCH_TILE_NAMES: dict[str, tuple[str, tuple[Pass, ...]]] = {
     "BLOCK_M": ("block_m", ("forward",)),
@@ -295,13 +299,9 @@ _TORCH_BACKEND = _Rule(
     tuple(_TORCH_BACKENDS), "'AUTO', 'TRITON' or 'TRITON_DECODE', the backends of flexhop"
 )
 _TORCH_IGNORED = (
-    "BLOCKS_ARE_CONTIGUOUS",
-    "WRITE_DQ",
-    "USE_TMA",
-    "kpack",
-    "matrix_instr_nonkdim",
-    "waves_per_eu",
-)
+    "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "USE_TMA",
+    "kpack", "matrix_instr_nonkdim", "waves_per_eu",
+)  # fmt: skip
 _FORCE_FORWARD = "FORCE_USE_FLEX_ATTENTION"
 _DIRECTIONS: dict[str, tuple[Pass, ...]] = {"fwd_": ("forward", "decode"), "bwd_": _GRADS}
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat import inductor
 
-__all__ = ["keep_apart", "make_template", "suits_bulk_copies"]
+__all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 
 _BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in such units
 
@@ -27,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
-from flexhop.compat.gluon_runtime import hide, load_async, store_async, tanh
+from flexhop.compat.gluon_runtime import add_async, hide, load_async, store_async, tanh
 """
 
 
@@ -126,3 +128,9 @@ def suits_bulk_copies(value: Any) -> bool:
         and inductor.is_multiple(value.get_layout().offset, unit)
         and all(inductor.is_multiple(stride, unit) and stride != 0 for stride in strides)
     )
+
+
+def fill_up(length: Any, multiple: int) -> Any:
+    """What is missing from a length to the next multiple."""
+    length = sympy.sympify(length)
+    return FloorDiv(length + multiple - 1, multiple) * multiple - length

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch._inductor.runtime import triton_heuristics
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["hide", "load_async", "store_async", "tanh"]
+__all__ = ["add_async", "hide", "load_async", "store_async", "tanh"]
 
 
 class _SourceByDialect:
@@ -41,6 +43,15 @@ _install()
 # Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def add_async(tensor: Any, coordinates: Any, source: Any, _semantic: Any = None) -> None:
+    """Start to add a tile of shared memory to a tensor; its language has no name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coordinates, source.handle
+    )
 
 
 @gluon.jit

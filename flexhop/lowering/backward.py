@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor, inline
-from flexhop.lowering import chunked, exact, kernels
+from flexhop.lowering import backward_hopper, chunked, exact, kernels
+from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import index_dependence, is_additive, lower_joint, lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
@@ -20,7 +21,7 @@ _MANY_READS = 64  # scores per entry of a captured tensor
 
 
 def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
-    """Emit both backward kernels: (grad_query, grad_key, grad_value, captured gradients)."""
+    """Emit the backward kernels: (grad_query, grad_key, grad_value, captured gradients)."""
     args = BackwardArgs(*operands)
     if chunked.is_without_kernel(args.query):
         return chunked.lower_attention_backward(*args)
@@ -35,13 +36,19 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     problem = dataclasses.replace(
         read_problem(args, mods), has_score_grad=not is_additive(args.joint)
     )
+    options = user_options(args.options)
+    is_hopper = choose_grad_dialect(problem, options).name == "hopper"
     needed = ("grad_query", *kernels.key_value_kernels(problem))
-    if not all(kernels.has_tile(kernel, problem) for kernel in needed):
+    if not is_hopper and not all(kernels.has_tile(kernel, problem) for kernel in needed):
         return chunked.lower_attention_backward(*operands)
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
     captured, sites = _scatter_sites(args)
     captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, user_options(args.options), mods, captures, seed_input(args))
+    launch = Launch(problem, options, mods, captures, seed=seed_input(args))
+    if is_hopper:
+        layouts = (_like(key, 1).layout, _like(value, 2).layout)
+        args = args._replace(grad_out=grad_out)
+        return (*backward_hopper.emit_gradients(launch, args, joint[:1], layouts), [])
 
     delta = _delta(args)
     operands = (query, key, value, inductor.contiguous(args.lse), delta, grad_out)

@@ -1,12 +1,13 @@
-"""The decision: the portable forward kernel, or the one that is made for this GPU."""
+"""The decision: the portable kernels, or those that are made for this GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import hopper
+from flexhop.lowering import hopper, hopper_grad
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
@@ -14,7 +15,7 @@ Name = Literal["triton", "hopper"]
 
 
 class Dialect(NamedTuple):
-    """Which of the forward kernels. reason: why not the Hopper kernel; empty if it is."""
+    """Which of the kernels. reason: why not the Hopper kernel; empty if it is."""
 
     name: Name
     reason: str
@@ -28,12 +29,25 @@ def choose_dialect(problem: Problem, options: KernelOptions) -> Dialect:
     """
     if options.backend == "triton":
         return Dialect("triton", "kernel_options say 'triton'")
-    reason = next(iter(_obstacles(problem, options)), "")
+    reason = _first(hopper.obstacles(problem, options))
     if reason and options.backend == "hopper":
         raise OptionConflictError(first="backend='hopper'", second="this call", reason=reason)
     return Dialect("triton", reason) if reason else Dialect("hopper", "")
 
 
-def _obstacles(problem: Problem, options: KernelOptions) -> list[str]:
-    versions = gluon_versions.obstacle()
-    return [*hopper.obstacles(problem, options), *([versions] if versions else [])]
+def choose_grad_dialect(problem: Problem, options: KernelOptions) -> Dialect:
+    """The dialect of the backward kernels.
+
+    backend="hopper" demands the forward kernel; its gradients come from the Hopper kernel wherever
+    that serves, also where it is likely to be slower.
+    """
+    if options.backend == "triton":
+        return Dialect("triton", "kernel_options say 'triton'")
+    reason = _first(hopper_grad.obstacles(problem, options))
+    if not reason and options.backend == "auto":
+        reason = next(hopper_grad.slower(problem), "")
+    return Dialect("triton", reason) if reason else Dialect("hopper", "")
+
+
+def _first(obstacles: Iterator[str]) -> str:
+    return next(obstacles, "") or gluon_versions.obstacle()

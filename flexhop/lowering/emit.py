@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from flexhop.compat import gluon, inductor
 from flexhop.compat.cache_template import CacheTemplate
-from flexhop.lowering import hopper, kernels
+from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
-from flexhop.lowering.plan import show_hopper_plan, show_plan
+from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
 from flexhop.ops.dropout import threshold
@@ -61,6 +61,14 @@ def _persistent_grid(
     return (min(programs, cdiv(length, meta["BLOCK_M"]) * batch * heads), 1, 1)
 
 
+def _persistent_key_grid(
+    batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
+    *, cdiv: Any, min: Any,
+) -> tuple[Any, int, int]:  # fmt: skip
+    """As _persistent_grid, over tiles of keys."""
+    return (min(programs, cdiv(length, meta["BLOCK_N"]) * batch * heads), 1, 1)
+
+
 _KERNELS: dict[str, tuple[Any, str]] = {  # grid and template
     **{name: (_query_grid, name) for name in ("forward", "grad_query")},
     "decode": (_decode_grid, "decode"),
@@ -68,7 +76,13 @@ _KERNELS: dict[str, tuple[Any, str]] = {  # grid and template
     "cached_decode": (_decode_grid, "cached_decode"),
     **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), (_key_grid, "grad_key_value")),
 }
-_HOPPER = gluon.make_template("flexhop_hopper_forward", _persistent_grid, source("hopper_forward"))
+_HOPPER = {
+    name: gluon.make_template(f"flexhop_{name}", grid, source(name))
+    for name, grid in (
+        ("hopper_forward", _persistent_grid),
+        ("hopper_backward", _persistent_key_grid),
+    )
+}
 
 
 @functools.cache
@@ -169,21 +183,41 @@ class Launch(NamedTuple):
             inputs: of its template, the block lists last.
             output: what it stores; sizes are those of query.
         """
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask])
         tile = hopper.table_tile(self.problem)
         show_hopper_plan(self.problem, self.options, tile)
-        constants = dataclasses.asdict(hopper.constants(self.problem, self.options, tile))
+        constants = hopper.constants(self.problem, self.options, tile)
+        return self._emit_gluon("hopper_forward", inputs, output, constants)
+
+    def emit_hopper_backward(
+        self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
+    ) -> Any:
+        """Emit the backward kernel of Hopper GPUs, whose result is the gradient of key.
+
+        Args:
+            inputs: of its template, the block lists last.
+            output: what it stores; sizes are those of key.
+            joint: the gradient of score_mod, lowered.
+        """
+        show_hopper_grad_plan(self.problem)
+        constants = hopper_grad.constants(self.problem, hopper_grad.table_tile(self.problem))
+        return self._emit_gluon("hopper_backward", inputs, output, constants, joint)
+
+    def _emit_gluon(
+        self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
+        joint: Sequence[Any] = (),
+    ) -> Any:  # fmt: skip
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint])
         choices: list[Any] = []
-        error = _HOPPER.maybe_append_choice(
+        error = _HOPPER[name].maybe_append_choice(
             choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
             mutated_inputs=list(output.written),
             call_sizes=[*output.sizes, self.problem.device.multiprocessors],
-            num_stages=1, num_warps=4, **constants,
+            num_stages=1, num_warps=4, **dataclasses.asdict(constants),
         )  # fmt: skip
         if error is not None:
             raise error
         operands = [*inputs, *self.captures]
-        result = inductor.select("flexhop_hopper_forward", choices, operands, output.layout, {})
+        result = inductor.select(f"flexhop_{name}", choices, operands, output.layout, {})
         inductor.note_subgraphs(result, self.captures, subgraphs)
         gluon.keep_apart(result)
         return result

@@ -16,7 +16,7 @@ from flexhop.lowering import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
-_ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
+ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 _ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
 _LARGEST_WIDTH = 256
 # Barriers, and the numbers of tiles that are handed out.
@@ -89,23 +89,28 @@ class HopperForwardConstants:
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
-    capability = problem.device.capability
-    if capability != (9, 0):
-        yield f"it is made for sm_90, and the GPU is sm_{capability[0]}{capability[1]}"
-    if problem.dtype not in _ELEMENTS:
-        yield f"it takes bfloat16 and float16, not {problem.dtype}"
-    for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
-        if not _ROWS // 2 < width <= _LARGEST_WIDTH:
-            yield f"it takes {name} sizes from 33 to {_LARGEST_WIDTH}, not {width}"
-    if problem.bulk_obstacle:
-        yield problem.bulk_obstacle
+    yield from operand_obstacles(problem, _LARGEST_WIDTH)
     yield from _block_obstacles(problem)
-    if problem.dropout_p > 0.0:
-        yield "it does not draw the random numbers of dropout"
     if options.forward is not None:
         yield "kernel_options give a tile of the portable kernel"
     if options.prescale_qk:
         yield "it cannot scale query beforehand (prescale_qk)"
+
+
+def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
+    """What of the GPU and the operands is in the way of a Hopper kernel."""
+    capability = problem.device.capability
+    if capability != (9, 0):
+        yield f"it is made for sm_90, and the GPU is sm_{capability[0]}{capability[1]}"
+    if problem.dtype not in ELEMENTS:
+        yield f"it takes bfloat16 and float16, not {problem.dtype}"
+    for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
+        if not _ROWS // 2 < width <= largest_width:
+            yield f"it takes {name} sizes from 33 to {largest_width}, not {width}"
+    if problem.bulk_obstacle:
+        yield problem.bulk_obstacle
+    if problem.dropout_p > 0.0:
+        yield "it does not draw the random numbers of dropout"
 
 
 def _block_obstacles(problem: Problem) -> Iterator[str]:
@@ -165,7 +170,7 @@ def constants(
         NUM_SLOTS=tile.num_slots,
         Q_IN_REGISTERS=_keeps_queries(problem, tile),
         STAGE_OUT=stages_out(problem),
-        ELEMENT=_ELEMENTS[problem.dtype],
+        ELEMENT=ELEMENTS[problem.dtype],
         SPARSE_KV_BLOCK_SIZE=kv_size,
         TILES_PER_Q_BLOCK=1 if blocks is None else blocks.q_size // tile.block_m,
         TILES_PER_KV_BLOCK=kv_size // tile.block_n,

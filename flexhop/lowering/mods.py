@@ -33,6 +33,7 @@ class ModFacts(NamedTuple):
     has_mask_mod: bool
     # Whether score_mod reads captures at indices that depend on both positions.
     reads_per_element: bool
+    mask_reads: bool  # whether mask_mod reads captures
 
 
 class ModBuffers(NamedTuple):
@@ -69,6 +70,7 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
         reads_per_element=reads_per_element(score),
+        mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
     )
 
 

@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 from flexhop import debug
-from flexhop.lowering import hopper, kernels, splits
-from flexhop.lowering.dialect import choose_dialect
+from flexhop.lowering import hopper, hopper_grad, kernels, splits
+from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
 from flexhop.lowering.hopper import HopperTile
+from flexhop.lowering.hopper_grad import HopperGradTile
 from flexhop.lowering.problem import Problem, round_head_dim
-from flexhop.lowering.tiles import Kernel, table_tile
+from flexhop.lowering.tiles import Kernel, Launched, table_tile
 from flexhop.options import KernelOptions, Tile
 
 _OVER_KEYS = ("grad_key_value", "grad_key", "grad_value")  # whose programs own keys
@@ -22,7 +23,7 @@ class KernelPlan:
 
     Args:
         kernel: "forward" or "decode", "grad_query", and "grad_key_value" or "grad_key" and
-            "grad_value".
+            "grad_value", or "backward", which is both of these on Hopper.
         tile: what one program does at a time.
         reason: where the tile comes from.
         shared_memory: estimated upper bound, in bytes, of what one program asks for.
@@ -30,8 +31,8 @@ class KernelPlan:
         constants: what the template is specialised on.
     """
 
-    kernel: Kernel
-    tile: Tile | HopperTile
+    kernel: Launched
+    tile: Tile | HopperTile | HopperGradTile
     reason: str
     shared_memory: int
     programs: int
@@ -88,6 +89,36 @@ def show_hopper_plan(problem: Problem, options: KernelOptions, tile: HopperTile)
     debug.show("kernel", "forward", lambda: str(plan_hopper(problem, options, tile)))
 
 
+def plan_hopper_grad(problem: Problem) -> KernelPlan:
+    """Describe the backward kernel of Hopper GPUs."""
+    tile = hopper_grad.table_tile(problem)
+    return KernelPlan(
+        kernel="backward",
+        tile=tile,
+        reason="the Hopper kernel serves this call",
+        shared_memory=hopper_grad.shared_memory(problem, tile),
+        programs=min(problem.device.multiprocessors, hopper_grad.num_tiles(problem)),
+        constants=dataclasses.asdict(hopper_grad.constants(problem, tile)),
+    )
+
+
+def plan_backward(problem: Problem, options: KernelOptions) -> tuple[KernelPlan, ...]:
+    """Describe the kernels of the backward pass.
+
+    Raises:
+        TileError, TileResourceError: as plan_kernel.
+    """
+    if choose_grad_dialect(problem, options).name == "hopper":
+        return (plan_hopper_grad(problem),)
+    names: tuple[Kernel, ...] = ("grad_query", *kernels.key_value_kernels(problem))
+    return tuple(plan_kernel(kernel, problem, options) for kernel in names)
+
+
+def show_hopper_grad_plan(problem: Problem) -> None:
+    """As show_plan, for the backward kernel of Hopper GPUs."""
+    debug.show("kernel", "backward", lambda: str(plan_hopper_grad(problem)))
+
+
 def show_plan(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> None:
     """Print the plan of a candidate if FLEXHOP_DEBUG asks for kernels."""
     debug.show("kernel", kernel, lambda: str(plan_kernel(kernel, problem, options, tile)))
@@ -96,9 +127,10 @@ def show_plan(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Ti
 def tile_reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
     """Why a kernel has this tile, and on Hopper why it is the portable one."""
     reason = _table_reason(kernel, problem, options, tile)
-    if kernel != "forward" or problem.device.capability != (9, 0):
+    if kernel == "decode" or problem.device.capability != (9, 0):
         return reason
-    return f"{reason}; not the Hopper kernel: {choose_dialect(problem, options).reason}"
+    choose = choose_dialect if kernel == "forward" else choose_grad_dialect
+    return f"{reason}; not the Hopper kernel: {choose(problem, options).reason}"
 
 
 def _table_reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:

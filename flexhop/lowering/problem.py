@@ -54,13 +54,15 @@ class Cache:
 class Problem:
     """One call as plain values.
 
-    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; has_score_grad: whether the derivative of score_mod differs from 1; bulk_obstacle: why the
-    tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints: the sizes
-    seen at this compile; what must hold for every size is in `is_query_multiple` and
-    `is_key_multiple` (is the length known to be a multiple of n?). key_len_varies: whether calls
-    with other numbers of keys will run the same kernel. cache: None unless key and value are read
-    from one; with pages, key_len is what the widest sequence has room for.
+    reads_per_element: whether score_mod reads captured tensors at indices that depend on query
+    and key; mask_reads: whether mask_mod reads captured tensors; has_score_grad: whether the
+    derivative of score_mod differs from 1; bulk_obstacle: why the tensor memory accelerator
+    cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
+    what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
+    known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will
+    run the same kernel. is_deterministic: whether results must be the same in every run. cache:
+    None unless key and value are read from one; with pages, key_len is what the widest sequence
+    has room for.
     """
 
     device: Device
@@ -78,6 +80,7 @@ class Problem:
     has_score_mod: bool
     reads_per_element: bool
     has_mask_mod: bool
+    mask_reads: bool
     has_captured_grads: bool
     returns_max: bool
     large_output: bool
@@ -85,7 +88,7 @@ class Problem:
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
     dropout_p: float = 0.0
-    is_deterministic: bool = False  # asked for by torch.use_deterministic_algorithms
+    is_deterministic: bool = False
     key_len_varies: bool = False
     bulk_obstacle: str = ""
     cache: Cache | None = None

@@ -11,12 +11,11 @@ from torch import Tensor
 from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
-from flexhop.lowering.kernels import forward_kernel, key_value_kernels
-from flexhop.lowering.mods import read_mods
+from flexhop.lowering.kernels import forward_kernel
+from flexhop.lowering.mods import is_additive, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
-from flexhop.lowering.plan import KernelPlan, plan_kernel
+from flexhop.lowering.plan import KernelPlan, plan_backward, plan_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
-from flexhop.lowering.tiles import Kernel
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint, trace_mask, trace_score
 from flexhop.options import KernelOptions
@@ -50,14 +49,17 @@ def survey(args: AttentionArgs, device: Device) -> Survey:
     if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
     problem = read_tensor_problem(args, device, read_mods(score, mask))
-    problem = dataclasses.replace(problem, has_captured_grads=bool(joint and joint.sites))
+    problem = dataclasses.replace(
+        problem,
+        has_captured_grads=bool(joint and joint.sites),
+        has_score_grad=joint is None or not is_additive(joint.joint),
+    )
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it
-    names: tuple[Kernel, ...] = ()
+    plans: tuple[KernelPlan, ...] = ()
     if has_kernels:
-        first = forward_kernel(problem, options)
-        names = (first, "grad_query", *key_value_kernels(problem))
-    plans = tuple(plan_kernel(kernel, problem, options) for kernel in names)
+        first = plan_kernel(forward_kernel(problem, options), problem, options)
+        plans = (first, *plan_backward(problem, options))
     return Survey(problem, options, score, mask, joint, plans)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.tiles import Kernel
+from flexhop.lowering.tiles import Launched
 
 
-def flops(kernel: Kernel, problem: Problem, pairs: int) -> int:
+def flops(kernel: Launched, problem: Problem, pairs: int) -> int:
     """Operations of a kernel's matrix products.
 
     Args:
@@ -14,13 +14,14 @@ def flops(kernel: Kernel, problem: Problem, pairs: int) -> int:
         problem: the call.
         pairs: (query, key) pairs that are visited, over batches and query heads.
 
-    A product of a row of `d` columns with another counts 2 * d. The backward kernels each compute
-    the scores and the gradients of the weights anew; the user's functions are not counted.
+    A product of a row of `d` columns with another counts 2 * d. The portable backward kernels each
+    compute the scores and the gradients of the weights anew; the user's functions are not counted.
     """
     qk, v = problem.head_dim, problem.value_head_dim
     columns = {
         "forward": qk + v,  # scores, out
         "decode": qk + v,
+        "backward": 3 * qk + 2 * v,  # scores, grad_p, and the three gradients
         "grad_query": 2 * qk + v,  # scores, grad_p, grad_query
         "grad_key_value": 2 * qk + 2 * v,  # scores, grad_p, grad_value, grad_key
         "grad_key": 2 * qk + v,  # scores, grad_p, grad_key
@@ -29,7 +30,7 @@ def flops(kernel: Kernel, problem: Problem, pairs: int) -> int:
     return 2 * pairs * columns[kernel]
 
 
-def least_bytes(kernel: Kernel, problem: Problem) -> int:
+def least_bytes(kernel: Launched, problem: Problem) -> int:
     """Bytes moved if every operand is read once and every result written once.
 
     Block lists and captured tensors are not counted; delta, which a separate reduction computes
@@ -47,6 +48,8 @@ def least_bytes(kernel: Kernel, problem: Problem) -> int:
     moved = {
         "forward": forward,
         "decode": forward,
+        # The gradient of query is added up in fp32, then converted.
+        "backward": query + 2 * key + 2 * value + out + 2 * statistic + 5 * query,
         "grad_query": 2 * query + key + value + out + 2 * statistic,
         "grad_key_value": query + 2 * key + 2 * value + out + 2 * statistic,
         "grad_key": query + 2 * key + value + out + 2 * statistic,

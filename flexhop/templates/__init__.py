@@ -16,12 +16,17 @@ _PARTS = {
     "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_store", "hopper_tile", "mods",
+        "hopper_store", "hopper_tile", "hopper_common", "mods",
+    ),
+    "hopper_backward": (
+        "hopper_backward", "hopper_grad_produce", "hopper_grad_consume", "hopper_grad_step",
+        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_tile", "hopper_common", "mods",
+        "mod_grads",
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
 EXTRAS = ("dropout", "exact_sum")
-_GLUON = ("hopper_forward",)
+_GLUON = ("hopper_forward", "hopper_backward")
 
 
 def part(name: str) -> str:

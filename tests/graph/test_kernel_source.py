@@ -23,7 +23,8 @@ MARKS = {
     "forward": "attend_blocks",
     "grad_query": "grad_query_blocks",
     "grad_key_value": "grad_key_value_blocks",
-    "hopper_forward": "produce",
+    "hopper_forward": "consume",
+    "hopper_backward": "differentiate",
 }
 DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
 
@@ -62,7 +63,7 @@ def _decoded() -> Generated:
 
 @pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS])
 def test_kernel(kernel: str):
-    is_hopper = kernel == "hopper_forward"
+    is_hopper = kernel.startswith("hopper")
     if is_hopper and gluon_versions.obstacle():
         pytest.skip(gluon_versions.obstacle())
     if kernel in DECODE_MARKS:

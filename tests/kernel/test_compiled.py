@@ -17,7 +17,7 @@ import torch
 import flexhop
 from flexhop.compat import gluon_versions
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.lowering import hopper, kernels
+from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate
@@ -105,7 +105,7 @@ def build_hopper(dims: tuple[int, int], length: int, is_causal: bool) -> Hopper:
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs,
     )  # fmt: skip
-    cubin = compile_kernel(generated.kernel_with("produce"), 90)
+    cubin = compile_kernel(generated.kernel_with("consume"), 90)
     blocks = MaskBlocks(128, 128, has_full=True) if is_causal else None
     call = problem(90, width, value_head_dim=value_width, blocks=blocks)
     estimate = hopper.shared_memory(call, hopper.table_tile(call))
@@ -297,3 +297,65 @@ def test_the_hopper_loop_waits_for_products_after_the_exponentials(pool):
         last = max(n for n, line in enumerate(loop.splitlines()) if "MUFU.EX2" in line)
         assert len(waits) == 2, "one for the scores, one for the product with the values"
         assert waits[-1] > last
+
+
+class HopperBackward(NamedTuple):
+    """The backward kernel of Hopper GPUs for one problem."""
+
+    cubin: Cubin
+    estimate: int
+    notes: list[str]
+    in_loops: int  # spills between products of one step
+
+
+def build_hopper_backward(width: int, length: int, is_causal: bool) -> HopperBackward:
+    """Generate and compile the Hopper backward kernel of one problem."""
+    inputs = [
+        torch.zeros(1, heads, length, width, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    mask = None
+    if is_causal:
+        mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+        ),
+        *inputs, grad=True,
+    )  # fmt: skip
+    cubin = compile_kernel(generated.kernel_with("differentiate"), 90)
+    call = problem(90, width, value_head_dim=width)
+    estimate = hopper_grad.shared_memory(call, hopper_grad.table_tile(call))
+    steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == GRAD_PRODUCTS[width]]
+    assert len(steps) >= (4 if is_causal else 2)
+    local = max(loop.count("LDL") + loop.count("STL") for loop in sorted(steps, key=len)[:2])
+    return HopperBackward(cubin, estimate, product_notes(cubin), local)
+
+
+# Instructions of the five products of a step, by width, and what was seen of loads from and stores
+# to local memory in it: at 64 columns a tile of 128 queries takes every register.
+GRAD_PRODUCTS = {64: 32, 128: 32, 256: 48}
+GRADIENTS = {
+    (64, 1024, False): 0,
+    (64, 1024, True): 17,
+    (128, 1024, False): 0,
+    (128, 1000, True): 0,
+    (256, 1024, True): 0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_the_hopper_backward_kernel_is_pipelined(pool):
+    """Spills between steps do not matter: a step takes microseconds, and tiles have many."""
+    futures = {key: pool.submit(build_hopper_backward, *key) for key in GRADIENTS}
+    wrong = []
+    for key, future in futures.items():
+        found = future.result()
+        assert found.cubin.shared <= found.estimate <= GPUS[(9, 0)].shared_memory
+        assert "UTMAREDG" in found.cubin.sass()
+        wrong += [f"{key}: {note}" for note in found.notes]
+        if found.in_loops > GRADIENTS[key]:
+            wrong.append(f"{key}: {found.in_loops} spills in a step")
+    assert wrong == []

@@ -209,3 +209,17 @@ def test_sinks_are_accepted_and_checked():
     assert report.forward.kernel == plain.forward.kernel
     with pytest.raises(OptionValueError, match="sinks"):
         flexhop.explain(*operands(), sinks=torch.empty(3, device="meta"))
+
+
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_one_hopper_kernel_computes_all_gradients_in_no_fixed_order():
+    query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    report = flexhop.explain(query, query, query, capability=(9, 0))
+    (backward,) = report.backward
+    assert (backward.kernel, backward.programs) == ("backward", 132)
+    assert any("no fixed order" in note for note in report.notes)
+    options = flexhop.KernelOptions(deterministic=True)
+    report = flexhop.explain(query, query, query, capability=(9, 0), kernel_options=options)
+    assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
+    assert "determinism is asked for" in report.backward[0].reason
+    assert not any("no fixed order" in note for note in report.notes)

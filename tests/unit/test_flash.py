@@ -132,6 +132,12 @@ def test_without_statistics_only_the_output_is_returned():
     assert isinstance(out, torch.Tensor) and out.is_contiguous()
 
 
+def test_determinism_is_an_option_of_the_kernels():
+    given = flash.Options(0.0, None, False, (-1, -1), 0.0, None, False, deterministic=True)
+    assert given.kernel_options == flexhop.KernelOptions(deterministic=True)
+    assert given._replace(deterministic=False).kernel_options == flexhop.KernelOptions()
+
+
 def test_slopes_get_no_gradient():
     leaves, slopes = operands(Case(), 1, 8, 8), torch.rand(2, requires_grad=True)
     flash.flash_attn_func(*leaves, alibi_slopes=slopes).sum().backward()

@@ -38,6 +38,7 @@ any_options = st.builds(
     float32_precision=st.sampled_from(["ieee", "tf32", None]),
     prescale_qk=st.booleans(),
     rows_guaranteed_safe=st.booleans(),
+    deterministic=st.booleans(),
 )
 
 

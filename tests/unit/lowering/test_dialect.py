@@ -1,4 +1,4 @@
-"""The choice between the portable forward kernel and that of Hopper GPUs, and its reasons."""
+"""The choice between the portable kernels and those of Hopper GPUs, and its reasons."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ import torch
 
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import hopper
-from flexhop.lowering.dialect import choose_dialect
-from flexhop.lowering.plan import plan_kernel
-from flexhop.lowering.problem import MaskBlocks
+from flexhop.lowering import hopper, hopper_grad, work
+from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
+from flexhop.lowering.plan import plan_backward, plan_kernel
+from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions, Tile, TileRequest
 from tests.problems import problem
 
@@ -130,3 +130,131 @@ def test_lengths_that_tiles_overhang_are_checked():
     for call, checked in ((whole, False), (odd, True)):
         constants = hopper.constants(call, AUTO, hopper.table_tile(call))
         assert (constants.CHECK_Q, constants.CHECK_KV) == (checked, checked)
+
+
+LARGE = {"batch": 4, "query_len": 2048, "key_len": 2048}
+ANY = KernelOptions(backend="hopper")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"head_dim": 128, "value_head_dim": 128},
+        {"head_dim": 96, "value_head_dim": 64},
+        {"head_dim": 192, "value_head_dim": 128},
+        {"head_dim": 256, "value_head_dim": 256},
+        {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
+        {"blocks": MaskBlocks(128, 128, True), "has_mask_mod": True, "mask_reads": True},
+        {"dtype": torch.float16, "kv_heads": 4},
+        {"has_score_mod": True, "reads_per_element": True},
+        {"kv_batch_shared": True, "kv_heads": 8, "key_len": 4096},
+    ],
+)
+def test_the_hopper_backward_kernel_serves(facts):
+    call = problem(**LARGE | {"query_heads": 16, "kv_heads": 16} | facts)
+    assert choose_grad_dialect(call, AUTO).name == "hopper"
+    (plan,) = plan_backward(call, AUTO)
+    assert (plan.kernel, plan.reason) == ("backward", "the Hopper kernel serves this call")
+    assert plan.shared_memory <= call.device.shared_memory
+    assert plan.programs == call.device.multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "reason"),
+    [
+        ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
+        ({"head_dim": 264}, {}, "it takes head sizes from 33 to 256, not 264"),
+        ({"head_dim": 100}, {}, "it takes head sizes that are multiples of 8"),
+        ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
+        (
+            {"deterministic": True}, {},
+            "it adds to the gradient of query in no fixed order, and determinism is asked for",
+        ),
+        (
+            {"has_captured_grads": True}, {},
+            "it does not compute gradients of captured tensors",
+        ),
+        (
+            {"blocks": MaskBlocks(64, 128, True)}, {},
+            "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
+        ),
+        (
+            {}, {"grad_query": Tile(64, 64)},
+            "kernel_options give a tile of the portable kernels",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
+    call, asked = problem(**LARGE | facts), KernelOptions(backend=backend, **options)
+    assert choose_grad_dialect(call, asked) == ("triton", reason)
+    if backend == "auto" and "architecture" not in facts:
+        first = plan_backward(call, asked)[0]
+        assert first.kernel == "grad_query"
+        assert first.reason.endswith(f"; not the Hopper kernel: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            {"batch": 1, "kv_heads": 2},
+            "its 32 tiles of keys leave some of 132 multiprocessors without work",
+        ),
+        (
+            {"batch": 16, "query_len": 512},
+            "what stands around it takes long beside fewer than 1024 queries",
+        ),
+    ],
+)
+def test_where_the_portable_backward_kernels_are_faster(facts, reason):
+    call = problem(**LARGE | facts)
+    assert choose_grad_dialect(call, AUTO) == ("triton", reason)
+    assert choose_grad_dialect(call, ANY) == ("hopper", "")
+
+
+def test_an_unknown_triton_has_the_portable_backward_kernels(monkeypatch):
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "it is checked with Triton 3.6")
+    found = choose_grad_dialect(problem(**LARGE), ANY)
+    assert found == ("triton", "it is checked with Triton 3.6")
+
+
+def test_a_tile_of_queries_fits_blocks_of_64_where_heads_are_wide():
+    call = problem(head_dim=128, value_head_dim=128, blocks=MaskBlocks(64, 128, True))
+    assert choose_grad_dialect(call, ANY).name == "hopper"
+
+
+@pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("has_score_mod", [False, True])
+def test_tiles_of_the_backward_kernel_fit(width, has_score_mod):
+    call = problem(head_dim=width, value_head_dim=64, has_score_mod=has_score_mod)
+    tile = hopper_grad.table_tile(call)
+    assert hopper_grad.shared_memory(call, tile) <= call.device.shared_memory
+    assert tile.shares_keys == (width > 128)
+
+
+def test_the_work_of_the_backward_kernel_is_five_products():
+    assert work.flops("backward", problem(), 10) == 2 * 10 * 5 * 64
+    assert work.least_bytes("backward", problem()) > work.least_bytes("forward", problem())
+
+
+def test_sections_of_the_backward_kernel_have_eight_heads_or_fill_the_cache():
+    width = {"head_dim": 128, "value_head_dim": 128, "batch": 16, "kv_heads": 8}
+    for length, heads in ((8192, 8), (1024, problem().device.l2_bytes // (1024 * 1024))):
+        call = problem(**width, query_len=length, key_len=length)
+        constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
+        assert constants.HEADS_PER_SECTION == heads
+
+
+def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
+    """A fact that their templates do not know must be among their obstacles, and then here."""
+    known = {
+        "device", "dtype", "batch", "query_heads", "kv_heads", "query_len", "key_len", "head_dim",
+        "value_head_dim", "scale", "kv_batch_shared", "blocks", "has_score_mod", "mask_reads",
+        "reads_per_element", "has_mask_mod", "has_captured_grads", "returns_max", "large_output",
+        "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
+        "bulk_obstacle", "deterministic",
+        "cache",  # such calls have an operator of their own, without gradients
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(Problem)} == known

@@ -14,7 +14,7 @@ import jinja2
 import pytest
 import torch
 
-from flexhop.lowering import hopper, kernels
+from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
@@ -30,8 +30,8 @@ HOLES = {
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
-    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "load_async", "store_async",
-    "warpgroup_mma", "warpgroup_mma_wait",
+    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "hide", "load_async",
+    "store_async", "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 
 # Kernels that read a cache, and which they are otherwise.
@@ -82,7 +82,8 @@ def rendered(text: str) -> str:
     )
     imports = "import triton\nimport triton.language as tl\n"
     if "@gluon.jit" in text:
-        imports = f"from gluon import {', '.join(sorted(GLUON))}\n"
+        used = sorted(name for name in GLUON if name in text)
+        imports = f"from gluon import {', '.join(used)}\n"
         body = body.replace("@triton.jit", "@gluon.jit")
     return f"{imports}\n{body}"
 
@@ -101,8 +102,12 @@ def _free_names(text: str) -> set[str]:
 
 
 def _constants(kernel: str) -> set[str]:
-    if kernel == "hopper_forward":
-        return {field.name for field in dataclasses.fields(hopper.HopperForwardConstants)}
+    classes = {
+        "hopper_forward": hopper.HopperForwardConstants,
+        "hopper_backward": hopper_grad.HopperBackwardConstants,
+    }
+    if kernel in classes:
+        return {field.name for field in dataclasses.fields(classes[kernel])}
     tile = Tile(64, 64)
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}

@@ -1,0 +1,80 @@
+"""What stands around the backward kernel of Hopper GPUs, and its launch.
+
+The kernel reads statistics of queries that are prepared for it, and adds to the gradient of query
+in fp32, which is scaled and converted after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import gluon, inductor
+from flexhop.lowering import hopper_grad, kernels
+from flexhop.lowering.emit import Launch, Output
+from flexhop.lowering.operands import block_inputs
+from flexhop.ops.args import BackwardArgs
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+INF = float("inf")
+
+
+def emit_gradients(
+    launch: Launch, args: BackwardArgs, joint: Sequence[Any], layouts: tuple[Any, Any]
+) -> tuple[Any, Any, Any]:
+    """Gradients of query, key and value.
+
+    Args:
+        launch: of this call.
+        args: query, key, value and grad_out with storage.
+        joint: the gradient of score_mod, lowered.
+        layouts: of the gradients of key and value.
+    """
+    operands: tuple[Any, ...] = (args.query, args.key, args.value, args.grad_out)
+    query, key, value, grad_out = operands
+    if not gluon.suits_bulk_copies(grad_out):
+        grad_out = inductor.contiguous(grad_out)
+    device = inductor.device_of(query)
+    tile = hopper_grad.table_tile(launch.problem)
+    blocks = launch.problem.blocks
+    lse, delta = _statistics(args, tile.block_m if blocks is None else blocks.q_size)
+    grad_query = inductor.zeros(query.get_size(), torch.float32, device)
+    grad_value = inductor.empty(layouts[1].size, layouts[1].stride, value.get_dtype(), device)
+    counter = inductor.zeros([1], torch.int32, device)
+    inputs = [query, key, value, lse, delta, grad_out, grad_query, grad_value, counter]
+    output = Output(layouts[0], key.get_size(), [grad_query, grad_value, counter])
+    lists = block_inputs(args, "q", lse, query)
+    grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint)
+    # Read after the kernel, or zeros would be scaled.
+    added = inductor.ir.TensorBox(grad_query)
+    scaled = inductor.call_lowering(aten.mul.Tensor, added, launch.problem.scale)
+    return inductor.call_lowering(convert, scaled, query.get_dtype()), grad_key, grad_value
+
+
+def _statistics(args: Any, rows: int) -> tuple[Any, Any]:
+    """lse in base 2 and delta, [B, Hq, M rounded up to a multiple of `rows`].
+
+    delta = rowsum(out * grad_out) - grad_lse. Queries that see nothing, and those that fill up M,
+    have an lse of +inf, so that their weights are 0, and those that fill up a delta of 0.
+    """
+    call, query = inductor.call_lowering, args.query
+    length = query.get_size()[2]
+    missing = gluon.fill_up(length, rows)
+    as_float = (call(convert, tensor, torch.float32) for tensor in (args.out, args.grad_out))
+    product = call(aten.mul.Tensor, *as_float)
+    lse, grad_lse = args.lse, args.grad_lse
+    if not inductor.is_multiple(length, rows):
+        product = call(aten.constant_pad_nd.default, product, [0, 0, 0, missing], 0.0)
+        lse = call(aten.constant_pad_nd.default, lse, [0, missing], -INF)
+        if grad_lse is not None:
+            grad_lse = call(aten.constant_pad_nd.default, grad_lse, [0, missing], 0.0)
+    delta = call(aten.sum.dim_IntList, product, [-1])
+    if grad_lse is not None:
+        delta = call(aten.sub.Tensor, delta, grad_lse)
+    in_base_2 = call(aten.mul.Tensor, lse, kernels.LOG2_E)
+    is_empty = call(aten.eq.Scalar, lse, -INF)
+    in_base_2 = call(aten.where.self, is_empty, INF, in_base_2)
+    return inductor.contiguous(in_base_2), inductor.contiguous(delta)

@@ -1,0 +1,213 @@
+"""The backward kernel of Hopper GPUs: what it serves, its tile and its constants.
+
+Pure functions of Problem. The text is in templates/hopper_backward.py.jinja and hopper_grad_*,
+the reasons of its numbers are in docs/kernels/hopper.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from flexhop.lowering import hopper, kernels
+from flexhop.lowering.problem import Problem
+from flexhop.options import KernelOptions
+
+_ROWS = 64  # keys of one consumer
+_CONSUMERS = 2
+_LARGEST_WIDTH = 256
+# Two accumulators of 64 keys and more columns are more registers than a consumer has: beyond, the
+# consumers share their keys, and each has half of the columns.
+_LARGEST_OWN = 128
+# Rows of 8 elements are 16 bytes, which the gradients' own memory needs as well.
+_COLUMNS = 8
+_FEWEST_QUERIES = 1024
+_FEWEST_HEADS = 8
+# Barriers, statistics of queries, and the numbers of tiles that are handed out.
+_SLACK = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperGradTile:
+    """What one program holds.
+
+    Args:
+        block_m: queries per step.
+        num_slots: tiles of queries that are loaded ahead.
+        shares_keys: whether the consumers have the same keys, and each half of the columns.
+    """
+
+    block_m: int
+    num_slots: int
+    shares_keys: bool = False
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a program."""
+        return _ROWS if self.shares_keys else _ROWS * _CONSUMERS
+
+    @property
+    def num_do_slots(self) -> int:
+        """Tiles of gradients of queries that are loaded ahead."""
+        return 1 if self.shares_keys else self.num_slots
+
+    def words(self) -> str:
+        """For reports."""
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, "
+            f"{4 * _CONSUMERS + 1} warps of which one loads, {self.num_slots} slots"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperBackwardConstants:
+    """Constants of hopper_backward.py.jinja; names as in templates/README.md."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    NUM_SLOTS: int
+    NUM_DO_SLOTS: int
+    SHARES_KEYS: bool
+    WIDTH: int
+    DQ_COLUMNS: int
+    ELEMENT: str
+    SPARSE_Q_BLOCK_SIZE: int
+    TILES_PER_Q_BLOCK: int
+    TILES_PER_KV_BLOCK: int
+    HAS_BLOCKS: bool
+    HAS_FULL_BLOCKS: bool
+    HAS_PARTIAL_BLOCKS: bool
+    CHECK_Q: bool
+    CHECK_KV: bool
+    QK_HEAD_DIM: int
+    V_HEAD_DIM: int
+    Q_HEADS: int
+    KV_HEADS: int
+    GQA_GROUP: int
+    KV_BATCH_SHARED: bool
+    HEADS_PER_SECTION: int
+    HAS_SCORE_MOD: bool
+    HAS_SCORE_GRAD: bool
+    SCALE_SCORES: bool
+    SM_SCALE: float
+    EXP_SCALE: float
+
+
+def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
+    """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
+    yield from hopper.operand_obstacles(problem, _LARGEST_WIDTH)
+    if problem.head_dim % _COLUMNS or problem.value_head_dim % _COLUMNS:
+        yield f"it takes head sizes that are multiples of {_COLUMNS}"
+    if problem.is_deterministic:
+        yield "it adds to the gradient of query in no fixed order, and determinism is asked for"
+    if problem.has_captured_grads:
+        yield "it does not compute gradients of captured tensors"
+    tile, blocks = table_tile(problem), problem.blocks
+    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+        yield (
+            f"its tiles of {tile.block_m} x {tile.block_n} do not divide the mask's blocks of "
+            f"{blocks.q_size} x {blocks.kv_size}"
+        )
+    if options.grad_query is not None or options.grad_key_value is not None:
+        yield "kernel_options give a tile of the portable kernels"
+
+
+def slower(problem: Problem) -> Iterator[str]:
+    """Why the portable kernels are likely to be faster, as measured; "hopper" overrules."""
+    tiles = num_tiles(problem)
+    if tiles < problem.device.multiprocessors:
+        yield (
+            f"its {tiles} tiles of keys leave some of {problem.device.multiprocessors} "
+            "multiprocessors without work"
+        )
+    if problem.query_len < _FEWEST_QUERIES:
+        yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
+
+
+def num_tiles(problem: Problem) -> int:
+    """Tiles of keys over batches and key heads."""
+    batch = 1 if problem.kv_batch_shared else problem.batch
+    return -(-problem.key_len // table_tile(problem).block_n) * batch * problem.kv_heads
+
+
+def table_tile(problem: Problem) -> HopperGradTile:
+    """The tile for the head sizes and the user's functions."""
+    columns = width(problem)
+    # Twice as many queries are twice as many scores in registers, which functions need as well.
+    is_plain = not problem.has_score_mod and not problem.mask_reads
+    if columns > _LARGEST_OWN:
+        return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
+    if columns == 64:
+        return HopperGradTile(block_m=128, num_slots=2) if is_plain else HopperGradTile(64, 4)
+    return HopperGradTile(block_m=64, num_slots=2)
+
+
+def width(problem: Problem) -> int:
+    """Width of the tiles of all operands: 64, 128 or 256 columns."""
+    return hopper.round_width(max(problem.head_dim, problem.value_head_dim))
+
+
+def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
+    """Upper bound of the bytes of shared memory that one program asks for."""
+    columns = width(problem)
+    queries = tile.block_m * (tile.num_slots + tile.num_do_slots)
+    rows = columns * (queries + 2 * tile.block_n)
+    scores = (3 if tile.shares_keys else 2) * tile.block_m * tile.block_n
+    sums = _CONSUMERS * _ROWS * _sum_columns(columns, tile) * 4
+    return (rows + scores) * problem.itemsize + sums + _SLACK
+
+
+def _sum_columns(columns: int, tile: HopperGradTile) -> int:
+    """Columns of the gradient of query that one consumer adds at a time, for 64 rows."""
+    return _ROWS if tile.shares_keys else columns * tile.block_m // (_ROWS * _CONSUMERS)
+
+
+def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
+    """Constants of the kernel."""
+    blocks, columns = problem.blocks, width(problem)
+    q_size = tile.block_m if blocks is None else blocks.q_size
+    # As in the portable kernels: the scale goes into the exponent where nothing stands between.
+    scales = problem.has_score_mod or problem.scale <= 0
+    return HopperBackwardConstants(
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        NUM_SLOTS=tile.num_slots,
+        NUM_DO_SLOTS=tile.num_do_slots,
+        SHARES_KEYS=tile.shares_keys,
+        WIDTH=columns,
+        DQ_COLUMNS=_sum_columns(columns, tile),
+        ELEMENT=hopper.ELEMENTS[problem.dtype],
+        SPARSE_Q_BLOCK_SIZE=q_size,
+        TILES_PER_Q_BLOCK=q_size // tile.block_m,
+        TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
+        HAS_BLOCKS=blocks is not None,
+        HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
+        HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
+        CHECK_Q=not problem.is_query_multiple(q_size),
+        CHECK_KV=not problem.is_key_multiple(tile.block_n),
+        QK_HEAD_DIM=problem.head_dim,
+        V_HEAD_DIM=problem.value_head_dim,
+        Q_HEADS=problem.query_heads,
+        KV_HEADS=problem.kv_heads,
+        GQA_GROUP=problem.group,
+        KV_BATCH_SHARED=problem.kv_batch_shared,
+        HEADS_PER_SECTION=_heads_per_section(problem),
+        HAS_SCORE_MOD=problem.has_score_mod,
+        HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
+        SCALE_SCORES=scales,
+        SM_SCALE=problem.scale,
+        EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
+    )
+
+
+def _heads_per_section(problem: Problem) -> int:
+    """Key heads whose tiles are handed out together, those with the most work first.
+
+    As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
+    least a few, so that the last long tiles do not run while most multiprocessors have nothing.
+    """
+    both = problem.head_dim + problem.value_head_dim
+    row = both * problem.itemsize + problem.head_dim * 4
+    per_head = problem.group * problem.query_len * row
+    heads = max(_FEWEST_HEADS, problem.device.l2_bytes // max(1, per_head))
+    return min(heads, max(1, problem.batch * problem.kv_heads))

@@ -1,0 +1,140 @@
+"""The backward kernel of Hopper GPUs: which calls get it, and what does not depend on chance.
+
+pytest tests/gpu -q -n 8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import flexhop
+from flexhop.masks import causal
+from flexhop.options import KernelOptions
+from tests.budgets import assert_within_budget, dense_attention, dense_backward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+HOPPER = KernelOptions(backend="hopper")
+WIDTHS = [64, 96, 128, 192, 256]
+
+
+def operands(width: int, length: int, kv_heads: int = 2, layout: str = "BHSD") -> list[Tensor]:
+    """Query, key, value and the gradient of the output; two batches of four heads."""
+    generator = torch.Generator("cuda").manual_seed(width + length)
+    made = []
+    for heads in (4, kv_heads, kv_heads, 4):
+        sizes = (2, heads, length, width) if layout == "BHSD" else (2, length, heads, width)
+        tensor = torch.randn(sizes, generator=generator, device="cuda").bfloat16()
+        made.append(tensor if layout == "BHSD" else tensor.transpose(1, 2))
+    return [t.requires_grad_() for t in made[:3]] + made[3:]
+
+
+def gradients(call: Any, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    query, key, value, grad_out = tensors
+    return torch.autograd.grad(call(query, key, value), (query, key, value), grad_out)
+
+
+def attend(mask: Any, score_mod: Any = None, options: KernelOptions = HOPPER) -> Any:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flexhop.flex_attention(
+            query, key, value, score_mod, mask, enable_gqa=True, kernel_options=options
+        )
+
+    return call
+
+
+def judge(found: tuple[Tensor, ...], tensors: list[Tensor], visible: Tensor) -> None:
+    """Every gradient against fp64, in units of the error of plain PyTorch."""
+    runs = []
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in tensors[:3]]
+        dense = dense_attention(*leaves, None, visible, tensors[0].size(-1) ** -0.5)
+        dense_backward(dense, tensors[3].to(dtype), None)
+        runs.append([leaf.grad for leaf in leaves])
+    for name, actual, gold, reference in zip(("q", "k", "v"), found, *runs, strict=True):
+        assert_within_budget(actual, gold, reference, name=name)
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("length", [128, 1000])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gradients_of_every_width(width: int, length: int, layout: str):
+    mask = flexhop.create_block_mask(causal, None, None, length, length, "cuda")
+    tensors = operands(width, length, layout=layout)
+    call = torch.compile(attend(mask), fullgraph=True)
+    found, codes = run_and_get_code(gradients, call, tensors)
+    assert any("def differentiate" in code for code in codes), "not the Hopper kernel"
+    position = torch.arange(length, device="cuda")
+    judge(found, tensors, position[:, None] >= position)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_lengths_may_change_without_compiling_anew(width: int):
+    call = torch.compile(attend(None), fullgraph=True, dynamic=True)
+    for length in (256, 384, 1000, 1337):
+        tensors = operands(width, length)
+        judge(gradients(call, tensors), tensors, torch.ones(1, dtype=torch.bool, device="cuda"))
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gradients_of_key_and_value_are_bitwise_repeatable(width: int):
+    """That of query is added up in any order, in fp32, and then rounded once."""
+    mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cuda")
+    tensors = operands(width, 1024)
+    call = torch.compile(attend(mask, lambda s, b, h, q, k: s + 0.01 * (k - q)), fullgraph=True)
+    first = gradients(call, tensors)
+    for _ in range(100):
+        again = gradients(call, tensors)
+        assert torch.equal(first[1], again[1])
+        assert torch.equal(first[2], again[2])
+        difference = (first[0].double() - again[0].double()).norm() / first[0].double().norm()
+        assert difference < 1e-3, "more than another rounding of a few elements"
+
+
+def test_determinism_takes_the_portable_kernels():
+    mask = flexhop.create_block_mask(causal, None, None, 512, 512, "cuda")
+    tensors = operands(128, 512)
+    torch.use_deterministic_algorithms(True)
+    try:
+        call = torch.compile(attend(mask), fullgraph=True)
+        first, codes = run_and_get_code(gradients, call, tensors)
+        assert not any("def differentiate" in code for code in codes)
+        for _ in range(20):
+            assert all(map(torch.equal, first, gradients(call, tensors)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_gradient_that_is_one_number_for_all():
+    """What the sum of an output hands back has stride 0, which TMA does not read."""
+    query, key, value, _ = tensors = operands(128, 256)
+    call = torch.compile(attend(None), fullgraph=True)
+    found = torch.autograd.grad(call(query, key, value).sum(), (query, key, value))
+    tensors[3] = torch.ones_like(query)
+    judge(found, tensors, torch.ones(1, dtype=torch.bool, device="cuda"))
+
+
+def test_in_a_cuda_graph():
+    mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cuda")
+    tensors = operands(128, 1024)
+    call = torch.compile(attend(mask), fullgraph=True)
+    expected = gradients(call, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(call, tensors)
+    for _ in range(3):
+        for tensor in found:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0.02, atol=1e-3)
