@@ -59,7 +59,7 @@ LAW: dict[str, set[str]] = {
     },
     "report": {"options"},
     "explain": {"report", "attention", "block_mask", "block_lists", "ops", "lowering", "mods"}
-    | {"debug", "compat", "errors", "nested"},
+    | {"debug", "compat", "errors", "nested", "pages", "key_mods"},
     "plugin": {"ops", "lowering", "mods", "indexing", "errors", "debug", "compat"},
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
