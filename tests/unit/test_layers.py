@@ -43,7 +43,9 @@ LAW: dict[str, set[str]] = {
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
     | {"options", "ops", "caches", "key_mods"},
-    "flash": {"flash_cache", "flash_mods", "varlen", "attention", "ops"},
+    "flash_paged": {"flash_cache", "flash_mods", "attention", "block_mask", "caches", "key_mods"}
+    | {"ops"},
+    "flash": {"flash_paged", "flash_cache", "flash_mods", "varlen", "attention", "ops"},
     "templates": set(),
     "lowering": {
         "ops",
