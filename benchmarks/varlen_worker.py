@@ -19,10 +19,11 @@ from flexhop.masks import causal
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-NAMES = ("flexhop", "dense", "in-tree", "flash", "cudnn")
+NAMES = ("flexhop", "dense", "in-tree", "in-tree-ready", "flash", "cudnn")
 DIRECTIONS = ("fwd", "both")
 ROUNDS = 5
 SECONDS = 0.05  # of one round
+LONGEST_DENSE = 64 << 10  # tokens whose mask in-tree can hold while it makes one
 CHECKED = 24  # sequences that are compared with float64
 
 
@@ -79,10 +80,10 @@ def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     """An implementation on packed tokens [T, H, D], or None where it cannot do the row."""
     cut = offsets(pack, device)
     if name == "flexhop":
-        compiled = torch.compile(flexhop.varlen_attention, fullgraph=True)
+        compiled: Any = torch.compile(flexhop.varlen_attention, fullgraph=True)
         return lambda q, k, v: compiled(q, k, v, cut, is_causal=True)
-    if name == "in-tree":
-        return _intree(pack, cut)
+    if name in ("in-tree", "in-tree-ready"):
+        return _intree(pack, cut, is_ready=name == "in-tree-ready")
     if name == "flash":
         from torch.nn.attention.varlen import varlen_attn
 
@@ -93,27 +94,30 @@ def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     return _padded(name, pack, device) if pack.cut == "equal" else None
 
 
-def _intree(pack: Pack, cut: torch.Tensor) -> Attention:
-    """PyTorch's flex_attention with a document mask, which is made in every call."""
-    make_mask = torch.compile(intree.create_block_mask)
-    attend = torch.compile(intree.flex_attention, fullgraph=True)
-    number = torch.compile(
-        lambda cut: torch.searchsorted(
-            cut, torch.arange(pack.tokens, device=cut.device), right=True, out_int32=True
-        )
-    )
+def _intree(pack: Pack, cut: torch.Tensor, *, is_ready: bool) -> Attention | None:
+    """PyTorch's flex_attention with a document mask, made in every call or before all of them.
 
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        documents = number(cut)
+    It is made eagerly: compiling its sort takes minutes.
+    """
+    attend: Any = torch.compile(intree.flex_attention, fullgraph=True)
+    size = pack.tokens
+
+    def make_mask() -> Any:
+        token = torch.arange(size, device=cut.device)
+        documents = torch.searchsorted(cut, token, right=True, out_int32=True)
 
         def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
 
-        size = pack.tokens
-        mask = make_mask(document, None, None, size, size, device=str(cut.device))
+        return intree.create_block_mask(document, None, None, size, size, device=str(cut.device))
+
+    if size > LONGEST_DENSE:
+        return None
+    ready = make_mask() if is_ready else None
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         batched = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-        out = attend(*batched, block_mask=mask)
-        assert isinstance(out, torch.Tensor)
+        out = attend(*batched, block_mask=ready or make_mask())
         return out.squeeze(0).transpose(0, 1)
 
     return call
@@ -123,13 +127,11 @@ def _padded(name: str, pack: Pack, device: torch.device) -> Attention:
     """Equal lengths as a batch: our own kernel with a ready mask, or cuDNN's."""
     size = pack.mean
     mask = flexhop.create_block_mask(causal, None, None, size, size, device=str(device))
-    compiled = torch.compile(flexhop.flex_attention, fullgraph=True)
+    compiled: Any = torch.compile(flexhop.flex_attention, fullgraph=True)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if name == "dense":
-            out = compiled(query, key, value, block_mask=mask)
-            assert isinstance(out, torch.Tensor)
-            return out
+            return compiled(query, key, value, block_mask=mask)
         with sdpa.sdpa_kernel(sdpa.SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True

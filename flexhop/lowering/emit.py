@@ -124,8 +124,12 @@ class Launch(NamedTuple):
             if error is not None:
                 raise error
         generators = {}
-        if self.problem.blocks is not None:
-            generators = benchmark_inputs(inputs, first_list=len(inputs) - _NUM_LISTS)
+        blocks = self.problem.blocks
+        if blocks is not None:
+            listed = inductor.hint(inputs[-_NUM_LISTS + 1].get_size()[-1])
+            if blocks.has_ranges:  # one at least, and in every tensor
+                listed = 1
+            generators = benchmark_inputs(len(inputs) - _NUM_LISTS, listed, blocks.has_ranges)
         added_to = output.written if sites else ()
         operands = [*inputs, *self.captures, *added_to]
         result = inductor.select(f"flexhop_{kernel}", choices, operands, output.layout, generators)

@@ -24,6 +24,7 @@ _OWN_OPTIONS = (
     "kv_block_size",
     "has_full_blocks",
     "has_q_blocks",
+    "has_ranges",
 )
 
 
@@ -135,6 +136,7 @@ def _mask_blocks(args: AttentionArgs | BackwardArgs) -> MaskBlocks | None:
         kv_size=int(options["kv_block_size"]),
         has_full=bool(options["has_full_blocks"]),
         per_head=not all(_heads(lists) == 1 for lists in counts),
+        has_ranges=bool(options.get("has_ranges")),
     )
 
 
@@ -172,20 +174,19 @@ def block_inputs(
     return inductor.realize(lists)
 
 
-def benchmark_inputs(
-    inputs: Sequence[Any], first_list: int
-) -> dict[int, Callable[[Any], torch.Tensor]]:
+def benchmark_inputs(first_list: int, listed: int, has_ranges: bool) -> dict[int, Any]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
-    Random contents would read outside the tensors.
+    Random contents would read outside the tensors. listed: blocks that a row can list.
     """
 
     def counts(buffer: Any) -> torch.Tensor:
-        columns = inductor.hint(inputs[first_list + 1].get_size()[-1])
-        return _sized(buffer).fill_(columns)
+        return _sized(buffer).fill_(listed)
 
     def indices(buffer: Any) -> torch.Tensor:
         target = _sized(buffer)
+        if has_ranges:
+            return target.zero_()
         return target.copy_(torch.arange(target.shape[-1], device=target.device).expand_as(target))
 
     def none(buffer: Any) -> torch.Tensor:

@@ -7,11 +7,11 @@ from importlib.resources import files
 
 # Every kernel is its own file, then the device functions it calls.
 _PARTS = {
-    "forward": ("forward", "attend", "tile", "mods"),
-    "decode": ("decode", "attend", "tile", "mods"),
+    "forward": ("forward", "attend", "lists", "tile", "mods"),
+    "decode": ("decode", "attend", "lists", "tile", "mods"),
     "decode_combine": ("decode_combine",),
-    "grad_query": ("grad_query", "grad_tile", "tile", "mods", "mod_grads"),
-    "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
+    "grad_query": ("grad_query", "grad_tile", "lists", "tile", "mods", "mod_grads"),
+    "grad_key_value": ("grad_key_value", "grad_tile", "lists", "tile", "mods", "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
         "hopper_store", "hopper_tile", "mods",
