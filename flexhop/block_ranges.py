@@ -64,25 +64,6 @@ def list_ranges(
     return _spell(by_row), _spell(by_column)
 
 
-def ranges_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Mark the visited columns of each row, as `block_lists.lists_to_dense` does for lists.
-
-    Args:
-        num_blocks: [..., R] int32.
-        indices: [..., R, 3] int32, see RangeLists.
-        columns: C.
-
-    Returns:
-        [..., R, C] bool.
-    """
-    start, at, gap = indices[..., None, :].unbind(-1)
-    column = torch.arange(columns, device=indices.device, dtype=torch.int32)
-    entry = column - start
-    entry = torch.where(entry >= at + gap, entry - gap, entry)
-    is_jumped = (column >= start + at) & (column < start + at + gap)
-    return (entry >= 0) & (entry < num_blocks[..., None]) & ~is_jumped
-
-
 def list_rows(
     seen: tuple[Tensor, Tensor], key_length: int, block_size: tuple[int, int], width: int
 ) -> RangeLists:

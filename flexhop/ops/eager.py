@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexhop.block_lists import block_count, lists_to_dense
-from flexhop.block_ranges import ranges_to_dense
+from flexhop.block_lists import block_count, lists_to_dense, ranges_to_dense
 from flexhop.compat import hop
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexhop.block_lists import lists_to_dense
-from flexhop.block_ranges import list_ranges, list_rows, ranges_to_dense
+from flexhop.block_lists import lists_to_dense, ranges_to_dense
+from flexhop.block_ranges import list_ranges, list_rows
 from flexhop.mask_creation import create_block_mask
 
 

@@ -35,7 +35,7 @@ LAW: dict[str, set[str]] = {
     "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
     "sdpa": {"attention", "nested", "packing", "row_tables", "block_mask", "masks", "mods", "ops"},
     "rotary": set(),
-    "flash_mods": {"attention", "block_mask", "mods", "ops"},
+    "flash_mods": {"attention", "packing", "mods", "ops"},
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
     | {"options", "ops"},
