@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat import inductor
 
-__all__ = ["keep_apart", "make_template", "suits_bulk_copies"]
+__all__ = ["ceil_div", "keep_apart", "make_template", "suits_bulk_copies"]
 
 _BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in such units
 
@@ -105,6 +106,11 @@ class GluonTemplate(inductor.Template):
 def make_template(name: str, grid: Callable[..., Any], source: str) -> GluonTemplate:
     """A Gluon template; as `inductor.make_template`."""
     return inductor.make_template(name, grid, source, GluonTemplate)
+
+
+def ceil_div(size: Any, divisor: int) -> Any:
+    """Parts of `divisor` that cover a size, which may be symbolic."""
+    return FloorDiv(size + divisor - 1, divisor)
 
 
 def keep_apart(result: Any) -> None:
