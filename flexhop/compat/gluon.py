@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
 from torch._inductor.virtualized import V
-from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat import inductor
 
-__all__ = ["ceil_div", "keep_apart", "make_template", "suits_bulk_copies"]
+__all__ = ["keep_apart", "make_template", "suits_bulk_copies"]
 
 _BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in such units
 
@@ -28,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
-from flexhop.compat.gluon_runtime import hide, load_async, store_async, tanh
+from flexhop.compat.gluon_runtime import load_async, store_async, tanh
 """
 
 
@@ -64,16 +63,6 @@ class GluonOverrides(TritonKernelOverrides):
         return f"tanh({x})"
 
 
-def _compare(operator: str) -> Callable[[Any, Any], str]:
-    """Prints a comparison whose left side LLVM does not look into; see `hide`."""
-    return lambda a, b: f"hide({a}) {operator} {b}"
-
-
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-for _name, _operator in _COMPARISONS.items():
-    setattr(GluonOverrides, _name, staticmethod(_compare(_operator)))
-
-
 class GluonKernel(inductor.TemplateKernel):
     """Fills the holes of our Gluon templates."""
 
@@ -106,11 +95,6 @@ class GluonTemplate(inductor.Template):
 def make_template(name: str, grid: Callable[..., Any], source: str) -> GluonTemplate:
     """A Gluon template; as `inductor.make_template`."""
     return inductor.make_template(name, grid, source, GluonTemplate)
-
-
-def ceil_div(size: Any, divisor: int) -> Any:
-    """Parts of `divisor` that cover a size, which may be symbolic."""
-    return FloorDiv(size + divisor - 1, divisor)
 
 
 def keep_apart(result: Any) -> None:

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["hide", "load_async", "store_async", "tanh"]
+__all__ = ["load_async", "store_async", "tanh"]
 
 
 class _SourceByDialect:
@@ -41,20 +41,6 @@ _install()
 # Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-
-@gluon.jit
-def hide(x):
-    """x; a tensor of int32 through a move that LLVM does not see through.
-
-    Its vectoriser would make comparisons of positions to vectors of bits, which are unpacked bit
-    by bit.
-    """
-    if x.dtype == gl.int32 and x.type.is_block():
-        x = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return x
 
 
 @gluon.jit

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from flexhop.compat import gluon, inductor
-from flexhop.lowering import bits, hopper, kernels
+from flexhop.lowering import hopper, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_hopper_plan, show_plan
@@ -45,13 +43,6 @@ def _decode_grid(
     return (tiles * meta["SPLITS"] * batch * cdiv(heads, packed), 1, 1)
 
 
-def _block_grid(
-    blocks: Any, heads: Any, rows: Any, words: Any, meta: dict[str, Any]
-) -> tuple[Any, int, int]:
-    """One program per block whose bits are stored."""
-    return (blocks, 1, 1)
-
-
 def _key_grid(
     batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any
 ) -> tuple[Any, int, int]:
@@ -78,7 +69,6 @@ _TEMPLATES = {
         for name in ("grad_key_value", "grad_key", "grad_value")
     },
 }
-_MASK_BITS = inductor.make_template("flexhop_mask_bits", _block_grid, source("mask_bits"))
 _HOPPER = gluon.make_template("flexhop_hopper_forward", _persistent_grid, source("hopper_forward"))
 
 
@@ -134,35 +124,14 @@ class Launch(NamedTuple):
             if error is not None:
                 raise error
         generators = {}
-        blocks = self.problem.blocks
+        blocks, first = self.problem.blocks, len(inputs) - _NUM_LISTS
         if blocks is not None:
-            listed = inductor.hint(inputs[-_NUM_LISTS + 1].get_size()[-1])
-            if blocks.has_ranges:  # one at least, and in every tensor
-                listed = 1
-            generators = benchmark_inputs(len(inputs) - _NUM_LISTS, listed, blocks.has_ranges)
+            generators = benchmark_inputs(inputs, first, has_ranges=blocks.has_ranges)
         added_to = output.written if sites else ()
         operands = [*inputs, *self.captures, *added_to]
         result = inductor.select(f"flexhop_{kernel}", choices, operands, output.layout, generators)
         inductor.note_subgraphs(result, self.captures, subgraphs)
         return result
-
-    def emit_mask_bits(self, query: Any, key: Any, lists: Sequence[Any]) -> Any:
-        """Emit the kernel that stores the mask of partial blocks; lists: counts and indices."""
-        size = bits.output_size(self.problem, query, lambda n: gluon.ceil_div(n, bits.BLOCK))
-        layout = inductor.contiguous_layout(query.get_device(), torch.int32, size)
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask])
-        choices: list[Any] = []
-        error = _MASK_BITS.maybe_append_choice(
-            choices, input_nodes=[query, key, *lists], layout=layout, subgraphs=subgraphs,
-            mutated_inputs=[], call_sizes=size, num_stages=1, num_warps=8,
-            **dataclasses.asdict(bits.constants(self.problem)),
-        )  # fmt: skip
-        if error is not None:
-            raise error
-        operands = [query, key, *lists, *self.captures]
-        result = inductor.select("flexhop_mask_bits", choices, operands, layout, {})
-        inductor.note_subgraphs(result, self.captures, subgraphs)
-        return inductor.realize([result])[0]
 
     def emit_hopper(self, inputs: Sequence[Any], output: Output) -> Any:
         """Emit the forward kernel of Hopper GPUs, whose tile is not searched for.

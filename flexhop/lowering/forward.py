@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flexhop.compat import guards, inductor
-from flexhop.lowering import bits, chunked, decode, kernels, splits
+from flexhop.lowering import chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import lower_mods
@@ -54,10 +54,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     elif dialect.name == "hopper":
         counter = inductor.zeros([1], torch.int32, device)
         output = output._replace(written=[*written, counter])
-        mask_bits = counter  # not read
-        if bits.stored_blocks(problem):
-            mask_bits = launch.emit_mask_bits(query, key, lists[:2])
-        out = launch.emit_hopper([*inputs, counter, mask_bits, *lists], output)
+        out = launch.emit_hopper([*inputs, counter, *lists], output)
     else:
         out = launch.emit("forward", [*inputs, *lists], output)
     return out, lse, max_scores

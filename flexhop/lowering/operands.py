@@ -135,15 +135,14 @@ def _mask_blocks(args: AttentionArgs | BackwardArgs) -> MaskBlocks | None:
         q_size=int(options["q_block_size"]),
         kv_size=int(options["kv_block_size"]),
         has_full=bool(options["has_full_blocks"]),
-        per_head=not all(_axis(lists, 1) == 1 for lists in counts),
+        per_head=not all(_heads(lists) == 1 for lists in counts),
         has_ranges=bool(options.get("has_ranges")),
-        per_batch=not all(_axis(lists, 0) == 1 for lists in counts),
     )
 
 
-def _axis(counts: Any, axis: int) -> Any:
-    """Size of a mask's counts [B', H', rows], which are IR or a tensor."""
-    return counts.shape[axis] if isinstance(counts, torch.Tensor) else counts.get_size()[axis]
+def _heads(counts: Any) -> Any:
+    """Heads of a mask's counts [B', H', rows], which are IR or a tensor."""
+    return counts.shape[1] if isinstance(counts, torch.Tensor) else counts.get_size()[1]
 
 
 def block_inputs(
@@ -175,14 +174,18 @@ def block_inputs(
     return inductor.realize(lists)
 
 
-def benchmark_inputs(first_list: int, listed: int, has_ranges: bool) -> dict[int, Any]:
+def benchmark_inputs(
+    inputs: Sequence[Any], first_list: int, *, has_ranges: bool
+) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
-    Random contents would read outside the tensors. listed: blocks that a row can list.
+    Random contents would read outside the tensors. A range is of the first block alone: how many
+    blocks there are is not to be seen from its tensors.
     """
 
     def counts(buffer: Any) -> torch.Tensor:
-        return _sized(buffer).fill_(listed)
+        columns = inductor.hint(inputs[first_list + 1].get_size()[-1])
+        return _sized(buffer).fill_(1 if has_ranges else columns)
 
     def indices(buffer: Any) -> torch.Tensor:
         target = _sized(buffer)

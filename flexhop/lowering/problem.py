@@ -28,7 +28,7 @@ class Device:
 class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
-    has_ranges: whether rows are ranges of blocks instead of lists. per_batch: as per_head.
+    has_ranges: whether rows are ranges of blocks instead of lists.
     """
 
     q_size: int
@@ -36,7 +36,6 @@ class MaskBlocks:
     has_full: bool
     per_head: bool = False
     has_ranges: bool = False
-    per_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,11 +44,10 @@ class Problem:
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
     key; has_score_grad: whether the derivative of score_mod differs from 1; bulk_obstacle: why the
-    tensor memory accelerator cannot copy the operands, if it cannot; mask_reads, mask_uses_batch,
-    mask_uses_head: whether mask_mod reads captured tensors, and looks at b and h. Lengths are
-    hints: the sizes seen at this compile; what must hold for every size is in
-    `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
-    key_len_varies: whether calls with other numbers of keys will run the same kernel.
+    tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints: the sizes
+    seen at this compile; what must hold for every size is in `is_query_multiple` and
+    `is_key_multiple` (is the length known to be a multiple of n?). key_len_varies: whether calls
+    with other numbers of keys will run the same kernel.
     """
 
     device: Device
@@ -75,9 +73,6 @@ class Problem:
     has_score_grad: bool = True
     key_len_varies: bool = False
     bulk_obstacle: str = ""
-    mask_reads: bool = False
-    mask_uses_batch: bool = False
-    mask_uses_head: bool = False
 
     @property
     def group(self) -> int:

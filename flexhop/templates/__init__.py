@@ -10,12 +10,11 @@ _PARTS = {
     "forward": ("forward", "attend", "lists", "tile", "mods"),
     "decode": ("decode", "attend", "lists", "tile", "mods"),
     "decode_combine": ("decode_combine",),
-    "mask_bits": ("mask_bits", "lists", "tile", "mods"),
     "grad_query": ("grad_query", "grad_tile", "lists", "tile", "mods", "mod_grads"),
     "grad_key_value": ("grad_key_value", "grad_tile", "lists", "tile", "mods", "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_bits", "hopper_store", "hopper_tile", "mods",
+        "hopper_store", "hopper_tile", "mods",
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)

@@ -28,7 +28,7 @@ HOLES = {
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
-    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "hide", "load_async", "store_async",
+    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "load_async", "store_async",
     "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 
