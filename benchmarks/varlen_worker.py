@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.nn import attention as sdpa
@@ -85,12 +85,10 @@ def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     if name in ("in-tree", "in-tree-ready"):
         return _intree(pack, cut, is_ready=name == "in-tree-ready")
     if name == "flash":
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention import varlen
 
-        longest = max(lengths(pack))
-        return lambda q, k, v: varlen_attn(
-            q, k, v, cut, cut, longest, longest, window_size=(-1, 0)
-        )
+        longest, flash = max(lengths(pack)), cast(Any, varlen.varlen_attn)
+        return lambda q, k, v: flash(q, k, v, cut, cut, longest, longest, window_size=(-1, 0))
     return _padded(name, pack, device) if pack.cut == "equal" else None
 
 

@@ -109,8 +109,9 @@ class Layer(nn.Module):
             return score + slopes[h] * (kv_idx - q_idx)  # positions within the speech
 
         heads = self.query_key_value(self.norms[0](hidden)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = heads.unbind(1)
         mixed = flexhop.varlen_attention(
-            *heads.unbind(1), offsets, score_mod=alibi, is_causal=True
+            query, key, value, offsets, score_mod=alibi, is_causal=True
         )
         assert isinstance(mixed, Tensor)
         hidden = hidden + self.out(mixed.flatten(1))
