@@ -26,12 +26,16 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskBlocks:
-    """Blocks of the mask: their sizes, whether some are listed as full, and whether per head."""
+    """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
+
+    has_ranges: whether rows are ranges of blocks instead of lists.
+    """
 
     q_size: int
     kv_size: int
     has_full: bool
     per_head: bool = False
+    has_ranges: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ LAW: dict[str, set[str]] = {
     | {"mods", "ops"},
     "rotary": set(),
     "flash_probabilities": {"dropout", "ops"},
-    "flash_mods": {"attention", "dropout", "block_mask", "mods", "ops", "options"},
+    "flash_mods": {"attention", "dropout", "packing", "mods", "ops", "options"},
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
     | {"options", "ops", "caches", "key_mods"},
