@@ -61,7 +61,7 @@ def flex_attention(
     *,
     return_aux: None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor: ...
 @overload
@@ -78,7 +78,7 @@ def flex_attention(
     kernel_options: Options = None,
     return_aux: None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -95,7 +95,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
@@ -112,7 +112,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
@@ -128,7 +128,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are your functions.
@@ -224,7 +224,7 @@ def attend(
         mistake = dropout.mistake(query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
-        dropout.p if mistake is None else 0.0,
+        dropout.p if mistake is None else 0,
     )  # fmt: skip
     seed = dropout.operand(query) if mistake is None else ()
     out, lse, max_scores = run_operator(

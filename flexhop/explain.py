@@ -49,7 +49,7 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     capability: tuple[int, int] | None = None,
 ) -> Report:
     """Say what torch.compile would make of a call: graphs, kernels, tiles, work.
