@@ -67,7 +67,7 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor: ...
 @overload
@@ -87,7 +87,7 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -107,7 +107,7 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
@@ -127,7 +127,7 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
@@ -146,7 +146,7 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are your functions.
@@ -260,7 +260,7 @@ def attend(
         mistake = dropout.mistake(query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
-        dropout.p if mistake is None else 0.0,
+        dropout.p if mistake is None else 0,
     )  # fmt: skip
     operands = (query, key, value, score_mod, mask_mod)
     if cache is None:

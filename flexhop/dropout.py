@@ -19,7 +19,9 @@ class Dropout(NamedTuple):
     p: probability that a weight is dropped. seed: [2] int64, or None to draw one.
     """
 
-    p: float = 0.0
+    # 0 and not 0.0, here and in the doors: under dynamic=True Dynamo would make a default that is
+    # a float an input of the graph, find that it chooses code, and trace everything again.
+    p: float = 0
     seed: Tensor | None = None
 
     def operand(self, query: Tensor) -> tuple[Tensor, ...]:

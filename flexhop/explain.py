@@ -52,7 +52,7 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,

@@ -36,7 +36,7 @@ def varlen_attention(
     kernel_options: Options = None,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Attention within each of many sequences of different lengths, packed without padding.

@@ -66,7 +66,7 @@ class Call(NamedTuple):
     wrong_mask: str | None = None  # type of a block_mask that is none
     has_two_requests: bool = False  # return_lse and return_aux at once
     mistake: Mistake | None = None  # that another front door found
-    dropout_p: float = 0.0
+    dropout_p: float = 0
 
 
 def prepare(
