@@ -79,5 +79,6 @@ def _as_keys(args: CachedArgs, cache: Tensor, has_mod: bool) -> Tensor:
         cache = cache.detach()[:1, :1, :1].to(args.query.dtype).expand(cache.shape)
     if not args.pages:
         return cache
-    length = args.pages[0].size(1) * cache.size(2)
+    # A page's size is a constant of the kernel: int() is a guard.
+    length = args.pages[0].size(1) * int(cache.size(2))
     return cache[:1, :, :1].expand(args.query.size(0), -1, length, -1)

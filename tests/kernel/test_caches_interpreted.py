@@ -25,3 +25,14 @@ def test_case(case):
         _, elsewhere = interpreted(case, seed=1)
         assert torch.equal(generated.result[0], elsewhere.result[0])
         assert torch.equal(generated.result[1].lse, elsewhere.result[1].lse)
+
+
+@pytest.mark.parametrize("name", ["page_16", "e4m3_rows_sinks"])
+def test_symbolic_sizes(name):
+    (case,) = (case for case in CASES if case.name == name)
+    inputs = make_cache_inputs(case)
+    generated = interpret(
+        cache_call(inputs, backend="triton"), *operands(inputs), dynamic=True,
+        memory=Memory(poison=True, check_bounds=True),
+    )  # fmt: skip
+    assert_cache_case(case, inputs, generated.result)
