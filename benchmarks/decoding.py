@@ -23,12 +23,13 @@ from torch.nn import attention as sdpa
 from torch.nn.attention import flex_attention as intree
 
 import flexhop
+from benchmarks import caches
 from benchmarks.correctness import rounding_error
-from benchmarks.report import cell, row
+from benchmarks.report import decoding_table
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-NAMES = ("flexhop", "in-tree", "cudnn", "flash")
+NAMES = ("flexhop", "in-tree", "cudnn", "flash", "contiguous")
 CACHE_BYTES = 200 << 20  # four times an H200's L2
 CALLS = 12  # of a graph, at least
 ROUNDS = 5
@@ -37,7 +38,11 @@ ANSWER = "ANSWER "
 
 @dataclass(frozen=True)
 class Step:
-    """``queries`` queries at the end of ``keys`` keys; ``sees`` and ``score`` are mods."""
+    """``queries`` queries at the end of ``keys`` keys; ``sees`` and ``score`` are mods.
+
+    ``page`` and ``stored`` are of a cache, see benchmarks/caches.py; its peer is flexhop with
+    contiguous keys.
+    """
 
     name: str
     batch: int
@@ -48,6 +53,13 @@ class Step:
     head_dim: int = 128
     sees: Literal["all", "causal", "window", "document"] = "all"
     score: Literal["none", "alibi", "softcap"] = "none"
+    page: int = 0
+    stored: Literal["", "int8", "float8_e4m3fn", "float8_e5m2"] = ""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether keys are read from pages or converted."""
+        return self.page > 0 or self.stored != ""
 
     @property
     def shape(self) -> str:
@@ -58,12 +70,13 @@ class Step:
     @property
     def is_dense(self) -> bool:
         """Whether SDPA computes the same thing without a mask tensor."""
-        return self.sees == "all" and self.score == "none"
+        return self.sees == "all" and self.score == "none" and not self.is_cached
 
     def shrunk(self) -> "Step":
         """The same problem small enough for a CPU."""
         group = self.q_heads // self.kv_heads
-        return replace(self, batch=1, q_heads=group, kv_heads=1, keys=256, head_dim=32)
+        page = min(self.page, 64)
+        return replace(self, batch=1, q_heads=group, kv_heads=1, keys=256, head_dim=32, page=page)
 
 
 STEPS: tuple[Step, ...] = (
@@ -88,6 +101,14 @@ STEPS: tuple[Step, ...] = (
     Step("one-window-64k", 1, 32, 8, 128 << 10, sees="window"),
     Step("one-document-64k", 1, 32, 8, 128 << 10, sees="document"),
     Step("one-64k", 1, 32, 8, 64 << 10),
+    *(Step(f"page-{n}", 8, 32, 8, 32 << 10, page=n) for n in (16, 64, 128, 256)),
+    Step("one-page-16", 1, 32, 8, 128 << 10, page=16),
+    Step("one-page-64", 1, 32, 8, 128 << 10, page=64),
+    Step("int8", 8, 32, 8, 32 << 10, stored="int8"),
+    Step("e4m3", 8, 32, 8, 32 << 10, stored="float8_e4m3fn"),
+    Step("e5m2", 8, 32, 8, 32 << 10, stored="float8_e5m2"),
+    Step("int8-page-16", 8, 32, 8, 32 << 10, page=16, stored="int8"),
+    Step("e4m3-page-128", 8, 32, 8, 32 << 10, page=128, stored="float8_e4m3fn"),
 )
 
 
@@ -127,6 +148,12 @@ def make_score_mod(step: Step, device: torch.device) -> Callable[..., Any] | Non
 
 def build(name: str, step: Step, device: torch.device) -> Attention | None:
     """An implementation, or None where it cannot do the step."""
+    if step.is_cached and name != "contiguous":
+        return caches.build(step) if name == "flexhop" else None
+    if name == "contiguous":
+        return (
+            build("flexhop", replace(step, page=0, stored=""), device) if step.is_cached else None
+        )
     if name in ("flexhop", "in-tree"):
         module: Any = flexhop if name == "flexhop" else intree
         mask_mod, score_mod = make_mask_mod(step, device), make_score_mod(step, device)
@@ -161,7 +188,7 @@ def make_tensors(step: Step, device: torch.device) -> list[Tensors]:
         first, second, third = (
             torch.randn(shape, device=device, dtype=dtype) for shape in (query, key, key)
         )
-        return first, second, third
+        return first, caches.rounded(step, second), caches.rounded(step, third)
 
     return [draw() for _ in range(copies)]
 
@@ -185,7 +212,8 @@ def scores_of(step: Step, tensors: Tensors) -> torch.Tensor:
 def seen_bytes(step: Step, tensors: Tensors, scores: torch.Tensor) -> int:
     """Bytes of the keys and values that any query sees; the masks here are equal for all heads."""
     keys = int((scores > -torch.inf).any(0).any(0).sum())
-    return 2 * tensors[1].element_size() * step.batch * step.kv_heads * keys * step.head_dim
+    size = 1 if step.stored else tensors[1].element_size()
+    return 2 * size * step.batch * step.kv_heads * keys * step.head_dim
 
 
 def largest_error(exact: torch.Tensor, found: torch.Tensor) -> float:
@@ -262,6 +290,8 @@ def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[st
         try:
             attention = build(name, step, device)
             if attention is not None:
+                for copy in copies if step.is_cached else ():
+                    attention(*copy)  # puts its keys into a cache
                 errors[name] = largest_error(exact, attention(*copies[0]))
                 runs[name] = capture(attention, copies)
         except Exception as error:  # a peer that cannot must not end the others' measurement
@@ -287,25 +317,6 @@ def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
         for name, run in runs.items():
             times[name].append(microseconds(run, on_gpu))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
-    """Microseconds and GB/s of every implementation, and flexhop's speed over the others'."""
-    peers = [name for name in names if name != "flexhop"]
-    head = ["step", "(B,Hq,Hkv,M,N,D)", *(f"{name}, us" for name in names)]
-    head += [*(f"{name}, GB/s" for name in names), *(f"x {peer}" for peer in peers)]
-    lines = [row(head), row(["---"] * 2 + ["---:"] * (len(head) - 2))]
-    for result in results:
-        times = [result["microseconds"].get(name) for name in names]
-        speeds = [None if time is None else result["bytes"] / time / 1e3 for time in times]
-        own = result["microseconds"].get("flexhop")
-        others = [result["microseconds"].get(peer) for peer in peers]
-        ratios = [None if own is None or time is None else time / own for time in others]
-        cells = [*(cell(t, 1) for t in times), *(cell(s) for s in speeds)]
-        lines.append(row([result["name"], result["shape"], *cells, *(cell(r, 2) for r in ratios)]))
-    for result in results:
-        lines += [f"- {result['name']}, {n}: {why}" for n, why in result["failed"].items()]
-    return "\n".join(lines)
 
 
 def in_processes(steps: list[Step], names: tuple[str, ...], device: str) -> list[dict[str, Any]]:
@@ -372,7 +383,7 @@ def main(arguments: list[str]) -> int:
     name = torch.cuda.get_device_name() if on_gpu else "CPU, tiny shapes: not a measurement"
     print(f"{name}; torch {torch.__version__}; {'bfloat16' if on_gpu else 'float32'}.", flush=True)
     results = in_processes(chosen, names, options.device)
-    print(table(results, names))
+    print(decoding_table(results, names))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + os.linesep)
     return int(any("flexhop" in result["failed"] for result in results))

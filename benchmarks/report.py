@@ -94,3 +94,22 @@ def markdown(results: list[Result], machine: str, names: tuple[str, ...]) -> str
     if failed := failures(results):
         lines += ["## Not measured", "", *failed, ""]
     return "\n".join(lines)
+
+
+def decoding_table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str:
+    """Microseconds and GB/s of every implementation, and flexhop's speed over the others'."""
+    peers = [name for name in names if name != "flexhop"]
+    head = ["step", "(B,Hq,Hkv,M,N,D)", *(f"{name}, us" for name in names)]
+    head += [*(f"{name}, GB/s" for name in names), *(f"x {peer}" for peer in peers)]
+    lines = [row(head), row(["---"] * 2 + ["---:"] * (len(head) - 2))]
+    for result in results:
+        times = [result["microseconds"].get(name) for name in names]
+        speeds = [None if time is None else result["bytes"] / time / 1e3 for time in times]
+        own = result["microseconds"].get("flexhop")
+        others = [result["microseconds"].get(peer) for peer in peers]
+        ratios = [None if own is None or time is None else time / own for time in others]
+        cells = [*(cell(t, 1) for t in times), *(cell(s) for s in speeds)]
+        lines.append(row([result["name"], result["shape"], *cells, *(cell(r, 2) for r in ratios)]))
+    for result in results:
+        lines += [f"- {result['name']}, {n}: {why}" for n, why in result["failed"].items()]
+    return "\n".join(lines)

@@ -2,10 +2,10 @@
 
     python examples/serving.py            # eager on a CPU, compiled kernels on a GPU
 
-Weights are random, so the text means nothing; what counts is that three ways of generating it
+Weights are random, so the text means nothing; what counts is that four ways of generating it
 give the same tokens: without a cache (the whole sequence again at every step), with one cache
 tensor per sequence, and with pages that requests of different lengths share while they come and
-go.
+go, which kernels find by a page table or by a converted block mask, as with PyTorch's interface.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def contiguous(server: Server, request: Request) -> list[int]:
 class PagedServer:
     """Requests of different lengths share pages; one is admitted as soon as another leaves."""
 
-    def __init__(self, server: Server, pages: int, slots: int) -> None:
-        self.server = server
+    def __init__(self, server: Server, pages: int, slots: int, *, converts: bool = False) -> None:
+        self.server, self.converts = server, converts
         self.paged = flexhop.PagedAttention(pages, PAGE, slots, server.device)
         size = (1, KV_HEADS, pages * PAGE, HEAD_DIM)
         self.caches = [
@@ -202,12 +202,20 @@ class PagedServer:
         sequence = torch.tensor(slots, device=device)
         start = torch.tensor(starts, device=device)
         position = start[:, None] + torch.arange(queries, device=device)
-        logical = self.server.mask(lambda b, h, q, kv: q + start[b] >= kv, queries, len(slots))
-        mask = self.paged.convert_logical_block_mask(logical, sequence, start + queries)
+        mask = self.server.mask(lambda b, h, q, kv: q + start[b] >= kv, queries, len(slots))
+        keywords: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
+        if self.converts:
+            keywords["block_mask"] = self.paged.convert_logical_block_mask(
+                mask, sequence, start + queries
+            )
+        else:
+            table = self.paged.table(start + queries, sequence)
+            # As wide as the mask; no sequence is longer.
+            keywords["page_table"] = table._replace(pages=table.pages[:, : LONGEST // PAGE])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.paged.assign(sequence, position, key, value, *self.caches[layer])
-            return self.server.flex(query, *self.caches[layer], block_mask=mask, enable_gqa=True)
+            return self.server.flex(query, *self.caches[layer], **keywords)
 
         return self.server.model(self.server.tensor(tokens), position, attend)[:, -1].tolist()
 
@@ -224,7 +232,7 @@ def make_requests(count: int) -> list[Request]:
 
 @torch.no_grad()
 def main() -> None:
-    """Generate in all three ways and compare."""
+    """Generate in all four ways and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=6)
     arguments = parser.parse_args()
@@ -234,13 +242,15 @@ def main() -> None:
     server = Server(Model().to(device), device)
     requests = make_requests(arguments.requests)
     pool = PagedServer(server, pages=12, slots=4)
+    converting = PagedServer(server, pages=12, slots=4, converts=True)
     ways = {
         "without a cache": [without_cache(server, request) for request in requests],
         "contiguous cache": [contiguous(server, request) for request in requests],
         "paged, in batches": pool.serve(requests),
+        "with converted masks": converting.serve(requests),
     }
     for name, tokens in ways.items():
-        print(f"{name:18} {sum(map(len, tokens))} tokens, first answer {tokens[0]}")
+        print(f"{name:20} {sum(map(len, tokens))} tokens, first answer {tokens[0]}")
     print(f"up to {pool.most} requests shared {pool.paged.n_pages} pages of {PAGE} tokens")
     first, *others = ways.values()
     if any(other != first for other in others):

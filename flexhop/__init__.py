@@ -6,6 +6,7 @@ A superset of torch.nn.attention.flex_attention: the same names, signatures and 
 from flexhop import errors, flash, masks, mods
 from flexhop.attention import AuxOutput, AuxRequest, flex_attention
 from flexhop.block_mask import BlockMask
+from flexhop.dropout import dropout_mask, dropout_seed
 from flexhop.errors import FlexhopError
 from flexhop.explain import Report, explain
 from flexhop.mask_creation import create_block_mask, create_mask
@@ -35,6 +36,8 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "create_nested_block_mask",
+    "dropout_mask",
+    "dropout_seed",
     "errors",
     "explain",
     "flash",

@@ -13,6 +13,7 @@ from flexhop import errors
 from flexhop.block_mask import BlockMask
 from flexhop.block_selection import sliced_mask_mod
 from flexhop.caches import CacheReading, read_cache
+from flexhop.dropout import NO_DROPOUT, Dropout
 from flexhop.key_mods import KeyMod
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.nested import has_nested, pack, unpack
@@ -66,6 +67,8 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def flex_attention(
@@ -84,6 +87,8 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flex_attention(
@@ -102,6 +107,8 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -120,6 +127,8 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
@@ -137,6 +146,8 @@ def flex_attention(
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention whose scores and mask are your functions.
 
@@ -167,6 +178,10 @@ def flex_attention(
             batch, h the key head. key may then be float8_e4m3fn, float8_e5m2 or int8; see
             flexhop.mods.dequantize.
         v_mod: the same for value.
+        dropout_p: probability with which each weight of the softmax becomes 0; the others are
+            divided by 1 - dropout_p. lse and max_scores know nothing of it. See docs/dropout.md.
+        dropout_seed: [2] int64, which weights are dropped; see flexhop.dropout_mask. By default
+            drawn from PyTorch's generator of the device.
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
@@ -192,7 +207,8 @@ def flex_attention(
         mistake = mistake or found
     result = attend(
         *operands, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks=sinks, mistake=mistake, cache=cache,
+        return_aux, sinks=sinks, dropout=Dropout(dropout_p, dropout_seed), mistake=mistake,
+        cache=cache,
     )  # fmt: skip
     return result if packed is None else _nested_like(query, result)
 
@@ -221,6 +237,7 @@ def attend(
     return_aux: AuxRequest | None,
     *,
     sinks: Tensor | None = None,
+    dropout: Dropout = NO_DROPOUT,
     mistake: Mistake | None = None,
     cache: CacheReading | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
@@ -239,12 +256,17 @@ def attend(
     two_requests = return_lse and return_aux is not None
     if mistake is None and sinks is not None:
         mistake = _sinks_mistake(sinks, query)
+    if mistake is None:
+        mistake = dropout.mistake(query)
     call = Call(
-        scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake
-    )
+        scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
+        dropout.p if mistake is None else 0.0,
+    )  # fmt: skip
     operands = (query, key, value, score_mod, mask_mod)
     if cache is None:
-        results = run_operator(AttentionArgs(*operands, blocks, 0.0, {}), call)
+        seed = dropout.operand(query) if mistake is None else ()
+        args = AttentionArgs(*operands, blocks, 0.0, {}, dropout_seed=seed)
+        results = run_operator(args, call)
     else:
         results = run_cached_operator(
             CachedArgs(*operands, cache.key_mod, cache.value_mod, blocks, cache.pages, 0.0, {}),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.flash_mods import BLOCK, argument_mistake, unsupported
+from flexhop.flash_mods import argument_mistake, unsupported
 from flexhop.ops.call import Mistake, note_rank
 
 
@@ -152,16 +152,14 @@ def _rotary(call: CacheCall) -> Mistake | None:
 
 
 def _pool(call: CacheCall) -> Mistake | None:
-    """A cache that all sequences share must be one run of keys."""
+    """A cache whose rows all sequences share must be one run of keys."""
     if call.block_table is None and call.cache_batch_idx is None:
         return None
     if call.block_table is not None:
         for name in ("cache_batch_idx", "cache_leftpad"):
             if getattr(call, name) is not None:
                 return argument_mistake(name, "was given", "block_table was given too")
-        if call.page % BLOCK != 0:
-            found = f"has pages of {call.page} keys"
-            return argument_mistake("k_cache", found, f"must have a multiple of {BLOCK}")
+        return None
     for name, cache in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if cache.size(0) > 1 and cache.stride(0) != cache.size(1) * cache.stride(1):
             expected = "must lie row behind row to be shared; call contiguous() once, at creation"

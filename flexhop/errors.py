@@ -364,16 +364,6 @@ class DoubleBackwardError(FlexhopError, RuntimeError):
     )
 
 
-class DeterminismError(FlexhopError, RuntimeError):
-    """A gradient that would be summed in changing order."""
-
-    message = (
-        "torch.use_deterministic_algorithms(True) or KernelOptions(deterministic=True) forbids "
-        "the gradient of captured tensor {capture}: {reason}. Detach it, or allow nondeterminism "
-        "(in PyTorch with warn_only=True)."
-    )
-
-
 class NoTritonError(FlexhopError, RuntimeError):
     """Triton is missing."""
 

@@ -49,6 +49,7 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     capability: tuple[int, int] | None = None,
 ) -> Report:
     """Say what torch.compile would make of a call: graphs, kernels, tiles, work.
@@ -69,6 +70,7 @@ def explain(
         kernel_options: as there.
         return_aux: as there.
         sinks: as there; they are applied to what the kernel gives.
+        dropout_p: as there.
         capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
             which query is, or else (9, 0).
 
@@ -94,6 +96,7 @@ def explain(
         "kernel_options": kernel_options,
         "return_aux": return_aux,
         "sinks": None if sinks is None else _stand_in(sinks, _home(block_mask)),
+        "dropout_p": dropout_p,
     }
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
@@ -276,6 +279,8 @@ def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
         )
     if found.joint is None:
         notes.append("No operand needs a gradient: the backward kernels would not run.")
+    elif found.joint.sites and args.options.get("deterministic"):
+        notes.append("Gradients of captured tensors are added up as integers, exactly.")
     elif found.joint.sites:
         notes.append(
             "Gradients of captured tensors are added up by atomics in grad_query: their rounding "

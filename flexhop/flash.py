@@ -5,7 +5,8 @@ of the one operator. docs/flash.md says what differs.
 
 Options that several functions share:
 
-- dropout_p: must be 0.0.
+- dropout_p: probability with which a weight becomes 0; the others are divided by 1 - dropout_p.
+  Seeds come from PyTorch's generator; packed tokens have the mask of varlen_attention.
 - softmax_scale: multiplies q·k; 1/sqrt(D) by default.
 - causal: a query sees no key behind the one that it is aligned with; the last query is aligned
   with the last key.
@@ -14,8 +15,9 @@ Options that several functions share:
 - alibi_slopes: [H], or [B, H] with a row per sequence; then slope * |i + N - M - j| is subtracted
   from the (capped) score of query i and key j. Slopes get no gradient.
 - deterministic: gradients repeat bit by bit; on Hopper GPUs that of q does not otherwise.
-- return_attn_probs: also return the logarithm of the softmax's sum, fp32, and None where
-  flash-attn has probabilities: these are never formed.
+- return_attn_probs: also return the logarithm of the softmax's sum, fp32, and with dropout_p the
+  weights of the softmax, negative where they are dropped: [B, Hq, M, N], or of sequences
+  [S, Hq, max_seqlen_q, max_seqlen_k], which is for tests only. Without dropout None.
 
 Heads of q may be a multiple of those of k and v, which then serve groups of neighbours.
 
@@ -31,6 +33,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, attend
+from flexhop.dropout import NO_DROPOUT, Dropout
 from flexhop.flash_cache import flash_attn_with_kvcache
 from flexhop.flash_mods import (
     Options,
@@ -38,13 +41,14 @@ from flexhop.flash_mods import (
     packed_mistake,
     refuse,
     score_mod_of,
-    unsupported,
     window_mask,
 )
+from flexhop.flash_paged import PagedCall, attend_pages, paged_mistake
+from flexhop.flash_probabilities import signed_probabilities, unpack_rows
 from flexhop.ops.call import note_rank
 from flexhop.varlen import varlen_attention
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
 __all__ = [
     "flash_attn_func",
@@ -78,7 +82,7 @@ def flash_attn_func(
         alibi_slopes, deterministic, return_attn_probs: see the module.
 
     Returns:
-        out [B, M, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, M] fp32, None).
+        out [B, M, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, M] fp32, weights or None).
     """
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
@@ -176,21 +180,26 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; they bound the block lists.
         dropout_p, softmax_scale, causal, window_size, softcap: see the module.
         alibi_slopes, deterministic, return_attn_probs: see the module.
-        block_table: must be None; flash_attn_with_kvcache reads pages.
+        block_table: [S, pages per sequence] int32 or int64: k and v are then caches in pages,
+            [P, page, Hkv, D], and the keys of sequence s are the first of its pages. Without
+            gradient.
 
     Returns:
-        out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, None).
+        out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, weights or None).
     """
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
         deterministic,
     )  # fmt: skip
     if block_table is not None:
-        mistake = unsupported(
-            "block_table of flash_attn_varlen_func", "packed keys have no pages",
-            "Use flash_attn_with_kvcache, which reads pages in place",
-        )  # fmt: skip
-        return refuse(q, k, v, mistake)
+        call = PagedCall(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table)
+        mistake = paged_mistake(call)
+        if mistake is None:
+            mistake = option_mistake(options, q.size(1), cu_seqlens_q.size(0) - 1)
+        if mistake is not None:
+            return refuse(q, q, q, mistake)
+        out, lse = attend_pages(call, options)
+        return out if lse is None else (out, lse, None)
     longest = (max_seqlen_q, max_seqlen_k)
     return _attend_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, options)
 
@@ -277,14 +286,29 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
     queries, keys = q.size(1), k.size(1)
     score_mod = score_mod_of(options, keys - queries)
     block_mask = window_mask(queries, keys, options.reach, q.device)
+    dropout = options.dropout(q)
+    query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     result = attend(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, block_mask,
-        options.softmax_scale, True, False, options.kernel_options,
-        AuxRequest(lse=options.return_attn_probs),
+        query, key, value, score_mod, block_mask, options.softmax_scale, True, False,
+        options.kernel_options, AuxRequest(lse=options.return_attn_probs), dropout=dropout,
     )  # fmt: skip
     out, aux = cast(tuple[Tensor, AuxOutput], result)
     out = out.transpose(1, 2)
-    return (out, cast(Tensor, aux.lse), None) if options.return_attn_probs else out
+    if not options.return_attn_probs:
+        return out
+    if dropout.seed is None:
+        return out, cast(Tensor, aux.lse), None
+
+    def weigh(columns: Tensor) -> Tensor:
+        columns = columns.expand(k.size(0), k.size(2), -1, -1)
+        weights = attend(
+            query.detach(), key.detach(), columns, score_mod, block_mask,
+            options.softmax_scale, True, False, None, None,
+        )  # fmt: skip
+        return cast(Tensor, weights)
+
+    sizes = (q.size(0), q.size(2), queries, keys)
+    return out, cast(Tensor, aux.lse), signed_probabilities(weigh, q, sizes, dropout)
 
 
 def _attend_packed(
@@ -302,15 +326,33 @@ def _attend_packed(
         mistake = option_mistake(options, q.size(1), offsets_q.size(0) - 1)
     if mistake is not None:
         return refuse(q, k, v, mistake)
-    left, right = options.reach
-    result = varlen_attention(
-        q, k, v, offsets_q, offsets_k, score_mod=score_mod_of(options, _shift(*offsets)),
-        window_size=(left, right), max_seqlen_q=longest[0], max_seqlen_k=longest[1],
-        scale=options.softmax_scale, enable_gqa=True, kernel_options=options.kernel_options,
-        return_aux=AuxRequest(lse=options.return_attn_probs),
-    )  # fmt: skip
-    out, aux = cast(tuple[Tensor, AuxOutput], result)
-    return (out, cast(Tensor, aux.lse).t(), None) if options.return_attn_probs else out
+    dropout = options.dropout(q)
+    score_mod = score_mod_of(options, _shift(*offsets))
+
+    def call(operands: tuple[Tensor, Tensor, Tensor], drop: Dropout) -> tuple[Tensor, AuxOutput]:
+        result = varlen_attention(
+            *operands, offsets_q, offsets_k, score_mod=score_mod, window_size=options.reach,
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], scale=options.softmax_scale,
+            enable_gqa=True, kernel_options=options.kernel_options,
+            return_aux=AuxRequest(lse=options.return_attn_probs), dropout_p=drop.p,
+            dropout_seed=drop.seed,
+        )  # fmt: skip
+        return cast(tuple[Tensor, AuxOutput], result)
+
+    out, aux = call(operands, dropout)
+    if not options.return_attn_probs:
+        return out
+    if dropout.seed is None:
+        return out, cast(Tensor, aux.lse).t(), None
+
+    def weigh(columns: Tensor) -> Tensor:
+        columns = columns[:, None].expand(-1, k.size(1), -1)
+        weights, _ = call((q.detach(), k.detach(), columns), NO_DROPOUT)
+        return weights.transpose(0, 1)[None]
+
+    sizes = (1, q.size(1), q.size(0), k.size(0))
+    weights = signed_probabilities(weigh, q, sizes, dropout)
+    return out, cast(Tensor, aux.lse).t(), unpack_rows(weights[0], offsets, longest)
 
 
 def _shift(offsets_q: Tensor, offsets_k: Tensor) -> int | Tensor:

@@ -1,7 +1,7 @@
 """flash_attn_with_kvcache: append to a cache in place, then attend to it where it lies.
 
-The cache is read as it is: as one tensor per batch, or as one pool of keys that all batches share,
-where the block lists name the blocks of each sequence. Nothing is gathered or copied.
+The cache is read as it is: as one tensor per batch, as one pool of keys that all batches share,
+where the block lists name the blocks of each sequence, or in pages. Nothing is gathered or copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from flexhop.attention import AuxOutput, AuxRequest, attend
 from flexhop.block_mask import BlockMask
 from flexhop.block_ranges import RangeLists, list_rows
 from flexhop.cache_checks import CacheCall, cache_mistake
+from flexhop.caches import CacheReading
 from flexhop.flash_mods import BLOCK, Options, option_mistake, refuse, score_mod_of
+from flexhop.key_mods import noop_key
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake
 from flexhop.options import KernelOptions
@@ -51,7 +53,7 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, M, Hq, D].
         k_cache: [Bc, N, Hkv, D]; v_cache: [Bc, N, Hkv, Dv]. With block_table they are pages:
-            [P, page, Hkv, D], page a multiple of 128.
+            [P, page, Hkv, D], of any size.
         k, v: [B, L, Hkv, D] and [B, L, Hkv, Dv], written in place behind cache_seqlens.
         rotary_cos, rotary_sin: [at least N, R / 2]: turn the first R columns of k, and of q, by
             the position that they get in the cache. Without causal and window all queries have
@@ -153,7 +155,7 @@ def _append(call: CacheCall, place: _Place, k: Tensor, v: Tensor) -> None:
     call.v_cache.index_put_((row, position), v)
 
 
-class _Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys of a sequence that its queries see, in closed form; [B] each.
 
     aligned: the key that query 0 is aligned with. begin, used: the keys that count.
@@ -196,7 +198,7 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     left, right = options.reach
     queries = q.size(1)
-    seen = _Seen(
+    seen = SeenKeys(
         place.used - queries, place.begin, place.used, (left, None if queries == 1 else right)
     )
     pool, score_mod = _pool(call, place), score_mod_of(options, seen.aligned)
@@ -206,32 +208,36 @@ def _attend(
         q.transpose(1, 2), pool.keys, pool.values,
         None if score_mod is None else pool.local_score_mod(score_mod), block_mask,
         options.softmax_scale, True, False, splits, AuxRequest(lse=options.return_attn_probs),
+        cache=_reading(call, place),
     )  # fmt: skip
     out, aux = cast(tuple[Tensor, AuxOutput], result)
     out = out.transpose(1, 2)
     return (out, cast(Tensor, aux.lse)) if options.return_attn_probs else out
 
 
+def _reading(call: CacheCall, place: _Place) -> CacheReading | None:
+    """How keys are found in pages, if they are."""
+    if call.block_table is None:
+        return None
+    pages = (call.block_table.to(torch.int32), place.used.to(torch.int32))
+    return CacheReading(noop_key, noop_key, pages)
+
+
 class _Pool(NamedTuple):
     """The cache as operands, and how a position in it becomes one in a sequence.
 
-    keys, values: [B or 1, Hkv, all keys, D]. length: the most keys of a sequence. start: [B],
-    where the row of each sequence begins. pages: [B, pages per sequence], and owners [B, P + 1],
-    which of the sequence's pages a page of the pool is. page: keys of one.
+    keys, values: [B or 1, Hkv, all keys, D], or pages. span: keys that the operator sees. length:
+    the most keys of a sequence. start: [B], where the row of each sequence begins.
     """
 
     keys: Tensor
     values: Tensor
+    span: int
     length: int
     start: Tensor | None = None
-    pages: Tensor | None = None
-    owners: Tensor | None = None
-    page: int = 1
 
     def local(self, b: Tensor, kv_idx: Tensor) -> Tensor:
         """The position in sequence b."""
-        if self.owners is not None:
-            return self.owners[b, kv_idx // self.page] * self.page + kv_idx % self.page
         return kv_idx if self.start is None else kv_idx - self.start[b]
 
     def local_score_mod(self, score_mod: ScoreMod) -> ScoreMod:
@@ -252,55 +258,25 @@ class _Pool(NamedTuple):
 
         return pool_mask
 
-    def block_mask(self, seen: _Seen, queries: int) -> BlockMask:
+    def block_mask(self, seen: SeenKeys, queries: int) -> BlockMask:
         """The blocks that each sequence's queries see."""
         first, end = seen.ranges(queries)
-        keys = self.keys.size(2)
         if self.start is not None:
             first, end = first + self.start[:, None], end + self.start[:, None]
-        span = self.length if self.pages is not None else keys
         width = (self.length + BLOCK - 1) // BLOCK + 1  # a row need not begin with a block
-        lists = list_rows((first, end), span, (BLOCK, BLOCK), width)
-        if self.pages is not None:
-            lists = _place_blocks(lists, self.pages, self.page)
+        lists = list_rows((first, end), self.span, (BLOCK, BLOCK), width)
         row = RangeLists(*(t[:, None] for t in lists))
         keep = self.local_mask_mod(seen.mask_mod())
-        return BlockMask((queries, keys), *row, None, None, None, None, (BLOCK, BLOCK), keep)
+        size = (queries, self.span)
+        return BlockMask(size, *row, None, None, None, None, (BLOCK, BLOCK), keep)
 
 
 def _pool(call: CacheCall, place: _Place) -> _Pool:
     k_cache, v_cache, length = call.k_cache, call.v_cache, call.length
-    if call.block_table is None and place.rows is None:
-        return _Pool(k_cache.transpose(1, 2), v_cache.transpose(1, 2), length)
+    if place.rows is None:  # each sequence has its row, or its pages
+        return _Pool(k_cache.transpose(1, 2), v_cache.transpose(1, 2), length, length)
     rows, per_row = k_cache.size(0), k_cache.size(1)
     keys, values = (
         t.view(1, rows * per_row, t.size(2), t.size(3)).transpose(1, 2) for t in (k_cache, v_cache)
     )
-    if call.block_table is None:
-        return _Pool(keys, values, length, start=cast(Tensor, place.rows) * per_row)
-    owners = _owners(call.block_table, place.used, rows, per_row)
-    return _Pool(keys, values, length, pages=call.block_table, owners=owners, page=per_row)
-
-
-def _owners(block_table: Tensor, used: Tensor, pages: int, page: int) -> Tensor:
-    """[B, pages + 1] int32: which page of sequence b a page of the pool is, 0 where none."""
-    number = torch.arange(block_table.size(1), device=used.device).expand_as(block_table)
-    # Entries behind the end may hold anything: they go to a column that is never read.
-    target = torch.where(number * page < used[:, None], block_table, pages).long()
-    owners = torch.zeros((used.size(0), pages + 1), dtype=torch.int32, device=used.device)
-    return owners.scatter(1, target, number.to(torch.int32))
-
-
-def _place_blocks(lists: RangeLists, pages: Tensor, page: int) -> RangeLists:
-    """Blocks counted in a sequence as blocks of the pool; dead entries stay within it."""
-    per_page = page // BLOCK
-
-    def placed(indices: Tensor) -> Tensor:
-        number = torch.clamp(indices // per_page, 0, pages.size(1) - 1)
-        rows = pages.to(torch.int32)[:, None].expand(-1, indices.size(1), -1)
-        return rows.gather(2, number.long()) * per_page + indices % per_page
-
-    return lists._replace(
-        indices=placed(lists.indices).contiguous(),
-        full_indices=placed(lists.full_indices).contiguous(),
-    )
+    return _Pool(keys, values, rows * per_row, length, start=place.rows * per_row)

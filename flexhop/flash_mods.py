@@ -11,6 +11,7 @@ from flexhop import mods
 from flexhop.attention import attend
 from flexhop.block_mask import BlockMask
 from flexhop.block_ranges import RangeLists, list_ranges
+from flexhop.dropout import Dropout, dropout_seed
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.options import KernelOptions
@@ -41,6 +42,12 @@ class Options(NamedTuple):
         left, right = (None if side < 0 else side for side in self.window_size)
         return left, 0 if self.causal else right
 
+    def dropout(self, query: Tensor) -> Dropout:
+        """With a seed where the mask is returned; a wrong probability is refused by attend."""
+        if self.return_attn_probs and 0.0 < self.dropout_p < 1.0:
+            return Dropout(self.dropout_p, dropout_seed(query.device))
+        return Dropout(self.dropout_p)
+
 
 def refuse(query: Tensor, key: Tensor, value: Tensor, mistake: Mistake) -> Any:
     """Raise what `mistake` says, where Dynamo passes it on: from the operator."""
@@ -70,10 +77,6 @@ def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mist
 
 def option_mistake(options: Options, heads: int, sequences: int) -> Mistake | None:
     """What is wrong with the options of a call with so many query heads and sequences."""
-    if options.dropout_p != 0.0:
-        return unsupported(
-            f"dropout_p={options.dropout_p}", "flexhop has no dropout", "Pass dropout_p=0.0"
-        )
     if len(options.window_size) != 2:
         found = f"has {len(options.window_size)} entries"
         return argument_mistake("window_size", found, "must be (left, right)")

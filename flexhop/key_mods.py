@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from flexhop.errors import ModArgumentError
@@ -46,7 +47,9 @@ class Dequantize(NamedTuple):
         if self.page_table is None:
             return x * scale[b, h, kv_idx]
         pages, page_size, _ = self.page_table
-        return x * scale[pages[b, kv_idx // page_size], h, kv_idx % page_size]
+        # Behind the end of a sequence, where the result does not count, anything may stand.
+        page = torch.clamp(pages[b, kv_idx // page_size], 0, scale.size(0) - 1)
+        return x * scale[page, h, kv_idx % page_size]
 
     def expected_shape(self, batch: int, heads: int, length: int, num_pages: int) -> list[int]:
         """The shape that the scale must have in a call."""

@@ -1,8 +1,9 @@
 """A KV cache in pages: which physical page holds which logical block of which sequence.
 
 The cache is one pair of tensors [1, Hkv, n_pages * page_size, D] for all sequences. A sequence
-owns pages in any order; `flex_attention` reads them through a block mask of physical blocks and
-mods that translate positions back, both made here from logical ones.
+owns pages in any order; `flex_attention` reads them through a page table (`table`), or, as in
+PyTorch, through a block mask of physical blocks and mods that translate positions back, both made
+here from logical ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flexhop.errors import (
     UnmappedPositionError,
 )
 from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
+from flexhop.pages import PageTable
 
 
 class PagedAttention:
@@ -137,6 +139,22 @@ class PagedAttention:
             # [B, H, S, D] in the order of `place`, [B, S].
             tokens = value.transpose(1, 2).flatten(0, 1).transpose(0, 1)
             cache.index_copy_(2, place, tokens[None].to(cache.dtype))
+
+    def table(self, kv_len: Tensor, batch_idx: Tensor | None = None) -> PageTable:
+        """The page_table of flex_attention, whose kernels find the pages themselves.
+
+        Block masks and mods of such a call are of logical positions and need no conversion; the
+        cache is given as it is.
+
+        Args:
+            kv_len: [B] integers, keys of each sequence that exist; for all of them pages must be
+                reserved.
+            batch_idx: [B] integers, the sequence of each batch; 0 .. B - 1 by default.
+        """
+        rows = (
+            self.page_table[: kv_len.size(0)] if batch_idx is None else self.page_table[batch_idx]
+        )
+        return PageTable(rows.to(torch.int32), self.page_size, kv_len.to(torch.int32))
 
     def convert_logical_block_mask(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from flexhop.attention import attend
 from flexhop.block_mask import BlockMask
+from flexhop.dropout import Dropout
 from flexhop.masks import causal
 from flexhop.mods import ScoreMod
 from flexhop.nested import Operands, has_nested, pack, unpack
@@ -38,7 +39,8 @@ def scaled_dot_product_attention(
         key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv]. Batches and heads of size 1 broadcast.
         attn_mask: dense operands only; it broadcasts to [B, Hq, M, N] without being expanded.
             bool: True takes part. float32 or query's dtype: added to the scaled scores.
-        dropout_p: must be 0.
+        dropout_p: probability with which each weight becomes 0; the others are divided by
+            1 - dropout_p. Whether or not this is training; see docs/dropout.md.
         is_causal: query i sees the keys 0..i; the upper left is aligned, within each sequence.
         scale: 1/sqrt(D) by default.
         enable_gqa: allow Hq to be a multiple of Hkv.
@@ -47,7 +49,7 @@ def scaled_dot_product_attention(
         out [B, Hq, M, Dv], nested like query if that is. A query that sees no key has out 0.
 
     Raises:
-        UnsupportedFeatureError: dropout_p is not 0.
+        OptionValueError: dropout_p below 0, or 1 and above.
         OptionConflictError: attn_mask and is_causal at once.
         AttentionMaskError: attn_mask of another dtype or device, or that does not broadcast.
         NestedOperandError: nested operands that do not fit, or with attn_mask.
@@ -56,49 +58,60 @@ def scaled_dot_product_attention(
     Source: torch.nn.functional.scaled_dot_product_attention (torch 2.13).
     """
     operands = (query, key, value)
-    mistake = _argument_mistake(attn_mask, dropout_p, is_causal)
+    mistake = _argument_mistake(attn_mask, is_causal)
+    choices = _Choices(scale, enable_gqa, Dropout(dropout_p))
     device = query.device.type
     # Autocast leaves fp64 alone, as it does PyTorch's.
     if query.dtype == torch.float64 and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
-            return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
-    return _dispatch(operands, attn_mask, is_causal, (scale, enable_gqa), mistake)
+            return _dispatch(operands, attn_mask, is_causal, choices, mistake)
+    return _dispatch(operands, attn_mask, is_causal, choices, mistake)
+
+
+class _Choices(NamedTuple):
+    """Arguments that go on as they are."""
+
+    scale: float | None
+    enable_gqa: bool
+    dropout: Dropout
 
 
 def _dispatch(
     operands: Operands,
     attn_mask: Tensor | None,
     is_causal: bool,
-    choices: tuple[float | None, bool],
+    choices: _Choices,
     mistake: Mistake | None,
 ) -> Tensor:
-    """Nested or dense; choices: scale, enable_gqa."""
+    """Nested or dense."""
     rank = operands[0].dim()
-    scale, enable_gqa = choices
     if mistake is None and has_nested(*operands):
-        return _nested(operands, attn_mask, is_causal, scale, enable_gqa)
+        return _nested(operands, attn_mask, is_causal, choices)
     if mistake is None:
         mistake = _rank_mistake(operands)
     if mistake is None:
         operands = _broadcast(operands)
         mistake = _mask_mistake(attn_mask, operands)
     if mistake is not None:
-        return _attend(operands, (None, None), scale, enable_gqa, mistake)
+        return _attend(operands, (None, None), choices, mistake)
     block_mask = _causal_blocks(*operands[:2]) if is_causal else None
     score_mod = None if attn_mask is None else _mask_score(attn_mask)
-    shares_heads = enable_gqa or operands[1].size(1) == 1
-    out = _attend(operands, (score_mod, block_mask), scale, shares_heads)
+    shares_heads = choices.enable_gqa or operands[1].size(1) == 1
+    choices = _Choices(choices.scale, shares_heads, choices.dropout)
+    out = _attend(operands, (score_mod, block_mask), choices)
     return out.reshape(out.shape[4 - rank :]) if rank < 4 else out
 
 
 def _attend(
     operands: Operands,
     mods: tuple[ScoreMod | None, BlockMask | None],
-    scale: float | None,
-    enable_gqa: bool,
+    choices: _Choices,
     mistake: Mistake | None = None,
 ) -> Tensor:
-    out = attend(*operands, *mods, scale, enable_gqa, False, None, None, mistake=mistake)
+    scale, enable_gqa, dropout = choices
+    out = attend(
+        *operands, *mods, scale, enable_gqa, False, None, None, dropout=dropout, mistake=mistake
+    )
     return cast(Tensor, out)
 
 
@@ -106,8 +119,7 @@ def _nested(
     operands: Operands,
     attn_mask: Tensor | None,
     is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    choices: _Choices,
 ) -> Tensor:
     window = Window(None, 0 if is_causal else None, bottom_right=False)
     packed = pack(operands, None, None, window)
@@ -118,8 +130,8 @@ def _nested(
             expected="they take none: use flex_attention with create_nested_block_mask",
         )  # fmt: skip
     if mistake is not None:
-        return _attend(operands, (None, None), scale, enable_gqa, mistake)
-    out = _attend(packed.operands, (None, packed.block_mask), scale, enable_gqa)
+        return _attend(operands, (None, None), choices, mistake)
+    out = _attend(packed.operands, (None, packed.block_mask), choices)
     return unpack(out, operands[0])
 
 
@@ -172,14 +184,7 @@ def _mask_score(attn_mask: Tensor) -> ScoreMod:
     return score_mod
 
 
-def _argument_mistake(
-    attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-) -> Mistake | None:
-    if dropout_p != 0:
-        return note_mistake(
-            "UnsupportedFeatureError", feature=f"dropout_p={dropout_p}",
-            reason="no kernel draws random numbers", mend="Pass dropout_p=0.0, as for evaluation",
-        )  # fmt: skip
+def _argument_mistake(attn_mask: Tensor | None, is_causal: bool) -> Mistake | None:
     if attn_mask is not None and is_causal:
         return note_mistake(
             "OptionConflictError", first="attn_mask", second="is_causal=True",

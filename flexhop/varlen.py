@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
+from flexhop.dropout import Dropout
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.packing import Packing, pack_mask
@@ -35,6 +36,8 @@ def varlen_attention(
     kernel_options: Options = None,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Attention within each of many sequences of different lengths, packed without padding.
 
@@ -60,6 +63,8 @@ def varlen_attention(
             cut like queries, the lists of blocks then grow with the tokens times this length,
             instead of with the square of the tokens over that of a block (128).
         scale, enable_gqa, kernel_options, return_aux, sinks: as for flex_attention.
+        dropout_p, dropout_seed: as for flex_attention. The mask is that of the packed tokens:
+            batch 0, the query's and the key's places in the packed tensors.
 
     Returns:
         out [T, Hq, Dv]; with return_aux (out, AuxOutput) whose statistics are [T, Hq].
@@ -88,7 +93,8 @@ def varlen_attention(
         score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
     result = attend(
         _as_batch(query), _as_batch(key), _as_batch(value), score_mod, block_mask,
-        scale, enable_gqa, False, kernel_options, return_aux, sinks=sinks, mistake=mistake,
+        scale, enable_gqa, False, kernel_options, return_aux, sinks=sinks,
+        dropout=Dropout(dropout_p, dropout_seed), mistake=mistake,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return _as_tokens(result)

@@ -135,7 +135,10 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flexhop_attention"
     # A graph break inside a mod must be an error: the eager path would need S² memory in silence.
     _ALLOW_FALLBACK_TO_EAGER = False
-    _DOOR = ("query", "key", "value", "score_mod", "mask_mod", "blocks", "scale", "call")
+    _DOOR = (
+        "query", "key", "value", "score_mod", "mask_mod", "blocks", "scale", "call",
+        "dropout_seed",
+    )  # fmt: skip
     rules: ModRules
 
     def _call_function(
@@ -144,7 +147,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         self.rules.on_trace()
         self.value.refusal = None
         try:
-            # Eight operands at the door; the wire form comes from a graph that was traced before.
+            # The wire form comes from a graph that was traced before.
             if len(args) == len(self._DOOR):
                 return self._write_node(tx, *args)
             return _write_wire(tx, self.value, args)
@@ -155,9 +158,10 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             raise as_dynamo_error(ours) from None
 
     def _write_node(self, tx: Any, *args: VariableTracker) -> VariableTracker:
-        query, key, value, score_mod, mask_mod, blocks, _, call = args
-        operands = [query, key, value, TupleVariable(list(blocks.realize().items))]
-        (q, k, v, lists), _ = hops.proxy_args_kwargs(operands, {})
+        query, key, value, score_mod, mask_mod, blocks, _, call, seed = args
+        tensors = [TupleVariable(list(pack.realize().items)) for pack in (blocks, seed)]
+        operands = [query, key, value, *tensors]
+        (q, k, v, lists, seeds), _ = hops.proxy_args_kwargs(operands, {})
         fakes = [fake_of(proxy) for proxy in (q, k, v)]
         fake_lists = tuple(fake_of(proxy) for proxy in lists)
         scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, call))
@@ -167,6 +171,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             self.rules.check_captures(fakes[0], kind, tuple(map(example_of, captures)))
         captures = [tuple(placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)]
         wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
+        wire = (*wire, seeds) if seeds else wire
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 

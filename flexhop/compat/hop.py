@@ -100,13 +100,18 @@ class Operator(HigherOrderOperator):
         super().__init__(name, cacheable=True)
         self.args_type = args_type
         self.callable_positions = tuple(args_type._fields.index(field) for field in callables)
+        # Left out where it is (): graphs of calls without dropout do not show it.
+        self.elides_last = args_type._fields[-1] == "dropout_seed"
         self.refusal: FlexhopError | None = None  # the latest; Dynamo of 2.15 loses the original
         _OPERATORS[name] = self
 
     def __call__(self, *operands: Any) -> Any:
         """Dispatch one call; operands as in `args_type`, defaults filled."""
+        wire = tuple(self.args_type(*operands))
+        if self.elides_last and wire[-1] == ():
+            wire = wire[:-1]
         try:
-            return super().__call__(*self.args_type(*operands))
+            return super().__call__(*wire)
         except FlexhopError as error:
             self.refusal = error
             raise

@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -29,11 +29,14 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
+from flexhop.compat.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 from flexhop.compat.location import users_line
 from flexhop.errors import ModLoweringError
 
 __all__ = [
+    "Dropout",
     "Expr",
+    "ScatterSite",
     "SymbolicGridFn",
     "V",
     "config",
@@ -57,31 +60,23 @@ _MODIFICATION_TAKES_DTYPES = (
     "input_dtypes" in inspect.signature(TritonTemplateKernel.modification).parameters
 )
 _UNROLLED = 16  # elements of a reduction; the longest row of which gradients are kept
-_INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-
-
-class ScatterSite(NamedTuple):
-    """How one site's gradient is added to its buffer, as the template kernel needs it."""
-
-    buffer: str  # name of the zero-filled buffer
-    strides: tuple[Expr, ...]
-    value: int  # number of the subgraph that computes the gradient per element
-    indices: tuple[int, ...]  # numbers of the subgraphs that compute the indices
-    uses_q_idx: bool  # whether any index depends on the query (the key) position
-    uses_kv_idx: bool
-    dtype: str  # of the buffer, as Triton writes it
-    is_large: bool  # whether offsets can exceed int32
 
 
 class Subgraphs(list[Any]):
-    """The lowered user functions of one kernel, and how captured gradients leave it.
+    """The lowered user functions of one kernel, how captured gradients leave it, and dropout.
 
     A list, because Inductor (2.15) walks through it and expects buffers.
     """
 
-    def __init__(self, buffers: Sequence[Any], sites: Sequence[ScatterSite] = ()) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[Any],
+        sites: Sequence[ScatterSite] = (),
+        dropout: Dropout | None = None,
+    ) -> None:
         super().__init__(buffers)
         self.sites = tuple(sites)
+        self.dropout = dropout
 
 
 class TemplateKernel(TritonTemplateKernel):
@@ -89,48 +84,31 @@ class TemplateKernel(TritonTemplateKernel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.extra_template_env_fns.append(self.scatter_sites)
+        self.extra_template_env_fns += [self.scatter_sites, self.draw_kept, self.dropped]
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
         """Text of a user function; indices are int32 and scores fp32, which 2.13 wants to know."""
         keywords: dict[str, Any] = {}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
-                name: torch.int32 if name in _INDEX_NAMES else torch.float32 for name in inputs
+                name: torch.int32 if name in INDEX_NAMES else torch.float32 for name in inputs
             }
         return super().modification(subgraph_number, output_name, **keywords, **inputs)
 
     def scatter_sites(self) -> str:
         """Text that adds the gradient of every site of the joint graph to its buffer."""
         sites = getattr(self.subgraphs, "sites", ())
-        return "\n".join(self._scatter(n, site) for n, site in enumerate(sites)) or "pass"
+        return "\n".join(scatter(self, n, site) for n, site in enumerate(sites)) or "pass"
 
-    def _scatter(self, number: int, site: ScatterSite) -> str:
-        inputs = {name: name for name in ("score", *_INDEX_NAMES, "grad_score")}
-        lines = [self.modification(site.value, f"grad_{number}", **inputs)]
-        index = "0"
-        for axis, (subgraph, stride) in enumerate(zip(site.indices, site.strides, strict=True)):
-            name = f"index_{number}_{axis}"
-            lines.append(self.modification(subgraph, name, **inputs))
-            wide = ".to(tl.int64)" if site.is_large else ""
-            size = self.kexpr(self.rename_indexing(sympy.sympify(stride)))
-            index += f" + {name}{wide} * {size}"
-        lines.append(f"grad_{number} = tl.where(keep, grad_{number}, 0.0)")
-        shape, mask = "keep", "keep"
-        if not site.uses_kv_idx:
-            # Every key of a query adds to one place: add them up first.
-            lines.append(f"grad_{number} = tl.sum(grad_{number}, 1, keep_dims=True)")
-            shape, mask = "q_idx", "None"
-        if not site.uses_q_idx:
-            lines.append(f"grad_{number} = tl.sum(grad_{number}, 0, keep_dims=True)")
-            shape, mask = ("kv_idx" if site.uses_kv_idx else f"grad_{number}"), "None"
-        zeros = f"tl.zeros_like({shape}).to(tl.int32)"
-        pointer = self.args.input(site.buffer)
-        lines.append(
-            f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), "
-            f"mask={mask}, sem='relaxed')"
-        )
-        return "\n".join(lines)
+    def draw_kept(self, q_idx: str, kv_idx: str) -> str:
+        """Text that computes which weights of a tile are kept; nothing without dropout."""
+        dropout = getattr(self.subgraphs, "dropout", None)
+        return "" if dropout is None else draw_kept(self, dropout, q_idx, kv_idx)
+
+    def dropped(self, value: str) -> str:
+        """Text of a weight, or its gradient, after dropout."""
+        dropout = getattr(self.subgraphs, "dropout", None)
+        return value if dropout is None else f"tl.where(kept, {value} * {dropout.factor!r}, 0.0)"
 
 
 class Template(TritonTemplate):
@@ -186,6 +164,14 @@ def _realize(value: Any) -> Any:
     if not isinstance(value.maybe_get_layout(), ir.FixedLayout):
         value.freeze_layout()
     return value
+
+
+def alone(value: Any) -> Any:
+    """`value` with storage that is nothing else's: what its name stands for."""
+    value = realize_inputs(value)
+    if isinstance(value.data, ir.BaseView):
+        value = lowerings[aten.clone.default](value)
+    return _realize(value)
 
 
 def contiguous(value: Any) -> Any:

@@ -17,7 +17,15 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
-__all__ = ["fake_operands", "leaves", "lower_formula", "separate", "while_loop", "with_strides"]
+__all__ = [
+    "fake",
+    "fake_operands",
+    "leaves",
+    "lower_formula",
+    "separate",
+    "while_loop",
+    "with_strides",
+]
 
 Tensors = tuple[torch.Tensor, ...]
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -37,6 +45,12 @@ def _fake(node: torch.fx.Node) -> Any:
         if isinstance(value, torch.fx.GraphModule):
             return value
     return node.meta["val"]
+
+
+def fake(size: Sequence[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """An example input of a formula, contiguous, on the device of `like`."""
+    with V.fake_mode:
+        return torch.empty(size, dtype=dtype, device=like.device)
 
 
 leaves = _pytree.tree_leaves
@@ -81,7 +95,8 @@ def lower_formula(
             _hide_scatter_indices(part)
             _hide_dividends(part)
     _adopt_attributes(graph)
-    results = list(process_subgraph_nodes(graph, list(values)))
+    boxed = [ir.TensorBox(v) if isinstance(v, ir.StorageBox) else v for v in values]
+    results = list(process_subgraph_nodes(graph, boxed))
     _keep_loop_memory()
     return results
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor
-from flexhop.errors import DeterminismError
-from flexhop.lowering import backward_hopper, chunked, kernels
+from flexhop.compat import inductor, inline
+from flexhop.lowering import backward_hopper, chunked, exact, kernels
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import index_dependence, is_additive, lower_joint, lower_mods
-from flexhop.lowering.operands import block_inputs, read_problem, user_options
+from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
 aten = torch.ops.aten
@@ -45,7 +44,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
     captured, sites = _scatter_sites(args)
     captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, options, mods, captures)
+    launch = Launch(problem, options, mods, captures, seed_input(args))
     if is_hopper:
         layouts = (_like(key, 1).layout, _like(value, 2).layout)
         args = args._replace(grad_out=grad_out)
@@ -111,17 +110,21 @@ def _scatter_sites(
     batch, heads, length, _ = query.get_size()
     scores = batch * heads * length * key.get_size()[2]
     sites = unpack_sites(args.sites)
-    if sites and args.options.get("deterministic"):
-        raise DeterminismError(
-            capture=sites[0].capture, reason="its gradient is summed by atomic additions"
-        )
     buffers: dict[int, Any] = {}
     for site in sites:
         if site.capture not in buffers:
             like = args.score_captures[site.capture]
+            if _is_exact(args):
+                buffers[site.capture] = exact.make_sums(like.get_size(), like.get_device())
+                continue
             dtype = _sum_dtype(inductor.hint(scores), inductor.hint(like.get_numel()))
             buffers[site.capture] = inductor.zeros(like.get_size(), dtype, like.get_device())
     return buffers, [_scatter_site(args, site, buffers[site.capture]) for site in sites]
+
+
+def _is_exact(args: BackwardArgs) -> bool:
+    """Whether gradients of captured tensors must be the same in every run."""
+    return bool(args.options.get("deterministic"))
 
 
 def _sum_dtype(scores: int, entries: int) -> torch.dtype:
@@ -135,21 +138,27 @@ def _sum_dtype(scores: int, entries: int) -> torch.dtype:
 
 def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.ScatterSite:
     uses_q_idx, uses_kv_idx = index_dependence(args.joint, site)
+    strides = tuple(buffer.get_stride())  # Inductor pads where it likes to
+    row, strides = (strides[0], strides[1:]) if _is_exact(args) else (None, strides)
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
     return inductor.ScatterSite(
         buffer=buffer.get_name(),
-        strides=tuple(buffer.get_stride()),
+        strides=strides,
         value=2 + site.value,
         indices=tuple(2 + i for i in site.indices),
         uses_q_idx=uses_q_idx,
         uses_kv_idx=uses_kv_idx,
         dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
         is_large=not inductor.fits_int32(buffer.get_numel()),
+        row=row,
     )
 
 
 def _captured_grads(args: BackwardArgs, buffers: dict[int, Any]) -> list[Any]:
     """The buffers in their captures' dtypes; after the kernel, or zeros would be read."""
+    if _is_exact(args):
+        fakes = BackwardArgs(*inline.fake_operands()).score_captures
+        return [exact.lower_value(buffers[i], fakes[i]) for i in sorted(buffers)]
     convert = torch.ops.prims.convert_element_type.default
     return [
         inductor.call_lowering(convert, buffers[i], args.score_captures[i].get_dtype())

@@ -15,7 +15,20 @@ _SMALLEST_PAGE = 64
 
 def wants_one_page(cache: Cache) -> bool:
     """Whether tiles should not reach beyond a page."""
-    return cache.page_size >= _SMALLEST_PAGE and cache.page_size % _SMALLEST_PAGE == 0
+    # Numbers of one byte take tiles of as many bytes.
+    smallest = _SMALLEST_PAGE * (2 if _stores_bytes(cache) else 1)
+    return cache.page_size >= smallest and cache.page_size % smallest == 0
+
+
+def is_intricate(cache: Cache | None) -> bool:
+    """Whether it takes many instructions to read a tile."""
+    if cache is None:
+        return False
+    return _stores_bytes(cache) or (cache.page_size > 0 and not wants_one_page(cache))
+
+
+def _stores_bytes(cache: Cache) -> bool:
+    return cache.key_dtype.itemsize == cache.value_dtype.itemsize == 1
 
 
 def lacks_type(device: Device, dtype: torch.dtype) -> bool:
@@ -49,5 +62,7 @@ def loop_memory(cache: Cache, elements: tuple[int, int], itemsize: int, tile: Ti
     """
     stored = (cache.key_dtype.itemsize, cache.value_dtype.itemsize)
     total = sum(n * size * tile.num_stages for n, size in zip(elements, stored, strict=True))
-    converts = cache.has_key_mod or cache.has_value_mod or stored != (itemsize, itemsize)
-    return total + (sum(elements) * itemsize if converts else 0)
+    changes = cache.has_key_mod or cache.has_value_mod or stored != (itemsize, itemsize)
+    # Products of fewer rows take their right side from registers.
+    staged = changes and tile.block_m >= 64
+    return total + (sum(elements) * itemsize if staged else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
+from flexhop.ops.dropout import threshold
 from flexhop.options import KernelOptions
 from flexhop.templates import source
 
@@ -67,20 +69,12 @@ def _persistent_key_grid(
     return (min(programs, cdiv(length, meta["BLOCK_N"]) * batch * heads), 1, 1)
 
 
-_TEMPLATES = {
-    **{
-        name: inductor.make_template(f"flexhop_{name}", _query_grid, source(name))
-        for name in ("forward", "grad_query")
-    },
-    "decode": inductor.make_template("flexhop_decode", _decode_grid, source("decode")),
-    **{
-        name: inductor.make_template(f"flexhop_{name}", grid, source(name), CacheTemplate)
-        for name, grid in (("cached_forward", _query_grid), ("cached_decode", _decode_grid))
-    },
-    **{
-        name: inductor.make_template(f"flexhop_{name}", _key_grid, source("grad_key_value"))
-        for name in ("grad_key_value", "grad_key", "grad_value")
-    },
+_KERNELS: dict[str, tuple[Any, str]] = {  # grid and template
+    **{name: (_query_grid, name) for name in ("forward", "grad_query")},
+    "decode": (_decode_grid, "decode"),
+    "cached_forward": (_query_grid, "cached_forward"),
+    "cached_decode": (_decode_grid, "cached_decode"),
+    **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), (_key_grid, "grad_key_value")),
 }
 _HOPPER = {
     name: gluon.make_template(f"flexhop_{name}", grid, source(name))
@@ -89,6 +83,15 @@ _HOPPER = {
         ("hopper_backward", _persistent_key_grid),
     )
 }
+
+
+@functools.cache
+def _template(kernel: str, extras: tuple[str, ...]) -> Any:
+    """The template of a kernel, with the functions that some calls need."""
+    grid, file = _KERNELS[kernel]
+    name = "_".join(("flexhop", kernel, *extras))
+    of_cache = (CacheTemplate,) if kernel.startswith("cached") else ()
+    return inductor.make_template(name, grid, source(file, extras), *of_cache)
 
 
 class Output(NamedTuple):
@@ -107,7 +110,7 @@ class Launch(NamedTuple):
     """What the kernels of one call share.
 
     captures: of all mods, lowered. readers: the subgraphs of cached_keys.py.jinja and
-    key_mods.py.jinja, where a cache is read.
+    key_mods.py.jinja, where a cache is read. seed: of dropout, if there is any.
     """
 
     problem: Problem
@@ -115,6 +118,7 @@ class Launch(NamedTuple):
     mods: ModBuffers
     captures: list[Any]
     readers: tuple[Any, ...] = ()
+    seed: Sequence[Any] = ()
 
     def emit(
         self,
@@ -133,9 +137,13 @@ class Launch(NamedTuple):
             joint: the lowered joint graph: its first output, and for `sites` the others.
             sites: captured gradients that this kernel adds up.
         """
+        dropout = self._dropout(kernel)
+        is_exact = any(site.row is not None for site in sites)
+        wanted = {"dropout": dropout is not None, "exact_sum": is_exact}
+        file = kernel if self.problem.cache is None else f"cached_{kernel}"
+        template = _template(file, tuple(name for name, calls in wanted.items() if calls))
         functions = [self.mods.score, self.mods.mask, *self.readers, *joint]
-        subgraphs = inductor.Subgraphs(functions, sites)
-        template = _TEMPLATES[kernel if self.problem.cache is None else f"cached_{kernel}"]
+        subgraphs = inductor.Subgraphs(functions, sites, dropout)
         choices: list[Any] = []
         # Timing a kernel that adds to its outputs would add to them.
         search = inductor.is_autotuning() and not self.problem.has_captured_grads
@@ -153,10 +161,20 @@ class Launch(NamedTuple):
         if self.problem.blocks is not None:
             generators = benchmark_inputs(inputs, first_list=len(inputs) - _NUM_LISTS)
         added_to = output.written if sites else ()
-        operands = [*inputs, *self.captures, *added_to]
+        operands = [*inputs, *self.captures, *self.seed, *added_to]
         result = inductor.select(f"flexhop_{kernel}", choices, operands, output.layout, generators)
         inductor.note_subgraphs(result, self.captures, subgraphs)
         return result
+
+    def _dropout(self, kernel: Kernel) -> inductor.Dropout | None:
+        for seed in self.seed:
+            dropout_p = self.problem.dropout_p
+            # Rows of decode are of several heads.
+            in_groups = kernel != "decode" and kernels.tiles_keep_groups(self.problem)
+            return inductor.Dropout(
+                seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups
+            )
+        return None
 
     def emit_hopper(self, inputs: Sequence[Any], output: Output) -> Any:
         """Emit the forward kernel of Hopper GPUs, whose tile is not searched for.

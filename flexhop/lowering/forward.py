@@ -11,7 +11,7 @@ from flexhop.lowering import chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import lower_mods
-from flexhop.lowering.operands import block_inputs, read_problem, user_options
+from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -35,7 +35,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     dialect = choose_dialect(problem, options)
     if not kernels.has_tile(kernel, problem):
         return chunked.lower_attention(*operands)
-    launch = Launch(problem, options, mods, [*score_captures, *mask_captures])
+    captures = [*score_captures, *mask_captures]
+    launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     is_hopper = kernel == "forward" and dialect.name == "hopper"
     return emit_forward(args, launch, "hopper" if is_hopper else kernel)
 

@@ -109,6 +109,8 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
             yield f"it takes {name} sizes from 33 to {largest_width}, not {width}"
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
+    if problem.dropout_p > 0.0:
+        yield "it does not draw the random numbers of dropout"
 
 
 def _block_obstacles(problem: Problem) -> Iterator[str]:

@@ -98,7 +98,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     yield from hopper.operand_obstacles(problem, _LARGEST_WIDTH)
     if problem.head_dim % _COLUMNS or problem.value_head_dim % _COLUMNS:
         yield f"it takes head sizes that are multiples of {_COLUMNS}"
-    if problem.deterministic:
+    if problem.is_deterministic:
         yield "it adds to the gradient of query in no fixed order, and determinism is asked for"
     if problem.has_captured_grads:
         yield "it does not compute gradients of captured tensors"

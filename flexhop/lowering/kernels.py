@@ -282,6 +282,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
             loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
         return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "grad_query":
+        # Exact sums take numbers of 64 bits through it on their way to memory.
+        scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)
@@ -353,6 +355,12 @@ def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
         return tile
     warps = min(tile.num_warps, 4) if rows * columns <= 64 * 64 else tile.num_warps
     return Tile(rows, columns, warps, tile.num_stages)
+
+
+def tiles_keep_groups(problem: Problem) -> bool:
+    """Whether all tiles begin at multiples of 16 queries and keys: groups of ops/dropout.py."""
+    blocks = problem.blocks
+    return blocks is None or (blocks.q_size % 16 == 0 and blocks.kv_size % 16 == 0)
 
 
 def divides(kernel: Kernel, blocks: MaskBlocks, tile: Tile) -> bool:

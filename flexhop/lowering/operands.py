@@ -19,6 +19,7 @@ from flexhop.options import KernelOptions
 _OWN_OPTIONS = (
     "flexhop",
     "return_max",
+    "dropout_p",
     "deterministic",
     "q_block_size",
     "kv_block_size",
@@ -116,7 +117,8 @@ def make_problem(
         is_query_multiple=sizes.is_query_multiple,
         is_key_multiple=sizes.is_key_multiple,
         key_len_varies=sizes.key_len_varies,
-        deterministic=bool(args.options.get("deterministic")),
+        dropout_p=float(args.options.get("dropout_p", 0.0)),
+        is_deterministic=bool(args.options.get("deterministic")),
     )
 
 
@@ -171,6 +173,11 @@ def block_inputs(
             blocks.full_q_indices,
         )
     return inductor.realize(lists)
+
+
+def seed_input(args: AttentionArgs | BackwardArgs) -> list[Any]:
+    """The seed of dropout, if there is one."""
+    return [inductor.alone(seed) for seed in args.dropout_seed]
 
 
 def benchmark_inputs(

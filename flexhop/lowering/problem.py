@@ -60,9 +60,9 @@ class Problem:
     cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
     what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
     known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will
-    run the same kernel. deterministic: whether results must be the same in every run. cache: None
-    unless key and value are read from one; with pages, key_len is what the widest sequence has
-    room for.
+    run the same kernel. is_deterministic: whether gradients must be the same in every run. cache:
+    None unless key and value are read from one; with pages, key_len is what the widest sequence
+    has room for.
     """
 
     device: Device
@@ -87,15 +87,21 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    dropout_p: float = 0.0
+    is_deterministic: bool = False  # asked for by torch.use_deterministic_algorithms
     key_len_varies: bool = False
     bulk_obstacle: str = ""
-    deterministic: bool = False
     cache: Cache | None = None
 
     @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether gradients of captured tensors are summed as lowering/exact.py says."""
+        return self.is_deterministic and self.has_captured_grads
 
     @property
     def itemsize(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from flexhop.lowering import splits
+from flexhop.lowering import caches, splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -56,11 +56,25 @@ _HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
 _HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
 }
+# Numbers of one byte, and pages that are looked up for each key: the work for a tile is that of
+# its threads' instructions, and fewer warps repeat fewer of them.
+_HOPPER_CACHED: dict[Kernel, dict[int, Tile]] = {
+    "decode": {128: Tile(16, 128, 4, 3)},
+}
 # Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
 # Chosen to fit without spills; not measured.
 _BLACKWELL: dict[Kernel, dict[int, Tile]] = {
     "forward": {128: Tile(128, 64, 8, 3)},
     "grad_query": {128: Tile(64, 64, 8, 2)},
+}
+# Random numbers are drawn for a whole tile at once, and want registers. Measured likewise.
+_HOPPER_DROPOUT: dict[Kernel, dict[int, Tile]] = {
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)},
+    "grad_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
+}
+# Captured gradients as integers of 64 bits. Chosen to spill little; atomics take the time.
+_EXACT_SUMS: dict[Kernel, dict[int, Tile]] = {
+    "grad_query": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
 }
 # Tables read per score: their loads compete with the operands' for time, so more programs help.
 _HOPPER_PER_ELEMENT: dict[Kernel, dict[int, Tile]] = {
@@ -157,12 +171,16 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
 def table_tile(kernel: Kernel, problem: Problem) -> Tile:
     """The table's tile, before it is fitted to the device and the mask."""
     width = max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
+    if problem.sums_exactly and width in _EXACT_SUMS.get(kernel, {}) and problem.itemsize == 2:
+        return _EXACT_SUMS[kernel][width]
     if problem.itemsize > 2:
         return _lookup(_FLOAT32, kernel, width)
     if problem.device.capability[0] not in (9, 10):
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),
+        (_HOPPER_CACHED, splits.rows(problem) <= 16 and caches.is_intricate(problem.cache)),
+        (_HOPPER_DROPOUT, problem.dropout_p > 0.0),
         (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, _is_dense(problem)),

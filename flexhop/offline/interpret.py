@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from flexhop.compat.cpu_wrapper import launch_grid, load_wrapper
 from flexhop.offline import interpreter
 from flexhop.offline.codegen import (
@@ -111,8 +113,15 @@ def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory) -> None:
     named = dict(zip([*kernel.parameters, *extra], args, strict=True))
     blocks = _blocks(kernel, named)
     grid = launch_grid(kernel.inductor_meta, named, blocks)
-    arguments = {name: named[name] for name in kernel.parameters} | blocks
+    types = kernel.meta.get("signature", {})
+    given = {name: _as_declared(named[name], types.get(name, "")) for name in kernel.parameters}
+    arguments = given | blocks
     run_kernel(kernel, grid, arguments, memory)
+
+
+def _as_declared(value: Any, declared: str) -> Any:
+    """A launcher hands over an address: what lies there has the type that the kernel declares."""
+    return value.view(torch.uint8) if declared == "*u8" else value
 
 
 def _blocks(kernel: Kernel, named: dict[str, Any]) -> dict[str, int]:

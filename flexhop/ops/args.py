@@ -45,6 +45,7 @@ class AttentionArgs(NamedTuple):
     options: dict[str, int | str | bool | float]
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
+    dropout_seed: tuple[Tensor, ...] = ()  # [2] int64, or nothing; left out then (compat/hop.py)
 
 
 class CachedArgs(NamedTuple):
@@ -95,6 +96,7 @@ class BackwardArgs(NamedTuple):
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
     sites: tuple[int, ...] = ()
+    dropout_seed: tuple[Tensor, ...] = ()
 
 
 class Site(NamedTuple):

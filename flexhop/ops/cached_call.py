@@ -33,6 +33,12 @@ def prepare_cached(
     """
     check_requests(call)
     _check_gradients(args[:3])
+    if call.dropout_p:
+        raise errors.UnsupportedFeatureError(
+            feature="dropout_p with page_table, k_mod or v_mod",
+            reason="they read a cache, which serves inference",
+            mend="Leave dropout_p at 0",
+        )
     _check_stored(args, has_mods)
     key = _as_keys(args, args.key, has_mods[0])
     value = _as_keys(args, args.value, has_mods[1])

@@ -18,6 +18,7 @@ from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 512
+PROBABILITIES = "a number from 0 on and below 1, which would drop everything"
 Wire = dict[str, int | str | bool | float]
 
 
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     wrong_mask: str | None = None  # type of a block_mask that is none
     has_two_requests: bool = False  # return_lse and return_aux at once
     mistake: Mistake | None = None  # that another front door found
+    dropout_p: float = 0.0
 
 
 def prepare(
@@ -86,6 +88,11 @@ def prepare(
     wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint()}
     if call.return_max:
         wire["return_max"] = True
+    dropout_p = float(call.dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise errors.OptionValueError(name="dropout_p", value=dropout_p, allowed=PROBABILITIES)
+    if dropout_p > 0.0:
+        wire["dropout_p"] = dropout_p
     if _is_determinism_required():
         wire["deterministic"] = True
     if call.mask is not None:
@@ -223,14 +230,6 @@ def _check_tile(field: str, options: Wire, q_block: int, kv_block: int) -> None:
     if q_block % int(rows or 1) or kv_block % int(columns or 1):
         raise errors.TileError(
             kernel=field, block_m=rows, block_n=columns, q_block=q_block, kv_block=kv_block
-        )
-
-
-def check_determinism(query: Tensor, sites: tuple[int, ...], options: Wire) -> None:
-    """Refuse gradients of captured tensors where kernels would add them up in changing order."""
-    if sites and options.get("deterministic") and query.device.type != "cpu":
-        raise errors.DeterminismError(
-            capture=sites[0], reason="its gradient is summed by atomic additions"
         )
 
 

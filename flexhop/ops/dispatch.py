@@ -33,7 +33,8 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     if torch.compiler.is_dynamo_compiling():
         # Plain tuples: Dynamo's variables for named ones differ between versions.
         facts = None if call.mask is None else tuple(call.mask)
-        return attention(*args[:6], args.scale, (*call[:4], facts, *call[5:]))
+        door = (*args[:6], args.scale, (*call[:4], facts, *call[5:]), args.dropout_seed)
+        return attention(*door)
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(args, call)
     return _run_eagerly(args, call)

@@ -19,6 +19,7 @@ from flexhop.block_lists import block_count, lists_to_dense
 from flexhop.compat import hop
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites
+from flexhop.ops.dropout import drop
 
 # Scores that one chunk holds: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
 CHUNK_ELEMENTS = 1 << 22
@@ -89,6 +90,7 @@ def attend_rows(args: AttentionArgs, grids: Grids, chunk: Chunk) -> tuple[Tensor
     rows = _score_rows(args, grids, chunk)
     lse = torch.logsumexp(rows.modified, dim=-1)
     weights = torch.exp(rows.modified - _finite(lse)[..., None])
+    weights = drop(weights, args.dropout_seed, args.options, rows.grid)
     out = _combine(weights, args.value)
     return out.to(args.query.dtype), lse, rows.modified.amax(dim=-1)
 
@@ -292,14 +294,16 @@ def grad_rows(
     delta = (grad_out * chunk.pick(args.out).to(dtype)).sum(-1)
     if args.grad_lse is not None:
         delta = delta - chunk.pick(args.grad_lse).to(dtype)
-    grad_modified = weights * (dot_keys(grad_out, args.value) - delta[..., None])
+    drops = (args.dropout_seed, args.options, rows.grid)
+    grad_weights = drop(dot_keys(grad_out, args.value), *drops)
+    grad_modified = weights * (grad_weights - delta[..., None])
     elements = (rows.raw, grad_modified)
     outputs = over_elements(args.joint, 1, elements, rows.grid, args.score_captures)
     grad_raw = torch.where(rows.visible, outputs[0].to(dtype), 0.0) * args.scale
     return (
         _combine(grad_raw, args.key),
         _reduce_heads(grad_raw, chunk.pick(args.query).to(dtype), args.key),
-        _reduce_heads(weights, grad_out, args.value),
+        _reduce_heads(drop(weights, *drops), grad_out, args.value),
         _add_captured(args, captured, outputs, rows.visible),
     )
 

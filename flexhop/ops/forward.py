@@ -13,7 +13,7 @@ from flexhop.errors import CaptureMutationError, UnsupportedFeatureError, VmapEr
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.backward import attention_backward
-from flexhop.ops.call import check_determinism, check_gradients
+from flexhop.ops.call import check_gradients
 from flexhop.ops.eager import accumulate_dtype, attend
 from flexhop.ops.layout import empty_ordered, ordered
 from flexhop.ops.subgraphs import (
@@ -89,7 +89,6 @@ def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, args.options)
     joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    check_determinism(args.query, joint.sites, args.options)
     fixed = args._replace(
         query=None, key=None, value=None, score_mod=joint.score_mod, score_captures=()
     )
@@ -129,7 +128,7 @@ class _Attention(torch.autograd.Function):
         operands = BackwardArgs(
             args.query, args.key, args.value, out, lse, grad_out, grad_lse,
             score_mod, joint, mask_mod, args.blocks, args.scale, args.options,
-            args.score_captures, args.mask_captures, sites,
+            args.score_captures, args.mask_captures, sites, args.dropout_seed,
         )  # fmt: skip
         grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
         grad_query, grad_key, grad_value, captured = grads
@@ -184,6 +183,8 @@ hop.register_refusal(
 def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     """Put the dimension that torch.vmap maps in front of the batch; see hop.register_vmap."""
     args = AttentionArgs(*operands)
+    if args.dropout_seed:
+        raise VmapError(argument="the dropout")
     is_mapped: Any = AttentionArgs(*mapped)
     tensors = (*args[:3], *args.blocks)
     flags = (*is_mapped[:3], *is_mapped.blocks)

@@ -25,6 +25,7 @@ _PARTS = {
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
+EXTRAS = ("dropout", "exact_sum")
 _GLUON = ("hopper_forward", "hopper_backward")
 
 
@@ -34,12 +35,14 @@ def part(name: str) -> str:
 
 
 @functools.cache
-def source(kernel: str) -> str:
+def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
     """Text of one kernel with the device functions it calls.
 
     Args:
         kernel: one of KERNELS.
+        extras: of EXTRAS, files whose functions its holes call.
     """
-    text = "\n\n".join(part(name).strip("\n") for name in _PARTS[kernel]) + "\n"
+    parts = (*_PARTS[kernel], *extras)
+    text = "\n\n".join(part(name).strip("\n") for name in parts) + "\n"
     # The user's functions are printed for the kernel's dialect (flexhop/compat/gluon.py).
     return text.replace("@triton.jit", "@gluon.jit") if kernel in _GLUON else text

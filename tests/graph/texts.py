@@ -37,7 +37,7 @@ def operator_text(graph: fx.GraphModule) -> str:
     (node,) = [n for n in graph.graph.nodes if "flexhop_attention" in str(n.target)]
     schema = node.target.args_type._fields
     lines = [f"{node.target._name}("]
-    for name, operand in zip(schema, node.args, strict=True):
+    for name, operand in zip(schema[: len(node.args)], node.args, strict=True):
         lines.append(f"    {name}={_operand(operand)},")
     results = [_kind(value) for value in pytree.tree_leaves(node.meta["val"])]
     lines.append(f") -> ({', '.join(results)})")

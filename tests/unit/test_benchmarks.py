@@ -141,7 +141,7 @@ def test_a_decoding_table():
         "name": "a", "shape": "(1,1,1,1,1,1)", "bytes": 4_000_000_000,
         "microseconds": {"flexhop": 1000.0, "cudnn": 2000.0}, "failed": {"flash": "why"},
     }  # fmt: skip
-    text = decoding.table([result], ("flexhop", "cudnn", "flash"))
+    text = report.decoding_table([result], ("flexhop", "cudnn", "flash"))
     assert "| a | (1,1,1,1,1,1) | 1000.0 | 2000.0 | – | 4000 | 2000 | – | 2.00 | – |" in text
     assert "- a, flash: why" in text
 

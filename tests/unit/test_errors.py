@@ -341,14 +341,6 @@ ERRORS = [
         "eager attention is plain PyTorch and can be differentiated again.",
     ),
     (
-        errors.DeterminismError,
-        {"capture": 0, "reason": "many scores add to one element"},
-        (RuntimeError,),
-        "torch.use_deterministic_algorithms(True) or KernelOptions(deterministic=True) forbids "
-        "the gradient of captured tensor 0: many scores add to one element. Detach it, or allow "
-        "nondeterminism (in PyTorch with warn_only=True).",
-    ),
-    (
         errors.NoTritonError,
         {},
         (RuntimeError,),

@@ -189,7 +189,7 @@ def bad_calls():
     varlen = (flash.flash_attn_varlen_func, (t, t, t, cut, cut, 5, 5))
     dense = (flash.flash_attn_func, (q, q, q))
     return {
-        "dropout": (*dense, {"dropout_p": 0.1}, errors.UnsupportedFeatureError, "dropout_p=0.0"),
+        "dropout": (*dense, {"dropout_p": 1.0}, errors.OptionValueError, "dropout_p value 1.0"),
         "window": (*dense, {"window_size": (1,)}, errors.FlashArgumentError, "1 entries"),
         "slopes": (*dense, {"alibi_slopes": torch.ones(3)}, errors.FlashArgumentError, "[2, 2]"),
         "slopes_dtype": (
@@ -213,7 +213,7 @@ def bad_calls():
             errors.RankError, "cu_seqlens_q must have 1",
         ),
         "pages": (
-            *varlen, {"block_table": cut}, errors.UnsupportedFeatureError, "with_kvcache",
+            *varlen, {"block_table": cut}, errors.RankError, "k must have 4 dimensions",
         ),
     }  # fmt: skip
 

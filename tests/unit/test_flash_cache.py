@@ -45,6 +45,8 @@ STEPS = {
     "pages": Step("causal", queries=3, new=3, page=128),
     "pages_one_query": Step("alibi", page=256, rotary=16),
     "pages_everything": Step("everything", queries=130, new=4, page=128),
+    "pages_of_16": Step("causal", queries=2, new=2, page=16),
+    "pages_of_5": Step("window", queries=3, new=1, page=5, rotary=8),
 }
 
 
@@ -71,6 +73,8 @@ def normal(*size, seed=0):
 
 def make_cache(step: Step, heads: int, before=BEFORE) -> Cache:
     length = 3 * step.page if step.page == 128 else 512 if step.page else LENGTH
+    if step.page:
+        length -= length % step.page
     keys, values = (normal(BATCH, length, heads, DIM, seed=s) for s in (1, 2))
     places = {"block_table": None, "cache_batch_idx": None, "cache_leftpad": None}
     caches = [keys.clone(), values.clone()]
@@ -218,7 +222,6 @@ def bad_calls():
         "rotary_wide": (
             {"rotary_cos": cos.repeat(1, 2), "rotary_sin": cos.repeat(1, 2)}, "turns 32 columns",
         ),
-        "page": ({"block_table": torch.zeros(3, 1, dtype=int32)}, "pages of 300 keys"),
         "gaps": (
             {**shared, "k_cache": normal(3, 400, 2, DIM)[:, :LENGTH]}, "gaps between its rows",
         ),

@@ -34,16 +34,20 @@ LAW: dict[str, set[str]] = {
     "packing": {"block_mask", "row_tables", "mods"},
     "nested_mask": {"block_mask", "row_tables", "mods", "errors", "compat"},
     "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
-    "attention": {"sinks", "ops", "nested", "block_mask", "mods", "options", "errors"}
+    "dropout": {"ops"},
+    "attention": {"sinks", "dropout", "ops", "nested", "block_mask", "mods", "options", "errors"}
     | {"caches", "pages", "key_mods"},
-    "varlen": {"attention", "packing", "row_tables", "mods", "ops"},
-    "sdpa": {"attention", "nested", "packing", "row_tables", "block_mask", "masks", "mods", "ops"},
+    "varlen": {"attention", "dropout", "packing", "row_tables", "mods", "ops"},
+    "sdpa": {"attention", "dropout", "nested", "packing", "row_tables", "block_mask", "masks"}
+    | {"mods", "ops"},
     "rotary": set(),
-    "flash_mods": {"attention", "block_mask", "mods", "ops", "options"},
+    "flash_probabilities": {"dropout", "ops"},
+    "flash_mods": {"attention", "dropout", "block_mask", "mods", "ops", "options"},
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
-    | {"options", "ops"},
-    "flash": {"flash_cache", "flash_mods", "varlen", "attention", "ops"},
+    | {"options", "ops", "caches", "key_mods"},
+    "flash": {"flash_cache", "flash_mods", "flash_probabilities", "dropout", "varlen"}
+    | {"attention", "ops"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -64,7 +68,17 @@ LAW: dict[str, set[str]] = {
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
     "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {"explain", "offline", "paged", "pages", "varlen", "nested_mask", "sdpa", "flash"},
+    | {
+        "dropout",
+        "explain",
+        "offline",
+        "paged",
+        "pages",
+        "varlen",
+        "nested_mask",
+        "sdpa",
+        "flash",
+    },
 }
 
 

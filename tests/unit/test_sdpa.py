@@ -117,7 +117,7 @@ def test_autocast_leaves_fp64_alone(compiled):
 def bad_calls():
     mask = torch.ones(37, 50, dtype=torch.bool)
     return {
-        "dropout": ({"dropout_p": 0.1}, errors.UnsupportedFeatureError, "dropout_p=0.1"),
+        "dropout": ({"dropout_p": -0.5}, errors.OptionValueError, "dropout_p value -0.5"),
         "both": (
             {"attn_mask": mask, "is_causal": True}, errors.OptionConflictError,
             "attn_mask cannot be combined with is_causal=True",

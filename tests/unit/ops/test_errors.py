@@ -163,32 +163,6 @@ def test_a_tile_must_divide_the_blocks(run, field):
         function(*operands())
 
 
-@pytest.fixture
-def determinism(request):
-    torch.use_deterministic_algorithms(True, warn_only=request.param)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def learned_slopes(device, grad):
-    slopes = torch.ones(HEADS, requires_grad=grad, device=device)
-    q, k, v = (t.to(device) for t in operands())
-    return compiled(flex_attention)(q, k, v, lambda s, b, h, q, k: s * slopes[h])
-
-
-@pytest.mark.parametrize("determinism", [False], indirect=True)
-def test_captured_gradients_that_are_not_deterministic(determinism):
-    with pytest.raises(errors.DeterminismError, match=r"captured tensor 0.*atomic"):
-        learned_slopes("meta", grad=True)
-    learned_slopes("meta", grad=False)
-    learned_slopes("cpu", grad=True)
-
-
-@pytest.mark.parametrize("determinism", [True], indirect=True)
-def test_captured_gradients_where_determinism_only_warns(determinism):
-    learned_slopes("meta", grad=True)
-
-
 def test_compiling_for_a_gpu_needs_triton(monkeypatch):
     with FakeTensorMode():
         query = torch.empty(1, 1, 16, 16, device="cuda")

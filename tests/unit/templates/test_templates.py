@@ -18,14 +18,14 @@ from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
-from flexhop.templates import KERNELS, part, source
+from flexhop.templates import EXTRAS, KERNELS, part, source
 from tests.problems import problem
 
 FOLDER = Path(kernels.__file__).parents[1] / "templates"
 PARTS = sorted(file.name.removesuffix(".py.jinja") for file in FOLDER.glob("*.py.jinja"))
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
-    "scatter_sites", "output_pointer",
+    "scatter_sites", "draw_kept", "dropped", "output_pointer",
 }  # fmt: skip
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
@@ -76,6 +76,8 @@ def rendered(text: str) -> str:
         store_output=_store_output,
         modification=_modification,
         scatter_sites=lambda: "pass",
+        draw_kept=lambda q_idx, kv_idx: "",
+        dropped=lambda value: value,
         output_pointer=lambda: "OUT",
     )
     imports = "import triton\nimport triton.language as tl\n"
@@ -134,9 +136,14 @@ def test_constants_are_the_fields_of_the_dataclass(kernel):
     assert _free_names(rendered(source(kernel))) == _constants(kernel)
 
 
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_some_calls_need_reads_no_constants(extra):
+    assert _free_names(rendered(part(extra))) == set()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_function_has_a_docstring(kernel):
-    tree = ast.parse(rendered(source(kernel)))
+    tree = ast.parse(rendered(source(kernel, EXTRAS)))
     functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != "kernel"]
     assert functions
     assert [f.name for f in functions if not ast.get_docstring(f)] == []

@@ -1,0 +1,81 @@
+"""Inductor: what our own holes of the templates print.
+
+`kernel` is a TemplateKernel of compat/inductor.py, whose names are the same in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import sympy
+
+INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
+Expr = int | sympy.Expr
+
+
+class ScatterSite(NamedTuple):
+    """How one site's gradient is added to its buffer, as the template kernel needs it."""
+
+    buffer: str  # name of the zero-filled buffer
+    strides: tuple[Expr, ...]
+    value: int  # number of the subgraph that computes the gradient per element
+    indices: tuple[int, ...]  # numbers of the subgraphs that compute the indices
+    uses_q_idx: bool  # whether any index depends on the query (the key) position
+    uses_kv_idx: bool
+    dtype: str  # of the buffer, as Triton writes it
+    is_large: bool  # whether offsets can exceed int32
+    row: Expr | None = None  # stride of the rows of lowering/exact.py, if it holds such sums
+
+
+def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
+    """Text that adds the gradient of one site to its buffer."""
+    inputs = {name: name for name in ("score", *INDEX_NAMES, "grad_score")}
+    lines = [kernel.modification(site.value, f"grad_{number}", **inputs)]
+    index = "0"
+    for axis, (subgraph, stride) in enumerate(zip(site.indices, site.strides, strict=True)):
+        name = f"index_{number}_{axis}"
+        lines.append(kernel.modification(subgraph, name, **inputs))
+        wide = ".to(tl.int64)" if site.is_large else ""
+        size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
+        index += f" + {name}{wide} * {size}"
+    lines.append(f"grad_{number} = tl.where(keep, grad_{number}, 0.0)")
+    shape, mask = "keep", "keep"
+    if not site.uses_kv_idx:
+        # Every key of a query adds to one place: add them up first.
+        lines.append(f"grad_{number} = tl.sum(grad_{number}, 1, keep_dims=True)")
+        shape, mask = "q_idx", "None"
+    if not site.uses_q_idx:
+        lines.append(f"grad_{number} = tl.sum(grad_{number}, 0, keep_dims=True)")
+        shape, mask = ("kv_idx" if site.uses_kv_idx else f"grad_{number}"), "None"
+    zeros = f"tl.zeros_like({shape}).to(tl.int32)"
+    pointer = kernel.args.input(site.buffer)
+    if site.row is not None:
+        row = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.row)))
+        # What is masked is 0 by now, and adds nothing.
+        lines.append(f"add_exactly({pointer}, {index} + {zeros}, grad_{number}, {row})")
+        return "\n".join(lines)
+    lines.append(
+        f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), "
+        f"mask={mask}, sem='relaxed')"
+    )
+    return "\n".join(lines)
+
+
+class Dropout(NamedTuple):
+    """Which weights a kernel drops; see flexhop/ops/dropout.py.
+
+    seed: name of its buffer. threshold: of the random words. factor: of the weights that are
+    kept. in_groups: whether tiles begin at multiples of 16 queries and keys.
+    """
+
+    seed: str
+    threshold: int
+    factor: float
+    in_groups: bool
+
+
+def draw_kept(kernel: Any, dropout: Dropout, q_idx: str, kv_idx: str) -> str:
+    """A line that follows another one: which weights of a tile are kept."""
+    seed = kernel.args.input(dropout.seed)
+    rest = f"{dropout.threshold}, {dropout.in_groups}"
+    return f"\nkept = draw_dropout({seed}, b, h, {q_idx}, {kv_idx}, {rest})"

@@ -1,0 +1,88 @@
+"""Dropout of attention's weights: the seed of a call, and the mask that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flexhop.ops.call import PROBABILITIES, Mistake, note_mistake
+from flexhop.ops.dropout import draw_seed, is_kept
+
+__all__ = ["Dropout", "dropout_mask", "dropout_seed"]
+
+
+class Dropout(NamedTuple):
+    """What a call says about dropout.
+
+    p: probability that a weight is dropped. seed: [2] int64, or None to draw one.
+    """
+
+    p: float = 0.0
+    seed: Tensor | None = None
+
+    def operand(self, query: Tensor) -> tuple[Tensor, ...]:
+        """The seed as the operator takes it: nothing where nothing is dropped."""
+        # A wrong p is refused later (ops/call.py), and should not advance the generator before.
+        if not 0.0 < self.p < 1.0:
+            return ()
+        return (draw_seed(query.device) if self.seed is None else self.seed,)
+
+    def mistake(self, query: Tensor) -> Mistake | None:
+        """What is wrong with it."""
+        p, seed = cast("tuple[Any, Any]", self)
+        if not isinstance(p, (float, int, torch.SymFloat, torch.SymInt)):
+            found = type(p).__name__
+            return note_mistake(
+                "OptionValueError", name="dropout_p", value=found, allowed=PROBABILITIES
+            )
+        if seed is None:
+            return None
+        wanted = f"int64 of shape [2] on {query.device}"
+        if not isinstance(seed, Tensor):
+            return _seed_mistake(type(seed).__name__, wanted)
+        is_pair = seed.dim() == 1 and seed.size(0) == 2
+        if is_pair and seed.dtype == torch.int64 and seed.device == query.device:
+            return None
+        found = f"{seed.dtype} of shape {list(seed.shape)} on {seed.device}"
+        return _seed_mistake(found, wanted)
+
+
+NO_DROPOUT = Dropout()
+
+
+def _seed_mistake(found: Any, wanted: str) -> Mistake:
+    return note_mistake("OptionValueError", name="dropout_seed", value=found, allowed=wanted)
+
+
+def dropout_seed(device: torch.device | str = "cpu") -> Tensor:
+    """Draw a seed as a call with dropout_p draws its own.
+
+    Args:
+        device: that of the call's query; its default generator advances.
+
+    Returns:
+        [2] int64, to be given to `flex_attention(..., dropout_seed=)` and to `dropout_mask`.
+    """
+    return draw_seed(torch.device(device))
+
+
+def dropout_mask(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int]) -> Tensor:
+    """Which weights a call with this seed keeps.
+
+    A weight's fate depends on the seed and on its batch, query head, query and key, counted as the
+    call's operands count them: for packed and nested sequences batch is 0, and queries and keys
+    are tokens of the packed tensors.
+
+    Args:
+        seed: [2] int64, from `dropout_seed`.
+        dropout_p: as in the call.
+        shape: B, Hq, M, N: batches, query heads, queries and keys.
+
+    Returns:
+        [B, Hq, M, N] bool, True where a weight is kept (and divided by 1 - dropout_p).
+    """
+    b, h, q_idx, kv_idx = (torch.arange(size, device=seed.device) for size in shape)
+    index = (b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
+    return is_kept(seed, dropout_p, index)

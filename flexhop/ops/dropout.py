@@ -1,0 +1,99 @@
+"""Which weights dropout keeps: a function of a seed and of where the weight stands, nothing else.
+
+Philox 4x32-10 is keyed on the two words of the seed, and its counter says where a weight stands:
+(group of queries, batch, group of keys, head). One call gives 16 bits to each weight of a group:
+the queries i and i + 8 and the keys j, j + 1, j + 8 and j + 9 of a 16 x 16 square, because that is
+what one thread holds of a product of the tensor cores. Tiles, splits, recomputation and the kernel
+that runs do not enter. The kernels' form of this file is templates/dropout.py.jinja.
+
+Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from PyTorch's generator of the device, [2] int64: two words of 32 bits.
+
+    An ordinary random operation, so that torch.manual_seed, checkpointing, the replay of CUDA
+    graphs and the partition of a joint graph treat it as they treat every other.
+    """
+    return torch.randint(0, 1 << 32, (2,), dtype=torch.int64, device=device)
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Four random words of 32 bits, as int64, from a counter and a key of such words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = (word & _WORD for word in key)
+    for _ in range(ROUNDS):
+        high_0, low_0 = _multiply(c0, MULTIPLIERS[0])
+        high_1, low_1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a product, by halves of the factor.
+
+    The whole product overflows int64, which C++ compilers take for impossible: they drop masks.
+    """
+    upper, lower = word * (factor >> 16), word * (factor & 0xFFFF)
+    return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _WORD
+
+
+def random_bits(seed: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+    """The 16 bits of every weight, int64 in [0, 65536).
+
+    Args:
+        seed: [2] integers, of which the low 32 bits count.
+        index: b, h, q_idx, kv_idx, integers that broadcast.
+    """
+    b, h, q_idx, kv_idx = (tensor.long() for tensor in index)
+    # Shifts and not quotients: Inductor's C++ backend splits a loop whose counter is divided.
+    rows, columns = q_idx >> 4 << 3 | q_idx & 7, kv_idx >> 4 << 2 | (kv_idx >> 1) & 3
+    words = philox((rows, b, columns, h), (seed[0], seed[1]))
+    below, right = (q_idx & 8) != 0, (kv_idx & 8) != 0
+    first, second = (torch.where(right, words[2 * i + 1], words[2 * i]) for i in (0, 1))
+    word = torch.where(below, second, first)
+    return torch.where((kv_idx & 1) != 0, word >> 16, word & 0xFFFF)
+
+
+def threshold(dropout_p: float) -> int:
+    """Weights are dropped whose bits are below this: the probability in units of 2**-16."""
+    return min(round(dropout_p * (1 << 16)), 0xFFFF)
+
+
+def is_kept(seed: Tensor, dropout_p: float, index: tuple[Tensor, ...]) -> Tensor:
+    """Which weights are kept, bool; arguments as for random_bits."""
+    return random_bits(seed, index) >= threshold(dropout_p)
+
+
+def drop(
+    weights: Tensor, seed: tuple[Tensor, ...], options: dict[str, Any], index: tuple[Tensor, ...]
+) -> Tensor:
+    """Weights, or gradients of them, [B, Hq, m, N]: 0 or divided by 1 - p.
+
+    Args:
+        weights: as they are if `seed` is empty.
+        seed: the operand of AttentionArgs. options: of the operator.
+        index: the four index vectors.
+    """
+    if not seed:
+        return weights
+    dropout_p = float(options["dropout_p"])
+    b, h, q_idx, kv_idx = index
+    grid = (b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
+    return torch.where(is_kept(seed[0], dropout_p, grid), weights / (1.0 - dropout_p), 0.0)

@@ -1,0 +1,79 @@
+"""Kernels with dropout, and with exact sums, as machine code: they fit, and stay in threads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat.fake_gpu import GPUS
+from flexhop.offline import Kernel, generate
+from flexhop.offline.cubin import compile_kernel
+
+MARKS = ("attend_blocks", "attend_share", "grad_query_blocks", "grad_key_value_blocks")
+
+
+def templates(architecture: int, width: int, dropout_p: float, **keywords) -> dict[str, Kernel]:
+    """The kernels of one dense call, by the function that tells which they are."""
+    queries = keywords.pop("queries", 1024)
+    sizes = ((1, 2, queries, width), *[(1, 2, 1024, width)] * 2)
+    inputs = [torch.zeros(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+    table = torch.zeros(2, 2048, requires_grad=True)
+    score_mod = keywords.pop("make_mod", lambda table: None)
+    generated = generate(
+        lambda q, k, v, table: flexhop.flex_attention(
+            q, k, v, score_mod(table), dropout_p=dropout_p,
+            kernel_options=flexhop.KernelOptions(backend="triton"),
+        ),
+        *inputs, table, grad=queries > 1, capability=divmod(architecture, 10),
+    )  # fmt: skip
+    found = {}
+    for kernel in generated.templates:
+        found |= {mark: kernel for mark in MARKS if mark in kernel.functions}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_kernels_fit(architecture):
+    kernels = templates(architecture, 128, 0.1)
+    kernels |= templates(architecture, 128, 0.1, queries=1)
+    assert set(kernels) == set(MARKS)
+    limit = GPUS[divmod(architecture, 10)].shared_memory
+    for name, kernel in kernels.items():
+        cubin = compile_kernel(kernel, architecture)
+        assert cubin.shared <= limit, name
+        assert not (cubin.spills and architecture == 90), name
+
+
+@pytest.mark.slow
+def test_drawing_exchanges_nothing_between_threads():
+    """A thread draws for the weights that it holds: not one access to shared memory more."""
+    plain, dropping = (templates(90, 128, p) for p in (0.0, 0.1))
+    for name in ("grad_query_blocks",):
+        tile = [plain[name].constants[side] for side in ("BLOCK_M", "BLOCK_N")]
+        assert tile == [dropping[name].constants[side] for side in ("BLOCK_M", "BLOCK_N")]
+        first, second = (compile_kernel(k[name], 90) for k in (plain, dropping))
+        for access in (r"st\.shared|stmatrix", r"ld\.shared|ldmatrix", r"bar\.sync", r"shfl\."):
+            counts = [len(re.findall(access, cubin.ptx)) for cubin in (first, second)]
+            assert counts[0] == counts[1], access
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_exact_sums_fit(architecture):
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernels = templates(
+            architecture, 128, 0.0,
+            make_mod=lambda table: lambda s, b, h, q, k: s + table[h, q - k + 1024],
+        )  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kernel = kernels["grad_query_blocks"]
+    assert "add_exactly" in kernel.functions
+    cubin = compile_kernel(kernel, architecture)
+    assert cubin.shared <= GPUS[divmod(architecture, 10)].shared_memory
+    assert cubin.spills <= 8

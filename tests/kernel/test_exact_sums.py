@@ -1,0 +1,139 @@
+"""Captured gradients that repeat bit by bit: sums of integers, in Triton's interpreter."""
+
+import math
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.lowering.exact import ROWS, value_of
+from flexhop.offline import Kernel
+from flexhop.offline.interpret import Memory, interpret, run_kernel
+from flexhop.templates import part
+from tests.budgets import assert_within_budget
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+
+SOURCE = f"""
+import triton
+import triton.language as tl
+
+@triton.jit
+def add_all(SUMS, INDEX, VALUES, ENTRIES, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    add_exactly(SUMS, tl.load(INDEX + place), tl.load(VALUES + place), ENTRIES)
+
+{part("exact_sum")}
+"""
+
+
+def summed(values: torch.Tensor, index: torch.Tensor, entries: int) -> torch.Tensor:
+    kernel = Kernel("add_all", SOURCE, "template", {}, {}, {}, 4, 1)
+    sums = torch.zeros(ROWS, entries, dtype=torch.int64)
+    arguments = {
+        "SUMS": sums, "INDEX": index.int(), "VALUES": values, "ENTRIES": entries, "BLOCK": 256,
+    }  # fmt: skip
+    run_kernel(kernel, (len(values) // 256, 1, 1), arguments)
+    return sums
+
+
+def test_any_order_gives_the_same_integers_and_the_exact_sum():
+    generator = torch.Generator().manual_seed(0)
+    scale = 2.0 ** torch.randint(-100, 100, (4096,), generator=generator)
+    values = torch.randn(4096, generator=generator) * scale
+    values[0:4090:7] = -values[1:4091:7]  # cancels in part
+    values[5] = 1e-45  # the smallest number
+    index = torch.randint(0, 6, (4096,), generator=generator)
+    first = summed(values, index, 6)
+    for _ in range(3):
+        order = torch.randperm(4096, generator=generator)
+        assert torch.equal(first, summed(values[order].clone(), index[order], 6))
+    exact = [math.fsum(values[index == i].tolist()) for i in range(6)]
+    torch.testing.assert_close(
+        value_of(first), torch.tensor(exact, dtype=torch.float64), rtol=1e-15, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("special", "expected"),
+    [
+        ([math.inf], math.inf), ([-math.inf], -math.inf), ([math.inf, -math.inf], math.nan),
+        ([math.nan], math.nan), ([math.inf, math.nan, 1.0], math.nan),
+        ([math.inf] * 200, math.inf), ([3.4e38] * 3, 3 * float(torch.tensor(3.4e38))),
+    ],
+)  # fmt: skip
+def test_what_is_not_finite_stays_so(special, expected):
+    values = torch.zeros(256)
+    values[: len(special)] = torch.tensor(special)
+    found = value_of(summed(values, torch.zeros(256), 1))
+    assert torch.equal(
+        found.nan_to_num(nan=-7.0),
+        torch.tensor([expected], dtype=torch.float64).nan_to_num(nan=-7.0),
+    )
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def by_head(table):
+    return lambda score, b, h, q, k: score + table[h] * (k - q)
+
+
+def by_distance(table):
+    return lambda score, b, h, q, k: score + table[h, q - k + 69]
+
+
+def by_query(table):
+    return lambda score, b, h, q, k: score * table[b, q]
+
+
+def by_score(table):
+    return lambda score, b, h, q, k: score + table[h, q, k]
+
+
+def by_bucket(table):
+    return lambda score, b, h, q, k: score * table[(q * 7 + k) % 5]
+
+
+MODS = {
+    "scalar": (lambda t: lambda score, b, h, q, k: score * t, ()),
+    "head": (by_head, (2,)),
+    "distance": (by_distance, (2, 140)),
+    "query": (by_query, (2, 70)),
+    "score": (by_score, (2, 70, 70)),
+    "bucket": (by_bucket, (5,)),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("name", MODS)
+def test_gradients_of_captured_tensors(name, dropout_p, deterministic):
+    make_mod, size = MODS[name]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 2, 70, 16, generator=generator) for _ in range(3)]
+    table = torch.randn(size, generator=generator)
+    seed = torch.tensor([5, 6])
+
+    def call(query, key, value, table):
+        return flexhop.flex_attention(
+            query, key, value, make_mod(table), dropout_p=dropout_p, dropout_seed=seed
+        )
+
+    def gradient(run, dtype=torch.float32):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (*tensors, table)]
+        run(leaves)
+        return leaves[-1].grad
+
+    found = gradient(
+        lambda leaves: interpret(
+            call, *leaves, grad=lambda out: out.square().sum(),
+            memory=Memory(poison=True, check_bounds=True),
+        )
+    )  # fmt: skip
+    eager = lambda leaves: call(*leaves).square().sum().backward()  # noqa: E731
+    gold, reference = gradient(eager, torch.float64), gradient(eager)
+    assert_within_budget(found, gold, reference, name=name, captured=True)
