@@ -9,320 +9,21 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
-from torch.nn import attention as sdpa
-from torch.nn.attention import flex_attention as intree
 
-import flexhop
 from benchmarks import area
-from benchmarks.correctness import rounding_error
 from benchmarks.report import cell, row
-from flexhop.masks import causal
+from benchmarks.varlen_worker import DIRECTIONS, NAMES, PACKS, Pack, Worker, lengths
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-NAMES = ("flexhop", "dense", "in-tree", "flash", "cudnn")
-DIRECTIONS = ("fwd", "both")
-ROUNDS = 5
-SECONDS = 0.05  # of one round
-CHECKED = 24  # sequences that are compared with float64
-ANSWER = "ANSWER "
-
-
-@dataclass(frozen=True)
-class Pack:
-    """``tokens`` tokens cut into sequences, causal.
-
-    cut: "mean" draws lengths with this mean from an exponential distribution, "equal" takes all
-    alike, "skewed" is one sequence of three quarters of the tokens, then others like "mean".
-    """
-
-    name: str
-    tokens: int
-    mean: int
-    cut: Literal["mean", "equal", "skewed"] = "mean"
-    heads: int = 16
-    head_dim: int = 128
-
-    def shrunk(self) -> "Pack":
-        """The same problem small enough for a CPU."""
-        return replace(self, tokens=256, mean=max(4, min(self.mean, 64)), heads=2, head_dim=32)
-
-
-PACKS: tuple[Pack, ...] = (
-    Pack("mean-1k", 16 << 10, 1 << 10),
-    Pack("mean-1k-64k", 64 << 10, 1 << 10),
-    Pack("mean-256", 64 << 10, 256),
-    Pack("equal-1k", 16 << 10, 1 << 10, "equal"),
-    Pack("equal-4k", 64 << 10, 4 << 10, "equal"),
-    Pack("short-10k", 320 << 10, 32, heads=4),
-    Pack("skewed-16k", 16 << 10, 128, "skewed"),
-)
-
-
-def lengths(pack: Pack) -> list[int]:
-    """Lengths of the sequences; they add up to the tokens."""
-    if pack.cut == "equal":
-        return [pack.mean] * (pack.tokens // pack.mean)
-    found = [pack.tokens * 3 // 4] if pack.cut == "skewed" else []
-    generator = torch.Generator().manual_seed(1)
-    while sum(found) < pack.tokens:
-        drawn = torch.empty(1).exponential_(1 / pack.mean, generator=generator)
-        found.append(max(1, int(drawn.item())))
-    found[-1] -= sum(found) - pack.tokens
-    return found
-
-
-def offsets(pack: Pack, device: torch.device) -> torch.Tensor:
-    """[S + 1] int32: where the sequences begin, and the end."""
-    return torch.tensor([0, *lengths(pack)]).cumsum(0).to(device, torch.int32)
-
-
-def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
-    """An implementation on packed tokens [T, H, D], or None where it cannot do the row."""
-    cut = offsets(pack, device)
-    if name == "flexhop":
-        compiled = torch.compile(flexhop.varlen_attention, fullgraph=True)
-        return lambda q, k, v: compiled(q, k, v, cut, is_causal=True)
-    if name == "in-tree":
-        return _intree(pack, cut)
-    if name == "flash":
-        from torch.nn.attention.varlen import varlen_attn
-
-        longest = max(lengths(pack))
-        return lambda q, k, v: varlen_attn(
-            q, k, v, cut, cut, longest, longest, window_size=(-1, 0)
-        )
-    return _padded(name, pack, device) if pack.cut == "equal" else None
-
-
-def _intree(pack: Pack, cut: torch.Tensor) -> Attention:
-    """PyTorch's flex_attention with a document mask, which is made in every call."""
-    make_mask = torch.compile(intree.create_block_mask)
-    attend = torch.compile(intree.flex_attention, fullgraph=True)
-    number = torch.compile(
-        lambda cut: torch.searchsorted(
-            cut, torch.arange(pack.tokens, device=cut.device), right=True, out_int32=True
-        )
-    )
-
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        documents = number(cut)
-
-        def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
-
-        size = pack.tokens
-        mask = make_mask(document, None, None, size, size, device=str(cut.device))
-        batched = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-        out = attend(*batched, block_mask=mask)
-        assert isinstance(out, torch.Tensor)
-        return out.squeeze(0).transpose(0, 1)
-
-    return call
-
-
-def _padded(name: str, pack: Pack, device: torch.device) -> Attention:
-    """Equal lengths as a batch: our own kernel with a ready mask, or cuDNN's."""
-    size = pack.mean
-    mask = flexhop.create_block_mask(causal, None, None, size, size, device=str(device))
-    compiled = torch.compile(flexhop.flex_attention, fullgraph=True)
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if name == "dense":
-            out = compiled(query, key, value, block_mask=mask)
-            assert isinstance(out, torch.Tensor)
-            return out
-        with sdpa.sdpa_kernel(sdpa.SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True
-            )
-
-    def call(*packed: torch.Tensor) -> torch.Tensor:
-        query, key, value = (t.unflatten(0, (-1, size)).transpose(1, 2) for t in packed)
-        return attend(query, key, value).transpose(1, 2).flatten(0, 1)
-
-    return call
-
-
-def make_tensors(pack: Pack, device: torch.device) -> Tensors:
-    """Random query, key and value, which are leaves, and a gradient of out."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = (pack.tokens, pack.heads, pack.head_dim)
-    query, key, value, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad
-
-
-def run_once(attention: Attention, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Output and gradients of one call."""
-    *leaves, grad = tensors
-    out = attention(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-
-
-def exact_sequence(tensors: Tensors, part: slice) -> dict[str, torch.Tensor]:
-    """One sequence by definition in float64, last head: [n, D] each."""
-    *leaves, grad = (t.detach()[part, -1].double() for t in tensors)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    query, key, value = leaves
-    scores = query @ key.T / key.size(1) ** 0.5
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ value
-    grads = torch.autograd.grad(out, leaves, grad)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-
-
-def checked_parts(pack: Pack) -> list[slice]:
-    """The longest sequences, the first, the last, and some between."""
-    sizes = lengths(pack)
-    starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    by_length = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    spread = range(0, len(sizes), max(1, len(sizes) // CHECKED))
-    chosen = {0, len(sizes) - 1, *by_length[:2], *spread}
-    return [slice(starts[number], starts[number + 1]) for number in sorted(chosen)]
-
-
-Results = dict[str, torch.Tensor]
-
-
-def errors_of(exact: list[Results], parts: list[slice], found: Results) -> dict[str, float]:
-    """Largest error of each result over the checked sequences; a NaN is infinitely wrong."""
-    return {
-        name: max(
-            float((tensor[part, -1].double() - right[name]).abs().nan_to_num(torch.inf).max())
-            for part, right in zip(parts, exact, strict=True)
-        )
-        for name, tensor in found.items()
-    }
-
-
-def misses(
-    errors: dict[str, dict[str, float]], exact: list[Results], dtype: torch.dtype
-) -> list[str]:
-    """What exceeds twice in-tree's error plus a rounding; eight roundings stand in for it."""
-    words: list[str] = []
-    for name, error in errors["flexhop"].items():
-        rounding = max(rounding_error(right[name], dtype) for right in exact)
-        allowed = 2 * errors.get("in-tree", {}).get(name, 8 * rounding) + rounding
-        if not error <= allowed:
-            words.append(f"{name}: error {error:.3g} > budget {allowed:.3g}")
-    return words
-
-
-class Run(NamedTuple):
-    """What is timed: one call; on a GPU, the replay of its graph.
-
-    attention: kept, for a graph does not keep what it reads.
-    """
-
-    start: Callable[[], None]
-    attention: Attention
-
-
-def prepare(attention: Attention, tensors: Tensors, direction: str) -> Run:
-    """A call that was made before, in one of the DIRECTIONS."""
-
-    def call() -> None:
-        if direction == "both":
-            run_once(attention, tensors)
-        else:
-            with torch.no_grad():
-                attention(*tensors[:3])
-
-    call()
-    if tensors[0].device.type != "cuda":
-        return Run(call, attention)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return Run(graph.replay, attention)
-
-
-def milliseconds(run: Run, on_gpu: bool, calls: int) -> float:
-    """Of one call, by CUDA events or the wall clock."""
-    if not on_gpu:
-        start = time.perf_counter()
-        for _ in range(calls):
-            run.start()
-        return 1e3 * (time.perf_counter() - start) / calls
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    for _ in range(calls):
-        run.start()
-    after.record()
-    torch.cuda.synchronize()
-    return before.elapsed_time(after) / calls
-
-
-def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
-    """Median milliseconds of a call over interleaved rounds."""
-    once = {name: milliseconds(run, on_gpu, 1) for name, run in runs.items()}
-    calls = {
-        n: max(1, min(200, int(1e3 * SECONDS / ms))) if on_gpu else 1 for n, ms in once.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, on_gpu, calls[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def measure(pack: Pack, names: tuple[str, ...], device: torch.device) -> dict[str, Any]:
-    """Check and time the implementations of one row."""
-    tensors, parts = make_tensors(pack, device), checked_parts(pack)
-    exact = [exact_sequence(tensors, part) for part in parts]
-    failed: dict[str, str] = {}
-    errors: dict[str, dict[str, float]] = {}
-    attentions: dict[str, Attention] = {}
-    runs: dict[str, dict[str, Run]] = {direction: {} for direction in DIRECTIONS}
-
-    def attempt(name: str, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # a peer that cannot must not end the others' measurement
-            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-    def check(name: str) -> None:
-        attention = build(name, pack, device)
-        if attention is not None:
-            errors[name] = errors_of(exact, parts, run_once(attention, tensors))
-            attentions[name] = attention
-
-    def record(name: str) -> None:
-        for direction in DIRECTIONS:
-            runs[direction][name] = prepare(attentions[name], tensors, direction)
-
-    for name in names:
-        attempt(name, lambda name=name: check(name))
-    wrong = misses(errors, exact, tensors[0].dtype) if "flexhop" in errors else []
-    if wrong:
-        failed["flexhop"] = "wrong: " + "; ".join(wrong)
-        del attentions["flexhop"]
-    for name in attentions:
-        attempt(name, lambda name=name: record(name))
-    on_gpu = device.type == "cuda"
-    times = {direction: time_in_turn(found, on_gpu) for direction, found in runs.items()}
-    scores = pack.heads * sum(n * (n + 1) // 2 for n in lengths(pack))
-    more = {"sequences": len(lengths(pack)), "scores": scores}
-    return asdict(pack) | more | {"milliseconds": times, "errors": errors, "failed": failed}
+READY, ANSWER = "READY", "ANSWER "
 
 
 def table(results: list[dict[str, Any]], names: tuple[str, ...], direction: str) -> str:
@@ -346,21 +47,61 @@ def table(results: list[dict[str, Any]], names: tuple[str, ...], direction: str)
     return "\n".join(lines)
 
 
-def in_process(pack: Pack, names: tuple[str, ...], device: str) -> dict[str, Any]:
-    """What a process of its own finds about a row."""
+class Process(NamedTuple):
+    """A worker, and what it says on standard error."""
+
+    running: subprocess.Popen[str]
+    log: IO[str]
+
+    def wait_for(self, word: str) -> str | None:
+        """The rest of the line that begins with a word; None if the process ends before."""
+        assert self.running.stdout is not None
+        found = (line for line in self.running.stdout if line.startswith(word))
+        return next((line.removeprefix(word) for line in found), None)
+
+    def finish(self) -> dict[str, Any]:
+        """Have it time its row."""
+        assert self.running.stdin is not None
+        try:
+            self.running.stdin.write("\n")
+            self.running.stdin.flush()
+        except BrokenPipeError:
+            answer = None  # it has ended
+        else:
+            answer = self.wait_for(ANSWER)
+        self.running.wait()
+        if answer is not None:
+            return json.loads(answer)
+        self.log.seek(0)
+        last = (self.log.read().strip().splitlines() or ["without a word"])[-1][:200]
+        return {"milliseconds": {}, "errors": {}, "failed": {"flexhop": f"process ended: {last}"}}
+
+
+def start(pack: Pack, names: tuple[str, ...], device: str) -> Process:
+    """A process for one row that has made its first calls."""
     options = ["--worker", "--device", device, "--rows", f"^{pack.name}$", "--peers", *names[1:]]
-    ended = subprocess.run(
+    log = tempfile.TemporaryFile("w+")
+    running = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.varlen", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    for line in ended.stdout.splitlines():
-        if line.startswith(ANSWER):
-            return json.loads(line.removeprefix(ANSWER))
-    words = (ended.stderr.strip().splitlines() or ["without a word"])[-1][:200]
-    more = {"sequences": len(lengths(pack)), "scores": 0, "milliseconds": {}, "errors": {}}
-    return asdict(pack) | more | {"failed": {"flexhop": f"process ended: {words}"}}
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+    )  # fmt: skip
+    process = Process(running, log)
+    process.wait_for(READY)
+    return process
+
+
+def measure(
+    packs: list[Pack], names: tuple[str, ...], device: str, workers: int
+) -> list[dict[str, Any]]:
+    """Results of all rows: they are compiled and checked side by side, and timed alone."""
+    with ThreadPoolExecutor(workers) as pool:
+        processes = list(pool.map(lambda pack: start(pack, names, device), packs))
+    results: list[dict[str, Any]] = []
+    for pack, process in zip(packs, processes, strict=True):
+        scores = pack.heads * sum(n * (n + 1) // 2 for n in lengths(pack))
+        facts = asdict(pack) | {"sequences": len(lengths(pack)), "scores": scores}
+        results.append(facts | process.finish())
+    return results
 
 
 def main(arguments: list[str]) -> int:
@@ -370,6 +111,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]))
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device, names = torch.device(options.device), ("flexhop", *options.peers)
@@ -377,12 +119,14 @@ def main(arguments: list[str]) -> int:
     chosen = [pack for pack in PACKS if re.search(options.rows, pack.name)]
     chosen = chosen if on_gpu else [pack.shrunk() for pack in chosen]
     if options.worker:
-        for pack in chosen:
-            print(ANSWER + json.dumps(measure(pack, names, device)), flush=True)
+        worker = Worker(chosen[0], names, device)
+        print(READY, flush=True)
+        sys.stdin.readline()
+        print(ANSWER + json.dumps(worker.time()), flush=True)
         return 0
     machine = torch.cuda.get_device_name() if on_gpu else "CPU, tiny shapes: not a measurement"
     print(f"{machine}; torch {torch.__version__}; {'bfloat16' if on_gpu else 'float32'}.")
-    results = [in_process(pack, names, options.device) for pack in chosen]
+    results = measure(chosen, names, options.device, options.workers)
     for direction, words in zip(DIRECTIONS, ("Forward", "Forward and backward"), strict=True):
         print(f"\n{words}:\n\n{table(results, names, direction)}")
     for result in results:

@@ -311,6 +311,7 @@ def _mask_operands(
         full_queries = (mask.full_q_num_blocks, mask.full_q_indices)
     is_sliced = mask.mask_mod is sliced_mask_mod
     (q_len, kv_len), (q_size, kv_size) = mask.seq_lengths, mask.BLOCK_SIZE
-    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced)
+    has_ranges = getattr(mask, "has_ranges", False)
+    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced, has_ranges)
     # In the order of BlockTensors.
     return (*partial, *full, *queries, *full_queries), mask.mask_mod, facts

@@ -38,6 +38,25 @@ def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     return dense.scatter(-1, target, True)[..., :columns]
 
 
+def ranges_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Mark the visited columns of each row where indices are ranges.
+
+    Args:
+        num_blocks: [..., R] int32.
+        indices: [..., R, 3] int32: start, at, gap; entry i is start + i, plus gap from i = at.
+        columns: C.
+
+    Returns:
+        [..., R, C] bool.
+    """
+    start, at, gap = indices[..., None, :].unbind(-1)
+    column = torch.arange(columns, device=indices.device, dtype=torch.int32)
+    entry = column - start
+    entry = torch.where(entry >= at + gap, entry - gap, entry)
+    is_jumped = (column >= start + at) & (column < start + at + gap)
+    return (entry >= 0) & (entry < num_blocks[..., None]) & ~is_jumped
+
+
 def dense_to_lists(dense: Tensor) -> tuple[Tensor, Tensor]:
     """List the marked columns of each row, ascending, then the unmarked ones, ascending.
 

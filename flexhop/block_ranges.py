@@ -16,10 +16,14 @@ from flexhop.block_lists import block_count
 
 
 class RangeLists(NamedTuple):
-    """The block lists of one side, as BlockMask has them; without the axes of batch and head."""
+    """The block lists of one side, without the axes of batch and head.
+
+    indices of `list_rows` are as BlockMask has them, those of `list_ranges` say where a row's
+    entries begin and where they jump: entry i is start + i, plus gap from i = at on.
+    """
 
     num_blocks: Tensor  # [R] int32
-    indices: Tensor  # [R, W] int32
+    indices: Tensor  # [R, W] int32, or [R, 3]: start, at, gap
     full_num_blocks: Tensor
     full_indices: Tensor
 
@@ -39,31 +43,25 @@ def list_ranges(
     block_size: tuple[int, int],
     *,
     has_full: bool,
-    widths: tuple[int | None, int | None] = (None, None),
 ) -> tuple[RangeLists, RangeLists]:
     """The blocks of a mask whose query i sees the keys first[i] .. end[i] - 1; seen = first, end.
 
-    O(M / block + R · W) work and memory. Nothing waits for the device.
+    O(M / block) work and memory. Nothing waits for the device.
 
     Args:
         seen: two of [M] integers, never decreasing; query i sees nothing where both are equal.
         key_length: N.
         block_size: queries and keys of a block.
         has_full: whether a block that lies in all of its queries' ranges is listed as full.
-        widths: the most blocks that a row and a column visit, if the caller knows; else C and R.
 
     Returns:
         key blocks of each row of blocks, and query blocks of each column.
     """
     queries = seen[0].size(0)
-    rows, columns = block_count(queries, block_size[0]), block_count(key_length, block_size[1])
+    columns = block_count(key_length, block_size[1])
     by_row = _row_ranges(seen, columns, block_size, has_full=has_full)
     by_column = _transpose(by_row, columns, queries // block_size[0])
-    width, height = widths
-    return (
-        _list(by_row, columns if width is None else min(width, columns)),
-        _list(by_column, rows if height is None else min(height, rows)),
-    )
+    return _spell(by_row), _spell(by_column)
 
 
 def list_rows(
@@ -116,12 +114,13 @@ def _transpose(ranges: _Ranges, columns: int, whole_rows: int) -> _Ranges:
     column = torch.arange(columns, device=ranges.start.device)
     stop = torch.searchsorted(ranges.start, column, right=True)
     start = torch.searchsorted(ranges.stop, column, right=True)
-    # Computed, though it is a slice as it is: Inductor (2.11) cannot search in a slice.
-    full_start = ranges.full_start[:whole_rows].clamp(min=0)
-    full_stop = full_start + ranges.full_count[:whole_rows]
-    lowest = torch.searchsorted(full_stop, column, right=True)
-    highest = torch.searchsorted(full_start, column, right=True)
+    # Rows that overhang have no full blocks, and no column finds them. They are not cut off:
+    # Triton cannot search in a tensor without elements.
     rows = ranges.start.size(0)
+    is_whole = torch.arange(rows, device=column.device) < whole_rows
+    full_start = torch.where(is_whole, ranges.full_start, columns)
+    lowest = torch.searchsorted(full_start + ranges.full_count, column, right=True)
+    highest = torch.searchsorted(full_start, column, right=True)
     return _nested(_Ranges(start, stop, lowest, (highest - lowest).clamp(min=0)), rows)
 
 
@@ -134,6 +133,16 @@ def _nested(ranges: _Ranges, limit: int) -> _Ranges:
     stop = torch.maximum(ranges.stop.clamp(0, limit), start)
     full_start = torch.minimum(torch.maximum(ranges.full_start, start), stop)
     return _Ranges(start, stop, full_start, torch.minimum(ranges.full_count, stop - full_start))
+
+
+def _spell(ranges: _Ranges) -> RangeLists:
+    """Where entries begin and jump; the partial blocks jump over the full ones."""
+    start, stop, full_start, full_count = ranges
+    nothing = torch.zeros_like(start)
+    partial = torch.stack((start, full_start - start, full_count), -1)
+    full = torch.stack((full_start, nothing, nothing), -1)
+    lists = (stop - start - full_count, partial, full_count, full)
+    return RangeLists(*(t.to(torch.int32) for t in lists))
 
 
 def _list(ranges: _Ranges, width: int) -> RangeLists:

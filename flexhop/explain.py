@@ -17,11 +17,14 @@ from flexhop.block_lists import block_count, lists_to_dense
 from flexhop.block_mask import BlockMask
 from flexhop.compat import hop
 from flexhop.debug import mod_code
+from flexhop.key_mods import KeyMod
 from flexhop.mask_creation import create_mask
 from flexhop.mods import ScoreMod
 from flexhop.nested import Operands, Packed, has_nested, pack
-from flexhop.ops.args import AttentionArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
+from flexhop.pages import PageTable
 from flexhop.report import Capture, Mask, Mod, Pass, Report
 
 __all__ = ["Report", "explain"]
@@ -50,6 +53,9 @@ def explain(
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
     """Say what torch.compile would make of a call: graphs, kernels, tiles, work.
@@ -71,6 +77,7 @@ def explain(
         return_aux: as there.
         sinks: as there; they are applied to what the kernel gives.
         dropout_p: as there.
+        page_table, k_mod, v_mod: as there; lengths and pages are not looked at.
         capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
             which query is, or else (9, 0).
 
@@ -97,7 +104,13 @@ def explain(
         "return_aux": return_aux,
         "sinks": None if sinks is None else _stand_in(sinks, _home(block_mask)),
         "dropout_p": dropout_p,
+        "page_table": page_table,
+        "k_mod": k_mod,
+        "v_mod": v_mod,
     }
+    if isinstance(page_table, PageTable):
+        tables = (_stand_in(t, _home(block_mask)) for t in (page_table.pages, page_table.lengths))
+        keywords["page_table"] = PageTable(next(tables), page_table.page_size, next(tables))
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
         found = survey.survey(args, device)
@@ -130,7 +143,7 @@ def _stand_in(tensor: Tensor, home: torch.device) -> Tensor:
     return wide.requires_grad_(tensor.requires_grad) if tensor.requires_grad else wide
 
 
-def _trace(operands: list[Tensor], keywords: dict[str, Any]) -> AttentionArgs:
+def _trace(operands: list[Tensor], keywords: dict[str, Any]) -> AttentionArgs | CachedArgs:
     """The operator's operands, as fake tensors and graphs, as Dynamo writes them."""
     seen: list[fx.GraphModule] = []
 
@@ -149,8 +162,10 @@ def _trace(operands: list[Tensor], keywords: dict[str, Any]) -> AttentionArgs:
     code = call.__code__.replace()
     alone = types.FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
     torch.compile(alone, backend=record, fullgraph=True, dynamic=False)(*operands)
-    (node,) = seen[0].graph.find_nodes(op="call_function", target=attention)
-    return AttentionArgs(*map_arg(tuple(node.args), _value_of(seen[0])))
+    for operator in (attention, cached_attention):
+        for node in seen[0].graph.find_nodes(op="call_function", target=operator):
+            return operator.args_type(*map_arg(tuple(node.args), _value_of(seen[0])))
+    raise AssertionError("the graph of a call holds one of the operators")
 
 
 def _value_of(graph: fx.GraphModule) -> Callable[[fx.Node], Any]:
@@ -161,7 +176,7 @@ def _value_of(graph: fx.GraphModule) -> Callable[[fx.Node], Any]:
     return value
 
 
-def _report(args: AttentionArgs, found: Any, mask: Mask | None) -> Report:
+def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> Report:
     """Put together what was found; `found` is a flexhop.lowering.survey.Survey."""
     from flexhop.lowering import work
 
@@ -208,7 +223,7 @@ def _gradient_code(found: Any) -> str | None:
     return mod_code(joint.joint, "joint")
 
 
-def _describe_call(args: AttentionArgs) -> str:
+def _describe_call(args: AttentionArgs | CachedArgs) -> str:
     tensors = {"query": args.query, "key": args.key, "value": args.value}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
     return f"{shapes}, {_dtype(args.query)}, scale {args.scale:.6g}"
@@ -267,7 +282,7 @@ def _elements(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
     return wide[..., :q_len, :kv_len]
 
 
-def _notes(args: AttentionArgs, found: Any, mask: Mask | None) -> list[str]:
+def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> list[str]:
     notes = [
         "Other dtypes, numbers of heads, head sizes, options, code of the mods, or Python values "
         "that they close over compile anew; another length or batch once, as torch.compile's "

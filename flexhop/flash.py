@@ -334,8 +334,8 @@ def _attend_packed(
             *operands, offsets_q, offsets_k, score_mod=score_mod, window_size=options.reach,
             max_seqlen_q=longest[0], max_seqlen_k=longest[1], scale=options.softmax_scale,
             enable_gqa=True, kernel_options=options.kernel_options,
-            return_aux=AuxRequest(lse=options.return_attn_probs), dropout_p=drop.p,
-            dropout_seed=drop.seed,
+            return_aux=AuxRequest(lse=options.return_attn_probs),
+            dropout_p=drop.p, dropout_seed=drop.seed,
         )  # fmt: skip
         return cast(tuple[Tensor, AuxOutput], result)
 

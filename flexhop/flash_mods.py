@@ -9,12 +9,11 @@ from torch import Tensor
 
 from flexhop import mods
 from flexhop.attention import attend
-from flexhop.block_mask import BlockMask
-from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.dropout import Dropout, dropout_seed
 from flexhop.mods import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.options import KernelOptions
+from flexhop.packing import RangeMask, mask_ranges
 
 BLOCK = 128
 
@@ -130,7 +129,7 @@ def _alibi(slopes: Tensor, shift: int | Tensor) -> ScoreMod:
 
 def window_mask(
     queries: int, keys: int, reach: tuple[int | None, int | None], device: torch.device
-) -> BlockMask | None:
+) -> RangeMask | None:
     """The mask of one window for all batches and heads, by arithmetic; None if all is seen.
 
     Args:
@@ -146,10 +145,7 @@ def window_mask(
     aligned = torch.arange(queries, device=device) + (keys - queries)
     first = torch.zeros_like(aligned) if left is None else (aligned - left).clamp(0, keys)
     end = torch.full_like(aligned, keys) if right is None else (aligned + right + 1).clamp(0, keys)
-    by_row, by_column = list_ranges((first, end), keys, (BLOCK, BLOCK), has_full=True)
-    row, column = (RangeLists(*(t[None, None] for t in lists)) for lists in (by_row, by_column))
-    keep = _window(keys - queries, left, right)
-    return BlockMask((queries, keys), *row, *column, (BLOCK, BLOCK), keep)
+    return mask_ranges((first, end), keys, _window(keys - queries, left, right))
 
 
 def _window(shift: int, left: int | None, right: int | None) -> MaskMod:

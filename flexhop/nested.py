@@ -77,9 +77,7 @@ def _mask(
 ) -> tuple[RowTables, Any]:
     queries, keys = (side.size(2) for side in sides)
     if block_mask is None:
-        packing = Packing(
-            cut_q.offsets, cut_k.offsets, cut_k.lengths, None, None, window, cut_q.lengths
-        )
+        packing = Packing(cut_q.offsets, cut_k.offsets, cut_k.lengths, window, cut_q.lengths)
         return pack_mask(queries, keys, packing, None)
     tables = tabulate_rows(
         cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexhop.block_mask import BlockMask
 from flexhop.block_ranges import RangeLists, list_ranges
 from flexhop.mods import MaskMod
 from flexhop.row_tables import RowTables, Window, local_mask_mod, range_mask, tabulate_rows
@@ -18,22 +17,39 @@ class Packing(NamedTuple):
     """How packed tokens are cut into sequences, and which keys of its sequence a query sees.
 
     offsets_q, offsets_k: [S + 1], where each sequence begins, and the end of the last one.
-    used_k, used_q: [S], how many tokens of each sequence exist, or None for all. longest_q,
-    longest_k: at least the lengths of the longest sequences, or None.
+    used_k, used_q: [S], how many tokens of each sequence exist, or None for all.
     """
 
     offsets_q: Tensor
     offsets_k: Tensor
     used_k: Tensor | None
-    longest_q: int | None
-    longest_k: int | None
     window: Window
     used_q: Tensor | None = None
 
 
+class RangeMask(NamedTuple):
+    """A BlockMask whose rows visit one range of blocks each, in O(blocks) memory.
+
+    Fields are those of BlockMask; indices are [1, 1, R, 3], see RangeLists.
+    """
+
+    seq_lengths: tuple[int, int]
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: MaskMod
+    has_ranges: bool = True
+
+
 def pack_mask(
     queries: int, keys: int, packing: Packing, mask_mod: MaskMod | None
-) -> tuple[RowTables, BlockMask]:
+) -> tuple[RowTables, RangeMask]:
     """The tables and the block mask of packed sequences, made without looking at the mask.
 
     Args:
@@ -47,37 +63,17 @@ def pack_mask(
     )  # fmt: skip
     keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
     seen = tables.first, tables.end
-    block_mask = mask_ranges(seen, keys, keep, has_full=mask_mod is None, widths=_widths(packing))
-    return tables, block_mask
+    return tables, mask_ranges(seen, keys, keep, has_full=mask_mod is None)
 
 
 def mask_ranges(
-    seen: tuple[Tensor, Tensor],
-    keys: int,
-    keep: MaskMod,
-    *,
-    has_full: bool = True,
-    widths: tuple[int | None, int | None] = (None, None),
-) -> BlockMask:
-    """The block mask of queries that see one range of keys each; arguments as for list_ranges.
+    seen: tuple[Tensor, Tensor], keys: int, keep: MaskMod, *, has_full: bool = True
+) -> RangeMask:
+    """The mask of queries that see one range of keys each; arguments as for list_ranges.
 
     keep: the mask_mod of its partial blocks.
     """
     size = (_BLOCK, _BLOCK)
-    lists = list_ranges(seen, keys, size, has_full=has_full, widths=widths)
+    lists = list_ranges(seen, keys, size, has_full=has_full)
     row, column = (RangeLists(*(t[None, None] for t in side)) for side in lists)
-    return BlockMask(
-        (seen[0].size(0), keys), row.num_blocks, row.indices, row.full_num_blocks,
-        row.full_indices, column.num_blocks, column.indices, column.full_num_blocks,
-        column.full_indices, size, keep,
-    )  # fmt: skip
-
-
-def _widths(packing: Packing) -> tuple[int | None, int | None]:
-    """The most blocks that a row and a column visit; known where both sides are cut alike."""
-    longest = packing.longest_k if packing.longest_q is None else packing.longest_q
-    if packing.offsets_q is not packing.offsets_k or longest is None:
-        return None, None
-    # The first and the last sequence of a block reach beyond it.
-    width = (2 * longest + _BLOCK) // _BLOCK + 2
-    return width, width
+    return RangeMask((seen[0].size(0), keys), *row, *column, size, keep)

@@ -81,8 +81,8 @@ def _prepare_cached(*operands: Any) -> tuple[float, call.Wire]:
     """
     query, key, value, blocks, pages, (flat_call, has_mods) = operands
     _require_triton(query)
-    mods: Any = (None,) * 4
-    args = CachedArgs(query, key, value, *mods, blocks, pages, 0.0, {})
+    mod: Any = None  # mods are not looked at
+    args = CachedArgs(query, key, value, mod, mod, mod, mod, blocks, pages, 0.0, {})
     return prepare_cached(args, _read_call(flat_call), has_mods)
 
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from flexhop.attention import attend
-from flexhop.block_mask import BlockMask
 from flexhop.dropout import Dropout
 from flexhop.masks import causal
 from flexhop.mods import ScoreMod
 from flexhop.nested import Operands, has_nested, pack, unpack
 from flexhop.ops.call import Mistake, note_mistake
-from flexhop.packing import mask_ranges
+from flexhop.packing import RangeMask, mask_ranges
 from flexhop.row_tables import Window
 
 
@@ -104,7 +103,7 @@ def _dispatch(
 
 def _attend(
     operands: Operands,
-    mods: tuple[ScoreMod | None, BlockMask | None],
+    mods: tuple[ScoreMod | None, RangeMask | None],
     choices: _Choices,
     mistake: Mistake | None = None,
 ) -> Tensor:
@@ -162,7 +161,7 @@ def _expanded(tensor: Tensor, dim: int, size: int) -> Tensor:
     return tensor.expand(sizes)
 
 
-def _causal_blocks(query: Tensor, key: Tensor) -> BlockMask:
+def _causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
     """Query i sees the keys 0..i. Written by arithmetic: the mask is not evaluated."""
     queries, keys = query.size(2), key.size(2)
     end = (torch.arange(queries, device=query.device) + 1).clamp(max=keys)

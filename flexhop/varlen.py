@@ -59,9 +59,8 @@ def varlen_attention(
         bottom_right: align the last query of a sequence with its last key, as for decoding behind
             a cache; else the first with the first. The same for equal lengths.
         seqused_k: [S], how many keys of each sequence count; all by default.
-        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds, in tokens. Where keys are
-            cut like queries, the lists of blocks then grow with the tokens times this length,
-            instead of with the square of the tokens over that of a block (128).
+        max_seqlen_q, max_seqlen_k: taken, because other libraries need them; nothing depends on
+            the length of the longest sequence here.
         scale, enable_gqa, kernel_options, return_aux, sinks: as for flex_attention.
         dropout_p, dropout_seed: as for flex_attention. The mask is that of the packed tokens:
             batch 0, the query's and the key's places in the packed tensors.
@@ -80,10 +79,7 @@ def varlen_attention(
     offsets_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     left, right = window_size
     right = 0 if is_causal else right
-    packing = Packing(
-        cu_seqlens_q, offsets_k, seqused_k, max_seqlen_q, max_seqlen_k,
-        Window(left, right, bottom_right),
-    )  # fmt: skip
+    packing = Packing(cu_seqlens_q, offsets_k, seqused_k, Window(left, right, bottom_right))
     mistake = _rank_mistake(query=query, key=key, value=value)
     if mistake is None:
         mistake = _find_mistake(query, key, packing)

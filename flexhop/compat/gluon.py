@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
-from flexhop.compat.gluon_runtime import add_async, hide, load_async, store_async, tanh
+from flexhop.compat.gluon_runtime import add_async, load_async, store_async, tanh
 """
 
 
@@ -63,16 +63,6 @@ class GluonOverrides(TritonKernelOverrides):
     def tanh(x: Any) -> str:
         """Without the branches of CUDA's."""
         return f"tanh({x})"
-
-
-def _compare(operator: str) -> Callable[[Any, Any], str]:
-    """Prints a comparison whose left side LLVM does not look into; see `hide`."""
-    return lambda a, b: f"hide({a}) {operator} {b}"
-
-
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-for _name, _operator in _COMPARISONS.items():
-    setattr(GluonOverrides, _name, staticmethod(_compare(_operator)))
 
 
 class GluonKernel(inductor.TemplateKernel):

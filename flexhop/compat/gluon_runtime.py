@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "hide", "load_async", "store_async", "tanh"]
+__all__ = ["add_async", "load_async", "store_async", "tanh"]
 
 
 class _SourceByDialect:
@@ -52,20 +52,6 @@ def add_async(tensor: Any, coordinates: Any, source: Any, _semantic: Any = None)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coordinates, source.handle
     )
-
-
-@gluon.jit
-def hide(x):
-    """x; a tensor of int32 through a move that LLVM does not see through.
-
-    Its vectoriser would make comparisons of positions to vectors of bits, which are unpacked bit
-    by bit.
-    """
-    if x.dtype == gl.int32 and x.type.is_block():
-        x = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return x
 
 
 @gluon.jit

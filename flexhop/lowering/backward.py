@@ -44,7 +44,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
     captured, sites = _scatter_sites(args)
     captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, options, mods, captures, seed_input(args))
+    launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     if is_hopper:
         layouts = (_like(key, 1).layout, _like(value, 2).layout)
         args = args._replace(grad_out=grad_out)

@@ -21,8 +21,9 @@ from flexhop.lowering.forward import choose, emit_forward
 from flexhop.lowering.indices import wrap_reads
 from flexhop.lowering.key_mods import is_exact, read_key_mod, scale_scores
 from flexhop.lowering.mods import ModFacts, index_ranges, lower_mods
+from flexhop.lowering.mods import read_mods as mod_facts
 from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
-from flexhop.lowering.problem import Cache, Problem, read_device
+from flexhop.lowering.problem import Cache, Device, Problem, read_device
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.subgraphs import index_examples, trace_key
 
@@ -46,10 +47,15 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     if chunked.is_without_kernel(args.query):
         return chunked.lower_cached_attention(*args)
     captures = [inductor.realize(group) for group in args[11:]]
-    args = CachedArgs(*inductor.realize(args[:3]), *args[3:11], *captures)
+    query, key, value = inductor.realize(args[:3])
+    args = args._replace(
+        query=query, key=key, value=value, score_captures=tuple(captures[0]),
+        mask_captures=tuple(captures[1]), key_captures=tuple(captures[2]),
+        value_captures=tuple(captures[3]),
+    )  # fmt: skip
     guards.guard_aligned_strides(args[:3])
     fakes = CachedArgs(*inline.fake_operands())
-    readers = read_mods(args, key_dtypes(fakes))
+    readers = divide_work(args, key_dtypes(fakes))
     sizes = index_sizes(fakes)
     device = inductor.device_of(args.query)
     mods = lower_mods(
@@ -78,7 +84,7 @@ def index_sizes(args: CachedArgs) -> tuple[Any, Any, Any, Any]:
     return batch, heads, length, keys * args.pages[0].size(1) if args.pages else keys
 
 
-def read_mods(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Readers:
+def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Readers:
     """Divide the work of k_mod and v_mod among columns, scores and weights."""
     dtype, key_dtype, value_dtype = dtypes
     key, value = read_key_mod(args.key_mod), read_key_mod(args.value_mod)
@@ -195,7 +201,8 @@ def _clamp_count(graph: fx.Graph, fakes: CachedArgs) -> None:
     """Hold a number of keys between 0 and what the table has room for."""
     output = graph.output_node()
     table = graph.find_nodes(op="placeholder")[1]
-    width, page_size = fakes.pages[0].size(1), fakes.key.size(2)
+    width: Any = fakes.pages[0].size(1)
+    page_size = fakes.key.size(2)
     with graph.inserting_before(output):
         room: Any = width * page_size
         if not isinstance(width, int):
@@ -238,6 +245,23 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
     problem = as_cached(problem, cache)
     debug.show("problem", "forward", lambda: describe_problem(problem))
     return problem
+
+
+def read_cached_tensors(
+    args: CachedArgs, device: Device, mask: fx.GraphModule
+) -> tuple[Problem, fx.GraphModule]:
+    """The facts of a call of tensors and graphs, and the score_mod of its kernel."""
+    readers = divide_work(args, key_dtypes(args))
+    batch, heads, queries, length = index_sizes(args)
+    kv_batch = 1 if args.pages else args.value.size(0)
+    sizes = Sizes(
+        (batch, heads, queries, args.query.size(3)),
+        (kv_batch, args.value.size(1), length, args.value.size(3)),
+        is_query_multiple=lambda n: queries % n == 0,
+        is_key_multiple=lambda n: not args.pages and length % n == 0,
+    )
+    problem = make_problem(args, sizes, device, args.query.dtype, mod_facts(readers.score, mask))
+    return as_cached(problem, readers.cache), readers.score
 
 
 def as_cached(problem: Problem, cache: Cache) -> Problem:

@@ -15,6 +15,7 @@ class KeyConstants:
     SPARSE_KV_BLOCK_SIZE: int
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
+    HAS_RANGES: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_KV: bool

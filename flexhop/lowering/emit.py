@@ -158,8 +158,9 @@ class Launch(NamedTuple):
             if error is not None:
                 raise error
         generators = {}
-        if self.problem.blocks is not None:
-            generators = benchmark_inputs(inputs, first_list=len(inputs) - _NUM_LISTS)
+        blocks, first = self.problem.blocks, len(inputs) - _NUM_LISTS
+        if blocks is not None:
+            generators = benchmark_inputs(inputs, first, has_ranges=blocks.has_ranges)
         added_to = output.written if sites else ()
         operands = [*inputs, *self.captures, *self.seed, *added_to]
         result = inductor.select(f"flexhop_{kernel}", choices, operands, output.layout, generators)

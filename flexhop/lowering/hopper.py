@@ -66,6 +66,7 @@ class HopperForwardConstants:
     TILES_PER_Q_BLOCK: int
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
+    HAS_RANGES: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
@@ -175,6 +176,7 @@ def constants(
         TILES_PER_Q_BLOCK=1 if blocks is None else blocks.q_size // tile.block_m,
         TILES_PER_KV_BLOCK=kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
+        HAS_RANGES=blocks is not None and blocks.has_ranges,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         CHECK_Q=not problem.is_query_multiple(tile.block_m),

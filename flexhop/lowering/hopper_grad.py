@@ -103,6 +103,8 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     if problem.has_captured_grads:
         yield "it does not compute gradients of captured tensors"
     tile, blocks = table_tile(problem), problem.blocks
+    if blocks is not None and blocks.has_ranges:
+        yield "it reads lists of blocks, and those of packed sequences are ranges"
     if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
         yield (
             f"its tiles of {tile.block_m} x {tile.block_n} do not divide the mask's blocks of "

@@ -216,6 +216,7 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "TILES_PER_Q_BLOCK": _cdiv(blocks.q_size, tile.block_m),
         "TILES_PER_KV_BLOCK": _cdiv(blocks.kv_size, tile.block_n),
         "HAS_BLOCKS": problem.blocks is not None,
+        "HAS_RANGES": blocks.has_ranges,
         "HAS_FULL_BLOCKS": blocks.has_full,
         "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.has_mask_mod,
         "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),

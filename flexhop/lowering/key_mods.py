@@ -119,8 +119,7 @@ def scale_scores(score: fx.GraphModule, factor: fx.GraphModule, group: int) -> f
     captures = [_input(part, node, f"of_key_{i}") for i, node in enumerate(needed[3:])]
     key_head = h
     if group > 1:
-        division = (aten.div.Tensor_mode, (h, group), {"rounding_mode": "floor"})
-        key_head = part.call_function(*division)
+        key_head = part.call_function(aten.div.Tensor_mode, (h, group), {"rounding_mode": "floor"})
         key_head.meta["val"] = h.meta["val"]
     number = _inline(part, factor, [b, key_head, kv_idx, *captures])
     scaled = part.call_function(aten.mul.Tensor, (first, number))

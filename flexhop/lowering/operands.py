@@ -25,6 +25,7 @@ _OWN_OPTIONS = (
     "kv_block_size",
     "has_full_blocks",
     "has_q_blocks",
+    "has_ranges",
 )
 
 
@@ -138,6 +139,7 @@ def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks 
         kv_size=int(options["kv_block_size"]),
         has_full=bool(options["has_full_blocks"]),
         per_head=not all(_heads(lists) == 1 for lists in counts),
+        has_ranges=bool(options.get("has_ranges")),
     )
 
 
@@ -181,19 +183,22 @@ def seed_input(args: AttentionArgs | BackwardArgs) -> list[Any]:
 
 
 def benchmark_inputs(
-    inputs: Sequence[Any], first_list: int
+    inputs: Sequence[Any], first_list: int, *, has_ranges: bool
 ) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
-    Random contents would read outside the tensors.
+    Random contents would read outside the tensors. A range is of the first block alone: how many
+    blocks there are is not to be seen from its tensors.
     """
 
     def counts(buffer: Any) -> torch.Tensor:
         columns = inductor.hint(inputs[first_list + 1].get_size()[-1])
-        return _sized(buffer).fill_(columns)
+        return _sized(buffer).fill_(1 if has_ranges else columns)
 
     def indices(buffer: Any) -> torch.Tensor:
         target = _sized(buffer)
+        if has_ranges:
+            return target.zero_()
         return target.copy_(torch.arange(target.shape[-1], device=target.device).expand_as(target))
 
     def none(buffer: Any) -> torch.Tensor:

@@ -26,12 +26,16 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskBlocks:
-    """Blocks of the mask: their sizes, whether some are listed as full, and whether per head."""
+    """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
+
+    has_ranges: whether rows are ranges of blocks instead of lists.
+    """
 
     q_size: int
     kv_size: int
     has_full: bool
     per_head: bool = False
+    has_ranges: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Problem:
     cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
     what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
     known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will
-    run the same kernel. is_deterministic: whether gradients must be the same in every run. cache:
+    run the same kernel. is_deterministic: whether results must be the same in every run. cache:
     None unless key and value are read from one; with pages, key_len is what the widest sequence
     has room for.
     """
@@ -88,7 +92,7 @@ class Problem:
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
     dropout_p: float = 0.0
-    is_deterministic: bool = False  # asked for by torch.use_deterministic_algorithms
+    is_deterministic: bool = False
     key_len_varies: bool = False
     bulk_obstacle: str = ""
     cache: Cache | None = None

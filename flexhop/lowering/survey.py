@@ -11,13 +11,21 @@ from torch import Tensor
 from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
+from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.kernels import forward_kernel
 from flexhop.lowering.mods import is_additive, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan, plan_backward, plan_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
-from flexhop.ops.args import AttentionArgs
-from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint, trace_mask, trace_score
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.subgraphs import (
+    Joint,
+    needs_grad,
+    trace_joint,
+    trace_key,
+    trace_mask,
+    trace_score,
+)
 from flexhop.options import KernelOptions
 
 DEFAULT_CAPABILITY = (9, 0)
@@ -37,12 +45,14 @@ class Survey(NamedTuple):
     plans: tuple[KernelPlan, ...]
 
 
-def survey(args: AttentionArgs, device: Device) -> Survey:
+def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     """Look at a call whose operands are fake tensors and graphs.
 
     Raises:
         FlexhopError: what compiling the call would raise.
     """
+    if isinstance(args, CachedArgs):
+        return _survey_cached(args, device)
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
     joint = None
@@ -61,6 +71,21 @@ def survey(args: AttentionArgs, device: Device) -> Survey:
         first = plan_kernel(forward_kernel(problem, options), problem, options)
         plans = (first, *plan_backward(problem, options))
     return Survey(problem, options, score, mask, joint, plans)
+
+
+def _survey_cached(args: CachedArgs, device: Device) -> Survey:
+    args = args._replace(
+        score_mod=trace_score(args.score_mod, args.query, args.score_captures),
+        key_mod=trace_key(args.key_mod, args.query, args.key_captures),
+        value_mod=trace_key(args.value_mod, args.query, args.value_captures),
+    )
+    mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
+    problem, score = read_cached_tensors(args, device, mask)
+    options = user_options(args.options)
+    plans = ()
+    if problem.dtype != torch.float64:
+        plans = (plan_kernel(forward_kernel(problem, options), problem, options),)
+    return Survey(problem, options, score, mask, None, plans)
 
 
 def find_device(query: Tensor, capability: tuple[int, int] | None) -> Device:

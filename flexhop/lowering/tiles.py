@@ -107,6 +107,10 @@ _AMPERE: dict[Kernel, dict[int, Tile]] = {
         512: Tile(16, 16, 4, 1),
     },
 }
+# What addresses and conversions of a cache need of the registers.
+_AMPERE_CACHED: dict[Kernel, dict[int, Tile]] = {
+    "forward": {128: Tile(64, 32, 4, 3)},
+}
 _FLOAT32: dict[Kernel, dict[int, Tile]] = {
     "forward": {
         64: Tile(64, 32, 4, 2),
@@ -176,6 +180,8 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
     if problem.itemsize > 2:
         return _lookup(_FLOAT32, kernel, width)
     if problem.device.capability[0] not in (9, 10):
+        if problem.cache is not None and width in _AMPERE_CACHED.get(kernel, {}):
+            return _AMPERE_CACHED[kernel][width]
         return _lookup(_AMPERE, kernel, width)
     exceptions = (
         (_BLACKWELL, problem.device.capability[0] == 10),

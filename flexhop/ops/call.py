@@ -32,6 +32,7 @@ class MaskFacts(NamedTuple):
     has_full_blocks: bool
     has_q_blocks: bool
     is_sliced: bool = False  # whether its mask_mod was lost by slicing
+    has_ranges: bool = False  # whether indices are ranges (block_ranges.RangeLists)
 
 
 class Mistake(NamedTuple):
@@ -200,7 +201,8 @@ def _check_mask(query: Tensor, key: Tensor, blocks: tuple[Tensor, ...], mask: Ma
 
 
 def _mask_options(mask: MaskFacts) -> Wire:
-    return {
+    wire: Wire = {"has_ranges": True} if mask.has_ranges else {}
+    return wire | {
         "q_block_size": int(mask.q_block_size),
         "kv_block_size": int(mask.kv_block_size),
         "has_full_blocks": mask.has_full_blocks,

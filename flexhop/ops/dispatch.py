@@ -75,8 +75,10 @@ def _run_cached_eagerly(
     for kind, mod in named.items():
         check_captures(args.query, kind, closed_over(mod))
     _warn_once()
-    mods = (_checked(mod, kind) for kind, mod in named.items())
-    args = CachedArgs(*args[:3], *mods, args.blocks, args.pages, scale, options)
+    score, mask, key, value = (_checked(mod, kind) for kind, mod in named.items())
+    args = args._replace(
+        score_mod=score, mask_mod=mask, key_mod=key, value_mod=value, scale=scale, options=options
+    )
     out, lse, max_scores = attend_cached(args)
     return ordered(out, args.query), lse, max_scores
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexhop.block_lists import block_count, lists_to_dense
+from flexhop.block_lists import block_count, lists_to_dense, ranges_to_dense
 from flexhop.compat import hop
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites
@@ -197,10 +197,11 @@ def listed_blocks(args: AttentionArgs | BackwardArgs) -> Grids:
         return Grids()
     blocks = BlockTensors(*args.blocks)
     columns = block_count(args.key.size(2), int(args.options["kv_block_size"]))
-    partial = lists_to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)
+    to_dense = ranges_to_dense if args.options.get("has_ranges") else lists_to_dense
+    partial = to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)
     if not args.options["has_full_blocks"]:
         return Grids(partial)
-    full = lists_to_dense(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
+    full = to_dense(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
     return Grids(partial, full)
 
 

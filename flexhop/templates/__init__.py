@@ -7,13 +7,13 @@ from importlib.resources import files
 
 # Every kernel is its own file, then the device functions it calls.
 _PARTS = {
-    "forward": ("forward", "attend", "keys", "tile", "mods"),
-    "decode": ("decode", "attend", "keys", "tile", "mods"),
-    "cached_forward": ("forward", "attend", "cached_keys", "tile", "mods", "key_mods"),
-    "cached_decode": ("decode", "attend", "cached_keys", "tile", "mods", "key_mods"),
+    "forward": ("forward", "attend", "keys", "lists", "tile", "mods"),
+    "decode": ("decode", "attend", "keys", "lists", "tile", "mods"),
+    "cached_forward": ("forward", "attend", "cached_keys", "lists", "tile", "mods", "key_mods"),
+    "cached_decode": ("decode", "attend", "cached_keys", "lists", "tile", "mods", "key_mods"),
     "decode_combine": ("decode_combine",),
-    "grad_query": ("grad_query", "grad_tile", "tile", "mods", "mod_grads"),
-    "grad_key_value": ("grad_key_value", "grad_tile", "tile", "mods", "mod_grads"),
+    "grad_query": ("grad_query", "grad_tile", "lists", "tile", "mods", "mod_grads"),
+    "grad_key_value": ("grad_key_value", "grad_tile", "lists", "tile", "mods", "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
         "hopper_store", "hopper_tile", "hopper_common", "mods",

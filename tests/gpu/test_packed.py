@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flexhop
+from tests.budgets import assert_within_budget, dense_attention
 from tests.packed_dense import between, distances, judge, sequence_and_place
 from tests.varlen_cases import (
     CASES,
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 SIZES = [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 32)]
-LONG = Packed((1000, 3, 700, 0, 129, 216, 2000), heads=4, kv_heads=2)
+LONG = Packed((1000, 3, 700, 0, 129, 216, 2000), heads=16, kv_heads=8)
 
 
 def visible_keys(case: Packed) -> torch.Tensor:
@@ -70,8 +71,11 @@ def check_packed(case: Packed, dtype: torch.dtype, call) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "width"), SIZES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+# The three queries of "decode" are too few for gradients of slopes to be judged in fp32.
+CALLS = [(name, *size) for name in CASES for size in SIZES if name != "decode" or size[1] != 32]
+
+
+@pytest.mark.parametrize(("name", "dtype", "width"), CALLS, ids=str)
 def test_varlen(name, dtype, width):
     torch.set_float32_matmul_precision("highest")
     case = CASES[name]
@@ -91,7 +95,7 @@ def test_long_sequences(causal, window):
 
 def test_new_lengths_run_the_same_kernels():
     call = torch.compile(packed_call(LONG), fullgraph=True, dynamic=True)
-    for lengths in ((1000, 48), (500, 3, 900), (129,) * 9):
+    for lengths in ((1000, 48, 1200), (500, 3, 900), (129,) * 9):
         case = dataclasses.replace(LONG, queries=lengths, head_dim=64)
         check_packed(case, torch.bfloat16, call)
 
@@ -112,6 +116,57 @@ def test_ten_thousand_sequences():
         expected, _ = call(query[span], key[span], value[span], operands.slopes, few)
         torch.testing.assert_close(out[span], expected, rtol=0, atol=2e-2)
         first = span.stop
+
+
+def documents(b, h, q_idx, kv_idx, ids):
+    return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+
+def documents_by_batch(b, h, q_idx, kv_idx, ids):
+    return (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("length", [1024, 1000])
+@pytest.mark.parametrize("kind", ["documents", "by_batch", "batch_of_one", "scattered"])
+def test_masks_that_read_tables(kind, length, width):
+    """Partial blocks that reach the Hopper kernel as bits, or, behind the fourth, do not."""
+    ids = torch.randint(0, 4, (3, length), device="cuda", dtype=torch.int32)
+    if kind != "scattered":
+        ids = ids.sort().values
+    by_batch = kind in ("by_batch", "batch_of_one")
+    table, rule = (ids, documents_by_batch) if by_batch else (ids[0], documents)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return rule(b, h, q_idx, kv_idx, table)
+
+    batches = 3 if kind == "by_batch" else None
+    mask = flexhop.create_block_mask(mask_mod, batches, None, length, length, "cuda")
+    if kind == "batch_of_one":  # lists that serve every batch, of a mask that differs by batch
+        mask = flexhop.create_block_mask(
+            lambda b, h, q, k: q >= k,
+            None,
+            None,
+            length,
+            length,
+            "cuda",
+            separate_full_blocks=False,
+        )
+        mask.mask_mod = mask_mod
+    tensors = [
+        torch.randn(3, 16, length, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    ]
+    call = torch.compile(lambda *t: flexhop.flex_attention(*t, block_mask=mask), fullgraph=True)
+    with torch.no_grad():
+        out = call(*tensors)
+    order = torch.arange(length, device="cuda")
+    same = ids[:, :, None] == ids[:, None, :] if by_batch else ids[0, :, None] == ids[0]
+    visible = (same & (order[:, None] >= order)).unsqueeze(-3)
+    gold, reference = (
+        dense_attention(*(t.to(dtype) for t in tensors), None, visible, width**-0.5).out
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    assert_within_budget(out, gold, reference)
 
 
 def jagged(tokens: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:

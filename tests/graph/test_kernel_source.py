@@ -27,6 +27,7 @@ MARKS = {
     "hopper_backward": "differentiate",
 }
 DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
+CACHED_MARKS = {"cached_decode": "key_mod"}
 
 
 @functools.cache
@@ -61,16 +62,36 @@ def _decoded() -> Generated:
     return generate(step, query, key, value)
 
 
-@pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS])
+@functools.cache
+def _cached() -> Generated:
+    """One query of each of two sequences, whose keys lie as int8 in pages of 16."""
+    query = torch.zeros(2, 12, 1, 64, dtype=torch.bfloat16)
+    key, value = (torch.zeros(70, 2, 16, 64, dtype=torch.int8) for _ in range(2))
+    table = flexhop.PageTable(
+        torch.zeros(2, 32, dtype=torch.int32), 16, torch.zeros(2, dtype=torch.int32)
+    )
+    mod = flexhop.mods.dequantize(torch.ones(2, 2, 512))
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return flexhop.flex_attention(
+            query, key, value, enable_gqa=True, page_table=table, k_mod=mod, v_mod=mod
+        )
+
+    return generate(step, query, key, value)
+
+
+@pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS, *CACHED_MARKS])
 def test_kernel(kernel: str):
     is_hopper = kernel.startswith("hopper")
     if is_hopper and gluon_versions.obstacle():
         pytest.skip(gluon_versions.obstacle())
-    if kernel in DECODE_MARKS:
+    if kernel in CACHED_MARKS:
+        generated = _cached()
+    elif kernel in DECODE_MARKS:
         generated = _decoded()
     else:
         generated = _generated("hopper" if is_hopper else "triton")
-    text = generated.kernel_with((MARKS | DECODE_MARKS)[kernel]).text()
+    text = generated.kernel_with((MARKS | DECODE_MARKS | CACHED_MARKS)[kernel]).text()
     file = HERE / f"{kernel}.expected"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         file.write_text(text, encoding="utf-8")

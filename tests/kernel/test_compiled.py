@@ -112,6 +112,23 @@ def build_hopper(dims: tuple[int, int], length: int, is_causal: bool) -> Hopper:
     return Hopper(cubin, estimate, product_notes(cubin))
 
 
+def build_packed_hopper(tokens: int) -> tuple[Cubin, list[str]]:
+    """The Hopper kernel of packed sequences, whose blocks are ranges, and ptxas's notes."""
+    inputs = [torch.zeros(tokens, 2, 128, dtype=torch.bfloat16) for _ in range(3)]
+    offsets = torch.tensor([0, 700, tokens], dtype=torch.int32)
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v, cut: flexhop.varlen_attention(
+            q, k, v, cut, is_causal=True, kernel_options=options
+        ),
+        *inputs, offsets,
+    )  # fmt: skip
+    kernel = generated.kernel_with("produce")
+    assert kernel.constants["HAS_RANGES"]
+    cubin = compile_kernel(kernel, 90)
+    return cubin, product_notes(cubin)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
     """Two compilers; new processes, because a fork of a threaded one can hang."""
@@ -281,6 +298,15 @@ def test_the_hopper_kernel_is_pipelined(pool):
         if found.cubin.spills:
             wrong.append(f"{key}: {found.cubin.spills} spills")
     assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.parametrize("tokens", [2048, 2000])
+def test_the_hopper_kernel_of_packed_sequences_is_pipelined(pool, tokens):
+    cubin, notes = pool.submit(build_packed_hopper, tokens).result()
+    assert cubin.wgmma > 0
+    assert (cubin.spills, notes) == (0, [])
 
 
 @pytest.mark.slow

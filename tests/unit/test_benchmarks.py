@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import area, correctness, decoding, report
+from benchmarks import area, correctness, decoding, report, varlen, varlen_worker
 from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod, make_score_mod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,4 +158,62 @@ def test_the_decoding_program_runs_on_a_cpu(tmp_path: Path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "| alibi |" in result.stdout
+    assert (tmp_path / "numbers.json").exists()
+
+
+PACKS = {pack.name: pack for pack in varlen_worker.PACKS}
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_packs_fill_their_tokens(name: str):
+    pack = PACKS[name]
+    sizes = varlen_worker.lengths(pack)
+    assert sum(sizes) == pack.tokens and min(sizes) > 0
+    parts = varlen_worker.checked_parts(pack)
+    assert parts[0].start == 0 and parts[-1].stop == pack.tokens
+    assert len(parts) <= len(sizes)
+    assert max(sizes) in {part.stop - part.start for part in parts}
+
+
+def test_there_are_packs_of_ten_thousand_and_of_one_long_sequence():
+    assert len(varlen_worker.lengths(PACKS["short-10k"])) >= 9_000
+    long, *short = sorted(varlen_worker.lengths(PACKS["skewed-16k"]), reverse=True)
+    assert long == 12 << 10 and len(short) > 16
+
+
+def test_a_wrong_packed_result_is_refused():
+    pack = varlen_worker.Pack("a", 24, 8, "equal", 2, 8)
+    tensors = varlen_worker.make_tensors(pack, torch.device("cpu"))
+    parts = varlen_worker.checked_parts(pack)
+    exact = [varlen_worker.exact_sequence(tensors, part) for part in parts]
+    for factor, is_right in ((1.0, True), (1.01, False)):
+        found = {
+            name: torch.cat([right[name] for right in exact])[:, None].float() * factor
+            for name in exact[0]
+        }
+        errors = {"flexhop": varlen_worker.errors_of(exact, parts, found)}
+        assert (varlen_worker.misses(errors, exact, torch.float32) == []) == is_right
+
+
+def test_a_table_of_packs():
+    result = {
+        "name": "a", "tokens": 1000, "sequences": 3, "scores": 10**9, "head_dim": 128,
+        "milliseconds": {"fwd": {"flexhop": 1.0, "in-tree": 1.5}}, "failed": {},
+    }  # fmt: skip
+    text = varlen.table([result], ("flexhop", "in-tree", "flash"), "fwd")
+    assert "| a | 3 | 1000 | 1.000 | 1.500 | – | 512 | 1000.0 | 1.50 | – |" in text
+
+
+@pytest.mark.slow
+def test_the_program_of_packed_sequences_runs_on_a_cpu(tmp_path: Path):
+    command = "-m benchmarks.varlen --device cpu --rows ^equal-1k --peers dense"
+    result = subprocess.run(
+        [sys.executable, *command.split(), "--json", str(tmp_path / "numbers.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "| equal-1k |" in result.stdout
     assert (tmp_path / "numbers.json").exists()

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexhop.block_lists import lists_to_dense
-from flexhop.block_ranges import list_ranges
+from flexhop.block_lists import lists_to_dense, ranges_to_dense
+from flexhop.block_ranges import list_ranges, list_rows
 from flexhop.mask_creation import create_block_mask
 
 
@@ -41,8 +41,8 @@ def test_the_lists_are_those_of_the_dense_mask(steps, keys, block, has_full):
     grids = ((partial, full), (partial.mT, full.mT))
     for lists, (some, every) in zip(sides, grids, strict=True):
         columns = some.shape[-1]
-        listed = lists_to_dense(lists.num_blocks, lists.indices, columns)
-        listed_full = lists_to_dense(lists.full_num_blocks, lists.full_indices, columns)
+        listed = ranges_to_dense(lists.num_blocks, lists.indices, columns)
+        listed_full = ranges_to_dense(lists.full_num_blocks, lists.full_indices, columns)
         assert not (listed & listed_full).any()
         # A block whose rows see nothing may be listed: its mask hides everything.
         assert not ((some | every)[0, 0] & ~(listed | listed_full)).any()
@@ -59,6 +59,27 @@ def test_ends_that_decrease_stay_within_the_grid():
         for counts, indices in (
             (lists.num_blocks, lists.indices), (lists.full_num_blocks, lists.full_indices)
         ):  # fmt: skip
-            live = torch.arange(indices.shape[-1]) < counts[:, None]
-            assert (counts >= 0).all()
-            assert ((indices >= 0) & (indices < columns))[live].all()
+            start, at, gap = indices.unbind(-1)
+            last = counts - 1
+            final = start + last + torch.where(last >= at, gap, 0)
+            assert (counts >= 0).all() and (gap >= 0).all()
+            assert ((start >= 0) & (final < columns))[counts > 0].all()
+
+
+def test_ranges_say_what_lists_say():
+    first = torch.tensor([0, 0, 1, 5, 5, 9, 30, 30, 31, 60, 62, 62] * 1)
+    end = torch.tensor([4, 40, 40, 41, 45, 45, 60, 60, 80, 80, 80, 80])
+    by_row, _ = list_ranges((first, end), 80, (2, 8), has_full=True)
+    lists = list_rows((first[None], end[None]), 80, (2, 8), 10)
+    for ranges, listed in zip(
+        (by_row[:2], by_row[2:]), ((lists[0][0], lists[1][0]), (lists[2][0], lists[3][0])),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(ranges[0], listed[0])
+        assert torch.equal(ranges_to_dense(*ranges, 10), lists_to_dense(*listed, 10))
+
+
+def test_memory_grows_with_the_blocks():
+    first = torch.arange(1 << 16)
+    lists, _ = list_ranges((first // 2, first + 1), 1 << 16, (128, 128), has_full=True)
+    assert sum(t.numel() for t in lists) == 8 * 512

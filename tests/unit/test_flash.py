@@ -252,3 +252,31 @@ def test_the_names_are_those_of_flash_attn():
     assert sorted(expected) == flexhop.flash.__all__
     for name, parameters in expected.items():
         assert tuple(inspect.signature(getattr(flexhop.flash, name)).parameters) == parameters
+
+
+@pytest.mark.parametrize("page", [16, 5])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "alibi"])
+def test_packed_queries_read_keys_in_pages(name, page):
+    """As the same call with packed keys, sequence by sequence."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    cut_q, cut_k = (torch.tensor(c, dtype=torch.int32) for c in ((0, 3, 3, 10), (0, 20, 25, 58)))
+    counts = cut_k.diff().tolist()
+    q = torch.randn(10, case.heads, 16, generator=generator, dtype=torch.float64)
+    k, v = (
+        torch.randn(58, case.kv_heads, 16, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
+    width = -(-max(counts) // page)
+    order = torch.randperm(3 * width, generator=generator).view(3, width).to(torch.int32)
+    pools = [torch.full((3 * width, page, case.kv_heads, 16), torch.nan).double() for _ in "kv"]
+    for s, count in enumerate(counts):
+        for i in range(count):
+            for pool, packed in zip(pools, (k, v), strict=True):
+                pool[order[s, i // page], i % page] = packed[int(cut_k[s]) + i]
+    options = {**case.options, "alibi_slopes": case.make_slopes(3), "return_attn_probs": True}
+    arguments = (cut_q, cut_k, 7, 33)
+    expected = flash.flash_attn_varlen_func(q, k, v, *arguments, **options)
+    found = flash.flash_attn_varlen_func(q, *pools, *arguments, **options, block_table=order)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])

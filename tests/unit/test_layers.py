@@ -42,12 +42,14 @@ LAW: dict[str, set[str]] = {
     | {"mods", "ops"},
     "rotary": set(),
     "flash_probabilities": {"dropout", "ops"},
-    "flash_mods": {"attention", "dropout", "block_mask", "mods", "ops", "options"},
+    "flash_mods": {"attention", "dropout", "packing", "mods", "ops", "options"},
     "cache_checks": {"flash_mods", "ops"},
     "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
     | {"options", "ops", "caches", "key_mods"},
-    "flash": {"flash_cache", "flash_mods", "flash_probabilities", "dropout", "varlen"}
-    | {"attention", "ops"},
+    "flash_paged": {"flash_cache", "flash_mods", "attention", "block_mask", "caches", "key_mods"}
+    | {"ops"},
+    "flash": {"flash_paged", "flash_cache", "flash_mods", "flash_probabilities", "dropout"}
+    | {"varlen", "attention", "ops"},
     "templates": set(),
     "lowering": {
         "ops",
@@ -63,7 +65,7 @@ LAW: dict[str, set[str]] = {
     },
     "report": {"options"},
     "explain": {"report", "attention", "block_mask", "block_lists", "ops", "lowering", "mods"}
-    | {"debug", "compat", "errors", "nested"},
+    | {"debug", "compat", "errors", "nested", "pages", "key_mods"},
     "plugin": {"ops", "lowering", "mods", "indexing", "errors", "debug", "compat"},
     "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
     | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},

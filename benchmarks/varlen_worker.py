@@ -1,0 +1,326 @@
+"""One row of ``python -m benchmarks.varlen`` in a process of its own.
+
+What the row is, who computes it, and whether that is right; then it is timed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch.nn import attention as sdpa
+from torch.nn.attention import flex_attention as intree
+
+import flexhop
+from benchmarks.correctness import rounding_error
+from flexhop.masks import causal
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+NAMES = ("flexhop", "dense", "in-tree", "in-tree-ready", "flash", "cudnn")
+DIRECTIONS = ("fwd", "both")
+ROUNDS = 5
+SECONDS = 0.05  # of one round
+LONGEST_DENSE = 64 << 10  # tokens whose mask in-tree can hold while it makes one
+CHECKED = 24  # sequences that are compared with float64
+
+
+@dataclass(frozen=True)
+class Pack:
+    """``tokens`` tokens cut into sequences, causal.
+
+    cut: "mean" draws lengths with this mean from an exponential distribution, "equal" takes all
+    alike, "skewed" is one sequence of three quarters of the tokens, then others like "mean".
+    """
+
+    name: str
+    tokens: int
+    mean: int
+    cut: Literal["mean", "equal", "skewed"] = "mean"
+    heads: int = 16
+    head_dim: int = 128
+
+    def shrunk(self) -> "Pack":
+        """The same problem small enough for a CPU."""
+        return replace(self, tokens=256, mean=max(4, min(self.mean, 64)), heads=2, head_dim=32)
+
+
+PACKS: tuple[Pack, ...] = (
+    Pack("mean-1k", 16 << 10, 1 << 10),
+    Pack("mean-1k-64k", 64 << 10, 1 << 10),
+    Pack("mean-256", 64 << 10, 256),
+    Pack("equal-1k", 16 << 10, 1 << 10, "equal"),
+    Pack("equal-4k", 64 << 10, 4 << 10, "equal"),
+    Pack("short-10k", 320 << 10, 32, heads=4),
+    Pack("skewed-16k", 16 << 10, 128, "skewed"),
+)
+
+
+def lengths(pack: Pack) -> list[int]:
+    """Lengths of the sequences; they add up to the tokens."""
+    if pack.cut == "equal":
+        return [pack.mean] * (pack.tokens // pack.mean)
+    found = [pack.tokens * 3 // 4] if pack.cut == "skewed" else []
+    generator = torch.Generator().manual_seed(1)
+    while sum(found) < pack.tokens:
+        drawn = torch.empty(1).exponential_(1 / pack.mean, generator=generator)
+        found.append(max(1, int(drawn.item())))
+    found[-1] -= sum(found) - pack.tokens
+    return found
+
+
+def offsets(pack: Pack, device: torch.device) -> torch.Tensor:
+    """[S + 1] int32: where the sequences begin, and the end."""
+    return torch.tensor([0, *lengths(pack)]).cumsum(0).to(device, torch.int32)
+
+
+def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
+    """An implementation on packed tokens [T, H, D], or None where it cannot do the row."""
+    cut = offsets(pack, device)
+    if name == "flexhop":
+        compiled: Any = torch.compile(flexhop.varlen_attention, fullgraph=True)
+        return lambda q, k, v: compiled(q, k, v, cut, is_causal=True)
+    if name in ("in-tree", "in-tree-ready"):
+        return _intree(pack, cut, is_ready=name == "in-tree-ready")
+    if name == "flash":
+        from torch.nn.attention import varlen
+
+        longest, flash = max(lengths(pack)), cast(Any, varlen.varlen_attn)
+        return lambda q, k, v: flash(q, k, v, cut, cut, longest, longest, window_size=(-1, 0))
+    return _padded(name, pack, device) if pack.cut == "equal" else None
+
+
+def _intree(pack: Pack, cut: torch.Tensor, *, is_ready: bool) -> Attention | None:
+    """PyTorch's flex_attention with a document mask, made in every call or before all of them.
+
+    It is made eagerly: compiling its sort takes minutes.
+    """
+    attend: Any = torch.compile(intree.flex_attention, fullgraph=True)
+    size = pack.tokens
+
+    def make_mask() -> Any:
+        token = torch.arange(size, device=cut.device)
+        documents = torch.searchsorted(cut, token, right=True, out_int32=True)
+
+        def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
+
+        return intree.create_block_mask(document, None, None, size, size, device=str(cut.device))
+
+    if size > LONGEST_DENSE:
+        return None
+    ready = make_mask() if is_ready else None
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batched = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        out = attend(*batched, block_mask=ready or make_mask())
+        return out.squeeze(0).transpose(0, 1)
+
+    return call
+
+
+def _padded(name: str, pack: Pack, device: torch.device) -> Attention:
+    """Equal lengths as a batch: our own kernel with a ready mask, or cuDNN's."""
+    size = pack.mean
+    mask = flexhop.create_block_mask(causal, None, None, size, size, device=str(device))
+    compiled: Any = torch.compile(flexhop.flex_attention, fullgraph=True)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if name == "dense":
+            return compiled(query, key, value, block_mask=mask)
+        with sdpa.sdpa_kernel(sdpa.SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True
+            )
+
+    def call(*packed: torch.Tensor) -> torch.Tensor:
+        query, key, value = (t.unflatten(0, (-1, size)).transpose(1, 2) for t in packed)
+        return attend(query, key, value).transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+def make_tensors(pack: Pack, device: torch.device) -> Tensors:
+    """Random query, key and value, which are leaves, and a gradient of out."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (pack.tokens, pack.heads, pack.head_dim)
+    query, key, value, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad
+
+
+def run_once(attention: Attention, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Output and gradients of one call."""
+    *leaves, grad = tensors
+    out = attention(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def exact_sequence(tensors: Tensors, part: slice) -> dict[str, torch.Tensor]:
+    """One sequence by definition in float64, last head: [n, D] each."""
+    *leaves, grad = (t.detach()[part, -1].double() for t in tensors)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    query, key, value = leaves
+    scores = query @ key.T / key.size(1) ** 0.5
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ value
+    grads = torch.autograd.grad(out, leaves, grad)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def checked_parts(pack: Pack) -> list[slice]:
+    """The longest sequences, the first, the last, and some between."""
+    sizes = lengths(pack)
+    starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    by_length = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    spread = range(0, len(sizes), max(1, len(sizes) // CHECKED))
+    chosen = {0, len(sizes) - 1, *by_length[:2], *spread}
+    return [slice(starts[number], starts[number + 1]) for number in sorted(chosen)]
+
+
+Results = dict[str, torch.Tensor]
+
+
+def errors_of(exact: list[Results], parts: list[slice], found: Results) -> dict[str, float]:
+    """Largest error of each result over the checked sequences; a NaN is infinitely wrong."""
+    return {
+        name: max(
+            float((tensor[part, -1].double() - right[name]).abs().nan_to_num(torch.inf).max())
+            for part, right in zip(parts, exact, strict=True)
+        )
+        for name, tensor in found.items()
+    }
+
+
+def misses(
+    errors: dict[str, dict[str, float]], exact: list[Results], dtype: torch.dtype
+) -> list[str]:
+    """What exceeds twice in-tree's error plus a rounding; eight roundings stand in for it."""
+    words: list[str] = []
+    for name, error in errors["flexhop"].items():
+        rounding = max(rounding_error(right[name], dtype) for right in exact)
+        allowed = 2 * errors.get("in-tree", {}).get(name, 8 * rounding) + rounding
+        if not error <= allowed:
+            words.append(f"{name}: error {error:.3g} > budget {allowed:.3g}")
+    return words
+
+
+class Run(NamedTuple):
+    """What is timed: one call; on a GPU, the replay of its graph.
+
+    attention: kept, for a graph does not keep what it reads.
+    """
+
+    start: Callable[[], None]
+    attention: Attention
+
+
+def prepare(attention: Attention, tensors: Tensors, direction: str) -> Run:
+    """A call that was made before, in one of the DIRECTIONS."""
+
+    def call() -> None:
+        if direction == "both":
+            run_once(attention, tensors)
+        else:
+            with torch.no_grad():
+                attention(*tensors[:3])
+
+    call()
+    if tensors[0].device.type != "cuda":
+        return Run(call, attention)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return Run(graph.replay, attention)
+
+
+def milliseconds(run: Run, on_gpu: bool, calls: int) -> float:
+    """Of one call, by CUDA events or the wall clock."""
+    if not on_gpu:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run.start()
+        return 1e3 * (time.perf_counter() - start) / calls
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(calls):
+        run.start()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / calls
+
+
+def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
+    """Median milliseconds of a call over interleaved rounds."""
+    once = {name: milliseconds(run, on_gpu, 1) for name, run in runs.items()}
+    calls = {
+        n: max(1, min(200, int(1e3 * SECONDS / ms))) if on_gpu else 1 for n, ms in once.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run, on_gpu, calls[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Worker:
+    """One row: builds and checks its implementations, then times them when it is told to."""
+
+    def __init__(self, pack: Pack, names: tuple[str, ...], device: torch.device) -> None:
+        """Make the first calls and compare them with float64."""
+        self.pack, self.tensors, self.on_gpu = (
+            pack,
+            make_tensors(pack, device),
+            device.type != "cpu",
+        )
+        self.failed: dict[str, str] = {}
+        self.errors: dict[str, dict[str, float]] = {}
+        self.attentions: dict[str, Attention] = {}
+        parts = checked_parts(pack)
+        exact = [exact_sequence(self.tensors, part) for part in parts]
+
+        def check(name: str) -> None:
+            attention = build(name, pack, device)
+            if attention is not None:
+                found = run_once(attention, self.tensors)
+                with torch.no_grad():  # another graph, compiled now
+                    attention(*self.tensors[:3])
+                self.errors[name] = errors_of(exact, parts, found)
+                self.attentions[name] = attention
+
+        for name in names:
+            self.attempt(name, check)
+        wrong = misses(self.errors, exact, self.tensors[0].dtype)
+        if wrong:
+            self.failed["flexhop"] = "wrong: " + "; ".join(wrong)
+            del self.attentions["flexhop"]
+
+    def attempt(self, name: str, action: Callable[[str], None]) -> None:
+        """A peer that cannot must not end the others' measurement."""
+        try:
+            action(name)
+        except Exception as error:
+            self.failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    def time(self) -> dict[str, Any]:
+        """What the parent is told."""
+        runs: dict[str, dict[str, Run]] = {direction: {} for direction in DIRECTIONS}
+
+        def record(name: str) -> None:
+            for direction in DIRECTIONS:
+                runs[direction][name] = prepare(self.attentions[name], self.tensors, direction)
+
+        for name in self.attentions:
+            self.attempt(name, record)
+        found = {direction: time_in_turn(some, self.on_gpu) for direction, some in runs.items()}
+        return {"milliseconds": found, "errors": self.errors, "failed": self.failed}

@@ -1,0 +1,53 @@
+"""Kernels that read a cache compile for GPUs that need not be here, without spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat.fake_gpu import GPUS
+from flexhop.mods import dequantize
+from flexhop.offline import Kernel, generate
+from flexhop.offline.cubin import compile_kernel
+
+BF16, INT8, E4M3 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+
+
+def cached_kernel(
+    architecture: int, queries: int, page: int, stored: torch.dtype, width: int = 128
+) -> Kernel:
+    """The kernel of a call with four sequences of up to 8192 keys."""
+    query = torch.zeros(4, 32, queries, width, dtype=BF16)
+    table, shape = None, (4, 8, 8192, width)
+    if page:
+        pages = torch.zeros(4, 8192 // page, dtype=torch.int32)
+        table = flexhop.PageTable(pages, page, torch.zeros(4, dtype=torch.int32))
+        shape = (pages.numel(), 8, page, width)
+    key, value = (torch.zeros(shape, dtype=stored) for _ in range(2))
+    scale = torch.ones(4, 8, 8192)
+    mod = None if stored == BF16 else dequantize(scale)
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, enable_gqa=True, page_table=table, k_mod=mod, v_mod=mod
+        ),
+        query, key, value, capability=(architecture // 10, architecture % 10),
+    )  # fmt: skip
+    return generated.kernel_with("add_values")
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("queries", "page", "stored"),
+    [(1, 16, BF16), (1, 64, BF16), (1, 128, E4M3), (1, 0, INT8), (300, 16, BF16), (300, 0, E4M3)],
+)
+def test_kernels_fit(architecture, queries, page, stored):
+    cubin = compile_kernel(cached_kernel(architecture, queries, page, stored), architecture)
+    assert cubin.spills == 0
+    assert cubin.shared <= GPUS[architecture // 10, architecture % 10].shared_memory
+    assert cubin.mma + cubin.wgmma + cubin.tcgen05 > 0
+
+
+@pytest.mark.parametrize(("page", "is_one"), [(16, False), (64, True), (128, True), (256, True)])
+def test_a_page_is_looked_up_once_for_a_tile_within_it(page, is_one):
+    assert cached_kernel(90, 1, page, BF16).constants["ONE_PAGE"] is is_one
