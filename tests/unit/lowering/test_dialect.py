@@ -168,9 +168,10 @@ def test_the_hopper_backward_kernel_serves(facts):
         ({"head_dim": 100}, {}, "it takes head sizes that are multiples of 8"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
-            {"deterministic": True}, {},
+            {"is_deterministic": True}, {},
             "it adds to the gradient of query in no fixed order, and determinism is asked for",
         ),
+        ({"dropout_p": 0.1}, {}, "it does not draw the random numbers of dropout"),
         (
             {"has_captured_grads": True}, {},
             "it does not compute gradients of captured tensors",
@@ -254,7 +255,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "value_head_dim", "scale", "kv_batch_shared", "blocks", "has_score_mod", "mask_reads",
         "reads_per_element", "has_mask_mod", "has_captured_grads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
-        "bulk_obstacle", "deterministic",
+        "bulk_obstacle", "is_deterministic", "dropout_p",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known

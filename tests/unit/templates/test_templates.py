@@ -30,7 +30,7 @@ HOLES = {
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
-    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "hide", "load_async",
+    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
     "store_async", "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 
