@@ -99,7 +99,9 @@ def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return (q_idx + kv_idx + b) % 3 != 0
 
 
-def packed_call(case: Packed, used: Tensor | None = None) -> Callable[..., Any]:
+def packed_call(
+    case: Packed, used: Tensor | None = None, options: flexhop.KernelOptions | None = None
+) -> Callable[..., Any]:
     """A function of query, key, value, slopes and offsets that calls varlen_attention."""
 
     def call(query, key, value, slopes, offsets_q, offsets_k=None):
@@ -108,7 +110,7 @@ def packed_call(case: Packed, used: Tensor | None = None) -> Callable[..., Any]:
             score_mod=make_score(slopes) if case.score else None,
             mask_mod=mask_mod if case.mask else None, is_causal=case.causal,
             window_size=case.window, bottom_right=case.bottom_right, seqused_k=used,
-            enable_gqa=True, return_aux=flexhop.AuxRequest(lse=True),
+            enable_gqa=True, return_aux=flexhop.AuxRequest(lse=True), kernel_options=options,
         )  # fmt: skip
 
     return call

@@ -86,11 +86,16 @@ def test_varlen(name, dtype, width):
     check_packed(case, dtype, call)
 
 
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (300, None)], ids=str)
-def test_long_sequences(causal, window):
+def test_long_sequences(causal, window, backend):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
     case = dataclasses.replace(LONG, head_dim=128, causal=causal, window=window)
-    check_packed(case, torch.bfloat16, torch.compile(packed_call(case), fullgraph=True))
+    options = flexhop.KernelOptions(backend=backend)
+    call = torch.compile(packed_call(case, None, options), fullgraph=True)
+    check_packed(case, torch.bfloat16, call)
 
 
 def test_new_lengths_run_the_same_kernels():
