@@ -191,7 +191,10 @@ def test_a_captured_tensor_with_a_gradient_is_refused():
 @BOTH
 def test_dropout_is_refused(compiled):
     """A cache serves inference; to drop nothing in silence would be a wrong answer."""
-    call = lambda q, k, v: flexhop.flex_attention(q, k, v, page_table=table(), dropout_p=0.5)
+
+    def call(q, k, v):
+        return flexhop.flex_attention(q, k, v, page_table=table(), dropout_p=0.5)
+
     if compiled:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
     with pytest.raises(errors.UnsupportedFeatureError, match="dropout_p with page_table"):
