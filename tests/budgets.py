@@ -8,7 +8,7 @@ docs/numerics.md says why.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ def assert_within_budget(
     actual: Tensor,
     gold: Tensor,
     reference: Tensor,
-    *,
+    *others: Tensor,
     name: str = "result",
     budget: Budget | None = None,
     captured: bool = False,
@@ -65,6 +65,7 @@ def assert_within_budget(
         actual: under test.
         gold: fp64, from the specification.
         reference: the same computation in plain PyTorch, in actual's dtype.
+        others: the same with other roundings, of which the larger error counts.
         name: of the tensor, for the message.
         budget: by default that of actual's dtype.
         captured: a gradient of a captured tensor, judged by its root mean square error.
@@ -77,18 +78,20 @@ def assert_within_budget(
     assert actual.shape == gold.shape == reference.shape, (
         f"{name}: shape {list(actual.shape)}, expected {list(gold.shape)}"
     )
-    actual, gold, reference = (t.detach().cpu().double() for t in (actual, gold, reference))
+    actual, gold, *references = (
+        t.detach().cpu().double() for t in (actual, gold, reference, *others)
+    )
     _assert_same_special(actual, gold, name)
     if unseen is not None:
         wrong = (unseen.cpu() & (actual != 0).any(-1)).nonzero()
         assert not len(wrong), f"{name}: row {wrong[0].tolist()} must be exactly 0"
     finite = gold.isfinite()
     error = _error(actual, gold, finite)
-    allowed = _error(reference, gold, finite & reference.isfinite())
+    allowed = [_error(values, gold, finite & values.isfinite()) for values in references]
     size = torch.where(finite, gold, 0.0).abs()
     power = 2 if captured else 1
     factor = budget.rms if captured else budget.mean
-    measured, unit = _mean(error, power), _mean(allowed, power)
+    measured, unit = _mean(error, power), max(_mean(found, power) for found in allowed)
     bound = factor * unit + max(budget.absolute, budget.floor * _mean(size, power))
     assert measured <= bound, (
         f"{name}: error {measured:.3e} exceeds {bound:.3e}; plain PyTorch's is {unit:.3e}"
@@ -118,12 +121,15 @@ def _assert_same_special(actual: Tensor, gold: Tensor, name: str) -> None:
         )
 
 
-def _assert_rows(error: Tensor, allowed: Tensor, size: Tensor, budget: Budget, name: str) -> None:
+def _assert_rows(
+    error: Tensor, allowed: Sequence[Tensor], size: Tensor, budget: Budget, name: str
+) -> None:
     """A wrong tail tile or row drowns in a mean; each row is compared with its like."""
     if error.dim() < 2 or not error.numel():
         return
-    worst, usual, scale = (t.flatten(0, -2).amax(-1) for t in (error, allowed, size))
-    bound = budget.row * (usual + usual.mean() + budget.eps * scale) + 1e-6
+    worst, scale, *usual = (t.flatten(0, -2).amax(-1) for t in (error, size, *allowed))
+    granted = torch.stack([rows + rows.mean() for rows in usual]).amax(0)
+    bound = budget.row * (granted + budget.eps * scale) + 1e-6
     row = int((worst - bound).argmax())
     assert worst[row] <= bound[row], (
         f"{name}: row {row} of {len(worst)} is wrong by {worst[row]:.3e} > {bound[row]:.3e}"
@@ -144,6 +150,11 @@ class Truncated(torch.autograd.Function):
         left, right = ctx.saved_tensors
         grad = _truncate(grad)
         return grad @ right.mT, left.mT @ grad
+
+
+def exact_product(left: Tensor, right: Tensor) -> Tensor:
+    """A product of matrices in 16 bits as tensor cores form it: exact terms, summed in fp32."""
+    return left.float() @ right.float()
 
 
 def _truncate(values: Tensor) -> Tensor:
@@ -181,6 +192,7 @@ def dense_attention(
     scale: float,
     *,
     truncates: bool = False,
+    is_fused: bool = False,
 ) -> Dense:
     """Attention as the field writes it: every score at once, in the dtype of query.
 
@@ -192,8 +204,10 @@ def dense_attention(
         visible: which keys a query sees, bool, broadcasts to [B, Hq, M, N].
         scale: multiplies the products before score_mod.
         truncates: see Budget.
+        is_fused: products of 16-bit matrices stay in fp32, as in one kernel; only the weights and
+            out are rounded.
     """
-    product = Truncated.apply if truncates else torch.matmul
+    product = Truncated.apply if truncates else exact_product if is_fused else torch.matmul
     group = query.size(1) // key.size(1)
     batch = query.size(0)
     key, value = (
@@ -211,7 +225,7 @@ def dense_attention(
         weights = torch.exp(scores - shift[..., None])
         total = weights.sum(-1)
         safe = torch.where(seen, total, 1.0)
-        out = product((weights / safe[..., None]).to(query.dtype), value)
+        out = product((weights / safe[..., None]).to(query.dtype), value).to(query.dtype)
         lse = torch.where(seen, shift + torch.log(safe), -INF)
     return Dense(key, value, scores, out, lse, largest, product)
 
