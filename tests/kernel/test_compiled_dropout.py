@@ -23,11 +23,11 @@ def templates(architecture: int, width: int, dropout_p: float, **keywords) -> di
     table = torch.zeros(2, 2048, requires_grad=True)
     score_mod = keywords.pop("make_mod", lambda table: None)
     generated = generate(
-        lambda q, k, v, table: flexhop.flex_attention(
-            q, k, v, score_mod(table), dropout_p=dropout_p,
+        lambda q, k, v, table, seed: flexhop.flex_attention(
+            q, k, v, score_mod(table), dropout_p=dropout_p, dropout_seed=seed,
             kernel_options=flexhop.KernelOptions(backend="triton"),
         ),
-        *inputs, table, grad=queries > 1, capability=divmod(architecture, 10),
+        *inputs, table, torch.tensor([1, 2]), grad=queries > 1, capability=divmod(architecture, 10),
     )  # fmt: skip
     found = {}
     for kernel in generated.templates:
