@@ -107,6 +107,15 @@ _AMPERE: dict[Kernel, dict[int, Tile]] = {
         512: Tile(16, 16, 4, 1),
     },
 }
+# As _EXACT_SUMS and _HOPPER_DROPOUT; more warps have more registers. Chosen without spills, not
+# measured.
+_AMPERE_EXACT: dict[Kernel, dict[int, Tile]] = {
+    "grad_query": {64: Tile(64, 32, 8, 2), 128: Tile(64, 32, 8, 2)},
+}
+_AMPERE_DROPOUT: dict[Kernel, dict[int, Tile]] = {
+    "forward": {128: Tile(128, 32, 8, 3)},
+    "grad_key_value": {64: Tile(64, 64, 8, 2)},
+}
 # What addresses and conversions of a cache need of the registers.
 _AMPERE_CACHED: dict[Kernel, dict[int, Tile]] = {
     "forward": {128: Tile(64, 32, 4, 3)},
@@ -175,15 +184,31 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
 def table_tile(kernel: Kernel, problem: Problem) -> Tile:
     """The table's tile, before it is fitted to the device and the mask."""
     width = max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
-    if problem.sums_exactly and width in _EXACT_SUMS.get(kernel, {}) and problem.itemsize == 2:
-        return _EXACT_SUMS[kernel][width]
     if problem.itemsize > 2:
         return _lookup(_FLOAT32, kernel, width)
-    if problem.device.capability[0] not in (9, 10):
-        if problem.cache is not None and width in _AMPERE_CACHED.get(kernel, {}):
-            return _AMPERE_CACHED[kernel][width]
-        return _lookup(_AMPERE, kernel, width)
-    exceptions = (
+    is_new = problem.device.capability[0] in (9, 10)
+    for table, applies in (_hopper_exceptions if is_new else _ampere_exceptions)(problem):
+        if applies and width in table.get(kernel, {}):
+            return table[kernel][width]
+    return _lookup(_HOPPER if is_new else _AMPERE, kernel, width)
+
+
+_Exceptions = tuple[tuple[dict[Kernel, dict[int, Tile]], bool], ...]
+
+
+def _ampere_exceptions(problem: Problem) -> _Exceptions:
+    return (
+        (_AMPERE_EXACT, problem.sums_exactly),
+        (_EXACT_SUMS, problem.sums_exactly),
+        (_AMPERE_DROPOUT, problem.dropout_p > 0.0),
+        (_AMPERE_CACHED, problem.cache is not None),
+    )
+
+
+def _hopper_exceptions(problem: Problem) -> _Exceptions:
+    """Also for Blackwell."""
+    return (
+        (_EXACT_SUMS, problem.sums_exactly),
         (_BLACKWELL, problem.device.capability[0] == 10),
         (_HOPPER_CACHED, splits.rows(problem) <= 16 and caches.is_intricate(problem.cache)),
         (_HOPPER_DROPOUT, problem.dropout_p > 0.0),
@@ -191,10 +216,6 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, _is_dense(problem)),
     )
-    for table, applies in exceptions:
-        if applies and width in table.get(kernel, {}):
-            return table[kernel][width]
-    return _lookup(_HOPPER, kernel, width)
 
 
 def _is_dense(problem: Problem) -> bool:

@@ -27,7 +27,8 @@ def templates(architecture: int, width: int, dropout_p: float, **keywords) -> di
             q, k, v, score_mod(table), dropout_p=dropout_p, dropout_seed=seed,
             kernel_options=flexhop.KernelOptions(backend="triton"),
         ),
-        *inputs, table, torch.tensor([1, 2]), grad=queries > 1, capability=divmod(architecture, 10),
+        *inputs, table, torch.tensor([1, 2]), grad=queries > 1,
+        capability=divmod(architecture, 10),
     )  # fmt: skip
     found = {}
     for kernel in generated.templates:
@@ -37,15 +38,16 @@ def templates(architecture: int, width: int, dropout_p: float, **keywords) -> di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_kernels_fit(architecture):
-    kernels = templates(architecture, 128, 0.1)
-    kernels |= templates(architecture, 128, 0.1, queries=1)
+@pytest.mark.parametrize("width", [64, 128])
+def test_kernels_fit(architecture, width):
+    kernels = templates(architecture, width, 0.1)
+    kernels |= templates(architecture, width, 0.1, queries=1)
     assert set(kernels) == set(MARKS)
     limit = GPUS[divmod(architecture, 10)].shared_memory
     for name, kernel in kernels.items():
         cubin = compile_kernel(kernel, architecture)
         assert cubin.shared <= limit, name
-        assert not (cubin.spills and architecture == 90), name
+        assert not cubin.spills, name
 
 
 @pytest.mark.slow
@@ -76,4 +78,4 @@ def test_exact_sums_fit(architecture):
     assert "add_exactly" in kernel.functions
     cubin = compile_kernel(kernel, architecture)
     assert cubin.shared <= GPUS[divmod(architecture, 10)].shared_memory
-    assert cubin.spills <= 8
+    assert cubin.spills <= (2 if architecture == 90 else 0)  # the tile that was fastest there
