@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from flexhop.lowering import kernels
-from flexhop.lowering.problem import Problem
+from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
 ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
@@ -91,7 +91,8 @@ class HopperForwardConstants:
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
     yield from operand_obstacles(problem, _LARGEST_WIDTH)
-    yield from _block_obstacles(problem)
+    tile = table_tile(problem)
+    yield from block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.forward is not None:
         yield "kernel_options give a tile of the portable kernel"
     if options.prescale_qk:
@@ -120,11 +121,11 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
         yield "it does not draw the random numbers of dropout"
 
 
-def _block_obstacles(problem: Problem) -> Iterator[str]:
-    blocks, tile = problem.blocks, table_tile(problem)
-    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
+def block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> Iterator[str]:
+    """What of the mask's blocks is in the way of a Hopper kernel with such tiles."""
+    if blocks is not None and (blocks.q_size % block_m or blocks.kv_size % block_n):
         yield (
-            f"its tiles of {tile.block_m} x {tile.block_n} do not divide the mask's blocks of "
+            f"its tiles of {block_m} x {block_n} do not divide the mask's blocks of "
             f"{blocks.q_size} x {blocks.kv_size}"
         )
 

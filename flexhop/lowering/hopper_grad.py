@@ -102,14 +102,10 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "it adds to the gradient of query in no fixed order, and determinism is asked for"
     if problem.has_captured_grads:
         yield "it does not compute gradients of captured tensors"
-    tile, blocks = table_tile(problem), problem.blocks
-    if blocks is not None and blocks.has_ranges:
+    if problem.blocks is not None and problem.blocks.has_ranges:
         yield "it reads lists of blocks, and those of packed sequences are ranges"
-    if blocks is not None and (blocks.q_size % tile.block_m or blocks.kv_size % tile.block_n):
-        yield (
-            f"its tiles of {tile.block_m} x {tile.block_n} do not divide the mask's blocks of "
-            f"{blocks.q_size} x {blocks.kv_size}"
-        )
+    tile = table_tile(problem)
+    yield from hopper.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
         yield "kernel_options give a tile of the portable kernels"
 

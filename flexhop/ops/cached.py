@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
-from flexhop.errors import CaptureMutationError, VmapError
+from flexhop.errors import VmapError
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
-from flexhop.ops.eager import accumulate_dtype
-from flexhop.ops.layout import empty_ordered, ordered
+from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.subgraphs import (
     index_examples,
     key_examples,
@@ -42,20 +41,12 @@ def examples(*operands: Any) -> tuple[list[Any], ...]:
 @hop.register_dense(cached_attention)
 def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     args = CachedArgs(*operands)
-    out, lse, max_scores = attend_cached(args)
-    if not args.options.get("return_max"):
-        max_scores = lse.new_empty(0)
-    return ordered(out, args.query), lse.contiguous(), max_scores
+    return real_results(args, attend_cached(args))
 
 
 @hop.register_fake(cached_attention)
 def _fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-    args = CachedArgs(*operands)
-    batch, heads, length, _ = args.query.shape
-    out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
-    lse = args.query.new_empty((batch, heads, length), dtype=accumulate_dtype(args.query.dtype))
-    max_scores = torch.empty_like(lse) if args.options.get("return_max") else lse.new_empty(0)
-    return out, lse, max_scores
+    return fake_results(CachedArgs(*operands))
 
 
 hop.register_proxy(
@@ -67,12 +58,9 @@ hop.register_proxy(
 
 
 def _refuse_mutation(pre_dispatch: bool, *operands: Any) -> None:
-    """Functionalization would silently drop a write to a capture."""
-    args: Any = CachedArgs(*operands)
-    for name, example in zip(MODS, examples(*operands), strict=True):
-        with IndexMode():
-            if hop.has_input_mutation(getattr(args, name), example, pre_dispatch):
-                raise CaptureMutationError(mod=name, location="its body")
+    args = CachedArgs(*operands)
+    mods = {name: getattr(args, name) for name in MODS}
+    refuse_mutation(mods, examples(*operands), pre_dispatch)
 
 
 hop.register_functionalize(cached_attention, _refuse_mutation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.call import Call, check_backward, check_captures, check_result, prepare
 from flexhop.ops.eager import attend
-from flexhop.ops.forward import attention
+from flexhop.ops.forward import attention, cast_operands
 from flexhop.ops.layout import ordered
+
+Args = TypeVar("Args", AttentionArgs, CachedArgs)
 
 
 def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,40 +33,40 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     calls `prepare` and writes the node.
     """
     if torch.compiler.is_dynamo_compiling():
-        # Plain tuples: Dynamo's variables for named ones differ between versions.
-        facts = None if call.mask is None else tuple(call.mask)
-        door = (*args[:6], args.scale, (*call[:4], facts, *call[5:]), args.dropout_seed)
-        return attention(*door)
-    if hop.is_tracing(args.query, args.key, args.value):
-        return _run_traced(args, call)
+        return attention(*args[:6], args.scale, _plain(call), args.dropout_seed)
+    if hop.is_tracing(*args[:3]):
+        return _run_traced(run_operator, args, call)
     return _run_eagerly(args, call)
-
-
-def _run_traced(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """make_fx and non-strict export do not lift captured tensors; Dynamo does, and goes first."""
-    with hop.setup_compilation_env() as backend:
-        compiled = torch.compile(run_operator, backend=backend, fullgraph=True)
-        return compiled(args, call)
 
 
 def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """As run_operator, for a call that reads a cache."""
     has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)
     if torch.compiler.is_dynamo_compiling():
-        facts = None if call.mask is None else tuple(call.mask)
-        return cached_attention(*args[:9], args.scale, ((*call[:4], facts, *call[5:]), has_mods))
+        return cached_attention(*args[:9], args.scale, (_plain(call), has_mods))
     if hop.is_tracing(*args[:3]):
-        with hop.setup_compilation_env() as backend:
-            return torch.compile(run_cached_operator, backend=backend, fullgraph=True)(args, call)
+        return _run_traced(run_cached_operator, args, call)
     return _run_cached_eagerly(args, call, has_mods)
+
+
+def _plain(call: Call) -> tuple[Any, ...]:
+    """The call as plain tuples: Dynamo's variables for named ones differ between versions."""
+    facts = None if call.mask is None else tuple(call.mask)
+    return (*call[:4], facts, *call[5:])
+
+
+def _run_traced(
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]], args: Any, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """make_fx and non-strict export do not lift captured tensors; Dynamo does, and goes first."""
+    with hop.setup_compilation_env() as backend:
+        return torch.compile(run, backend=backend, fullgraph=True)(args, call)
 
 
 def _run_cached_eagerly(
     args: CachedArgs, call: Call, has_mods: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    device = args.query.device.type
-    if torch.is_autocast_enabled(device):
-        args = cast_cached(torch.get_autocast_dtype(device), args)
+    args = _autocast(args, cast_cached)
     named: dict[str, Any] = {
         "score_mod": args.score_mod, "mask_mod": args.mask_mod,
         "k_mod": args.key_mod, "v_mod": args.value_mod,
@@ -84,7 +86,7 @@ def _run_cached_eagerly(
 
 
 def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    args = _autocast(args)
+    args = _autocast(args, cast_operands)
     check_arity(args.score_mod, "score_mod")
     check_arity(args.mask_mod, "mask_mod")
     scale, options = prepare(args.query, args.key, args.value, args.blocks, call)
@@ -114,13 +116,11 @@ def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
     return call_and_check
 
 
-def _autocast(args: AttentionArgs) -> AttentionArgs:
+def _autocast(args: Args, cast: Callable[[torch.dtype, tuple[Any, ...]], Args]) -> Args:
+    """The operands under autocast, which meets the operator itself only when it is compiled."""
     device = args.query.device.type
-    if not torch.is_autocast_enabled(device):
-        return args
-    dtype = torch.get_autocast_dtype(device)
-    return args._replace(
-        query=args.query.to(dtype), key=args.key.to(dtype), value=args.value.to(dtype)
+    return (
+        cast(torch.get_autocast_dtype(device), args) if torch.is_autocast_enabled(device) else args
     )
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
-from flexhop.errors import CaptureMutationError, UnsupportedFeatureError, VmapError
+from flexhop.errors import UnsupportedFeatureError, VmapError
 from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.call import check_gradients
-from flexhop.ops.eager import accumulate_dtype, attend
-from flexhop.ops.layout import empty_ordered, ordered
+from flexhop.ops.eager import attend
+from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.subgraphs import (
     index_examples,
     needs_grad,
@@ -40,40 +40,28 @@ def _examples(*operands: Any) -> tuple[list[Any], list[Any]]:
 @hop.register_dense(attention)
 def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     args = AttentionArgs(*operands)
-    out, lse, max_scores = attend(args)
-    if not args.options.get("return_max"):
-        max_scores = lse.new_empty(0)
-    return ordered(out, args.query), lse.contiguous(), max_scores
+    return real_results(args, attend(args))
 
 
 @hop.register_fake(attention)
 def _fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-    args = AttentionArgs(*operands)
-    batch, heads, length, _ = args.query.shape
-    out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
-    lse = args.query.new_empty((batch, heads, length), dtype=accumulate_dtype(args.query.dtype))
-    max_scores = torch.empty_like(lse) if args.options.get("return_max") else lse.new_empty(0)
-    return out, lse, max_scores
+    return fake_results(AttentionArgs(*operands))
 
 
 hop.register_proxy(attention, ("flexhop_score", "flexhop_mask"), _examples, IndexMode)
 
 
 def _refuse_mutation(pre_dispatch: bool, *operands: Any) -> None:
-    """Functionalization would silently drop a write to a capture."""
     args = AttentionArgs(*operands)
-    mods = (("score_mod", args.score_mod), ("mask_mod", args.mask_mod))
-    for (name, mod), example in zip(mods, _examples(*operands), strict=True):
-        with IndexMode():
-            if hop.has_input_mutation(mod, example, pre_dispatch):
-                raise CaptureMutationError(mod=name, location="its body")
+    mods = {"score_mod": args.score_mod, "mask_mod": args.mask_mod}
+    refuse_mutation(mods, _examples(*operands), pre_dispatch)
 
 
 hop.register_functionalize(attention, _refuse_mutation)
 hop.register_checkpoint(attention)
 
 
-def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def cast_operands(dtype: torch.dtype, operands: tuple[Any, ...]) -> AttentionArgs:
     """What autocast does to scaled_dot_product_attention: query, key and value in its dtype."""
     args = AttentionArgs(*operands)
     return args._replace(
@@ -81,7 +69,7 @@ def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-hop.register_autocast(attention, _cast)
+hop.register_autocast(attention, cast_operands)
 
 
 def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:

@@ -1,0 +1,49 @@
+"""What the rules of both forward operators share; their operands have these names in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import hop
+from flexhop.errors import CaptureMutationError
+from flexhop.indexing import IndexMode
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.eager import accumulate_dtype
+from flexhop.ops.layout import empty_ordered, ordered
+
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+def real_results(args: AttentionArgs | CachedArgs, found: Results) -> Results:
+    """(out, lse, max_scores) of the definition as the operator stores them."""
+    out, lse, max_scores = found
+    if not args.options.get("return_max"):
+        max_scores = lse.new_empty(0)
+    return ordered(out, args.query), lse.contiguous(), max_scores
+
+
+def fake_results(args: AttentionArgs | CachedArgs) -> Results:
+    """Tensors with the shapes, dtypes and strides of the results."""
+    batch, heads, length, _ = args.query.shape
+    out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
+    lse = args.query.new_empty((batch, heads, length), dtype=accumulate_dtype(args.query.dtype))
+    max_scores = torch.empty_like(lse) if args.options.get("return_max") else lse.new_empty(0)
+    return out, lse, max_scores
+
+
+def refuse_mutation(
+    mods: Mapping[str, Any], examples: Sequence[Sequence[Any]], pre_dispatch: bool
+) -> None:
+    """Functionalization would silently drop a write to a capture.
+
+    Raises:
+        CaptureMutationError: one of the mods, by name, writes to one of its example inputs.
+    """
+    for (name, mod), example in zip(mods.items(), examples, strict=True):
+        with IndexMode():
+            if hop.has_input_mutation(mod, example, pre_dispatch):
+                raise CaptureMutationError(mod=name, location="its body")
