@@ -99,12 +99,6 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "it cannot scale query beforehand (prescale_qk)"
 
 
-def unproven(problem: Problem) -> Iterator[str]:
-    """What compiles, but was not yet seen to give right results on a GPU; "hopper" overrules."""
-    if problem.blocks is not None and problem.blocks.has_ranges:
-        yield "its reading of packed sequences' ranges of blocks has not yet been run on a GPU"
-
-
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
     """What of the GPU and the operands is in the way of a Hopper kernel."""
     capability = problem.device.capability

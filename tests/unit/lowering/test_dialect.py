@@ -70,10 +70,9 @@ def test_reasons_against_it(facts, options, reason):
     assert str(caught.value) == f"backend='hopper' cannot be combined with this call: {reason}."
 
 
-def test_what_no_gpu_has_run_must_be_asked_for():
+def test_packed_sequences_have_it():
     packed = problem(blocks=MaskBlocks(128, 128, True, has_ranges=True), has_mask_mod=True)
-    assert "has not yet been run" in choose_dialect(packed, AUTO).reason
-    assert choose_dialect(packed, KernelOptions(backend="hopper")).name == "hopper"
+    assert choose_dialect(packed, AUTO).name == "hopper"
 
 
 def test_it_can_be_forbidden():
