@@ -63,6 +63,18 @@ CASES = (
     CacheCase("shifted", stored=INT8, dtype=BF16, scale="shifted", page=16, queries=2),
     CacheCase("e4m3_paged", stored=E4M3, dtype=BF16, scale="key", page=16, blocks=(128, 128)),
     CacheCase("e4m3_rows_sinks", stored=E4M3, dtype=BF16, scale="row", page=8, sinks=True),
+    *(
+        CacheCase(f"pairs_{stored}_{page}".replace("torch.", ""), page=page, stored=stored,
+                  dtype=dtype, scale=scale, dims=(32, 48), queries=queries, blocks=blocks)
+        for stored, dtype, page, scale, queries, blocks in (
+            (INT8, BF16, 0, "key", 1, None),
+            (INT8, FP16, 16, "key", 3, (128, 128)),
+            (E4M3, BF16, 0, "number", 2, None),
+            (E4M3, BF16, 64, "row", 1, None),
+            (E5M2, BF16, 128, "head", 1, (128, 128)),
+            (E5M2, FP16, 0, "key", 1, None),
+        )
+    ),
     CacheCase("e4m3_ampere", stored=E4M3, dtype=BF16, scale="head", capability=(8, 0)),
 )
 

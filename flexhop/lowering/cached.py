@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop import debug
-from flexhop.compat import guards, inductor, inline
+from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.indexing import IndexMode
 from flexhop.key_mods import noop_key
@@ -95,9 +95,7 @@ def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.
         group = _heads(query) // _heads(args.key)
         score = scale_scores(score, key.factor, group)
         captures += args.key_captures
-    # A weight in float16 has no room for a small factor.
-    into_weight = is_exact(value_dtype, dtype) and dtype != torch.float16
-    factor = value.factor if into_weight else None
+    factor = value.factor if is_exact(value_dtype, dtype) else None
     cache = Cache(
         page_size=_page_size(args), key_dtype=key_dtype, value_dtype=value_dtype,
         has_key_mod=not (key.is_trivial or into_score),
@@ -242,7 +240,10 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
     )
     device = read_device(query.get_device())
     problem = make_problem(args, sizes, device, query.get_dtype(), mods)
-    problem = as_cached(problem, cache)
+    # Halved strides that are not numbers would hide from Triton where rows begin.
+    constant = [value.get_stride()[2], *([value.get_stride()[0]] if args.pages else ())]
+    has_pairs = gluon.suits_bulk_copies(value) and all(map(inductor.is_constant, constant))
+    problem = as_cached(problem, dataclasses.replace(cache, has_pairs=has_pairs))
     debug.show("problem", "forward", lambda: describe_problem(problem))
     return problem
 
@@ -261,7 +262,10 @@ def read_cached_tensors(
         is_key_multiple=lambda n: not args.pages and length % n == 0,
     )
     problem = make_problem(args, sizes, device, args.query.dtype, mod_facts(readers.score, mask))
-    return as_cached(problem, readers.cache), readers.score
+    *strides, last = args.value.stride()
+    has_pairs = last == 1 and not any(stride % 16 for stride in strides)
+    cache = dataclasses.replace(readers.cache, has_pairs=has_pairs)
+    return as_cached(problem, cache), readers.score
 
 
 def as_cached(problem: Problem, cache: Cache) -> Problem:

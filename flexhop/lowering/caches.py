@@ -11,6 +11,8 @@ from flexhop.options import Tile
 # Tiles are cut to pages of this many keys and more, so that a page is looked up once; smaller
 # tiles would cost more than to look up the page of every key.
 _SMALLEST_PAGE = 64
+# Numbers of one byte that halves.py.jinja knows.
+_FAST = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def wants_one_page(cache: Cache) -> bool:
@@ -36,8 +38,20 @@ def lacks_type(device: Device, dtype: torch.dtype) -> bool:
     return dtype == torch.float8_e4m3fn and device.capability < (8, 9)
 
 
-def constants(problem: Problem, cache: Cache, tile: Tile) -> CacheConstants:
-    """Constants of the functions that read the cache."""
+def reads_halves(problem: Problem, cache: Cache, tile: Tile) -> bool:
+    """Whether products of the decode kernel are of float16 numbers, which bytes turn into fast."""
+    stored = {cache.key_dtype, cache.value_dtype}
+    changed = cache.has_key_mod or cache.has_value_mod
+    if not cache.has_pairs or changed or not stored <= _FAST or problem.itemsize != 2:
+        return False
+    # Products of 64 rows take keys from shared memory, and no converted ones from registers.
+    # Pairs need an even number of columns, and products more than 8 of each kind.
+    fits = tile.block_m < 64 and problem.value_head_dim > 16 and problem.value_head_dim % 2 == 0
+    return fits and not any(lacks_type(problem.device, dtype) for dtype in stored)
+
+
+def constants(problem: Problem, cache: Cache, tile: Tile, *, decodes: bool) -> CacheConstants:
+    """Constants of the functions that read the cache; decodes: in the decode kernel."""
     block = tile.block_n if problem.blocks is None else problem.blocks.kv_size
     fits = cache.page_size > 0 and cache.page_size % tile.block_n == 0
     return CacheConstants(
@@ -48,6 +62,7 @@ def constants(problem: Problem, cache: Cache, tile: Tile) -> CacheConstants:
         HAS_VALUE_FACTOR=cache.has_value_factor,
         KEY_AS_BITS=lacks_type(problem.device, cache.key_dtype),
         VALUE_AS_BITS=lacks_type(problem.device, cache.value_dtype),
+        AS_HALVES=decodes and reads_halves(problem, cache, tile),
     )
 
 

@@ -77,6 +77,7 @@ class CacheConstants:
     HAS_VALUE_FACTOR: bool
     KEY_AS_BITS: bool
     VALUE_AS_BITS: bool
+    AS_HALVES: bool  # whether products are of float16 numbers, and values are read in pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Cache:
 
     page_size: 0 without pages. has_key_mod, has_value_mod: whether every number is changed;
     has_value_factor: whether each value is multiplied by a number, which goes into its weight.
+    has_pairs: whether values can be read two columns at a time.
     """
 
     page_size: int
@@ -52,6 +53,7 @@ class Cache:
     has_key_mod: bool = False
     has_value_mod: bool = False
     has_value_factor: bool = False
+    has_pairs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

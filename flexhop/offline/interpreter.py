@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from flexhop.compat.cpu_wrapper import triton_helpers
 from flexhop.offline.memory import Memory
 from flexhop.offline.numpy_functions import assembly_function, library_function
+from flexhop.offline.packed_assembly import run_packed
 
 __all__ = ["interpreting", "launch"]
 
@@ -250,7 +251,11 @@ class _Outputs:
 
 
 def _run_assembly(self: Any, *call: Any) -> _Outputs:
-    text, _constraints, args, results, *_ = call
+    text, _constraints, args, results, _is_pure, pack = call
+    if pack > 1:
+        types = [np.dtype(interpreter._get_np_dtype(result)) for result in results]
+        found = run_packed(text, pack, [a.data for a in args], types)
+        return _Outputs([_as_handle(v, r) for v, r in zip(found, results, strict=True)])
     value = assembly_function(text)(*(_widen(a).data for a in args))
     return _Outputs([_as_handle(value, result) for result in results])
 
