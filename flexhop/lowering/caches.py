@@ -59,6 +59,7 @@ def constants(problem: Problem, cache: Cache, tile: Tile, *, decodes: bool) -> C
         ONE_PAGE=fits and block % tile.block_n == 0,
         HAS_KEY_MOD=cache.has_key_mod,
         HAS_VALUE_MOD=cache.has_value_mod,
+        HAS_KEY_FACTOR=cache.has_key_factor,
         HAS_VALUE_FACTOR=cache.has_value_factor,
         KEY_AS_BITS=lacks_type(problem.device, cache.key_dtype),
         VALUE_AS_BITS=lacks_type(problem.device, cache.value_dtype),

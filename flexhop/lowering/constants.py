@@ -74,6 +74,7 @@ class CacheConstants:
     ONE_PAGE: bool  # whether a tile lies within one
     HAS_KEY_MOD: bool
     HAS_VALUE_MOD: bool
+    HAS_KEY_FACTOR: bool
     HAS_VALUE_FACTOR: bool
     KEY_AS_BITS: bool
     VALUE_AS_BITS: bool
