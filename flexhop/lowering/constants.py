@@ -79,6 +79,7 @@ class CacheConstants:
     KEY_AS_BITS: bool
     VALUE_AS_BITS: bool
     AS_HALVES: bool  # whether products are of float16 numbers, and values are read in pairs
+    SUM_LATE: bool  # whether weights are summed over a row once, and not in every tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -36,6 +37,7 @@ from flexhop.offline.packed_assembly import run_packed
 __all__ = ["interpreting", "launch"]
 
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+_BYTES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _LIBRARY = (tl, tl.core, tl.standard, tl.math, tl.random, triton_helpers)
 
 
@@ -190,6 +192,11 @@ def _cast(self: Any, source: TensorHandle, target: Any) -> TensorHandle:
 
 def _convert_float(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert(self: Any, source: TensorHandle, target: Any, rounding: Any) -> TensorHandle:
+        if source.dtype.scalar in _BYTES and target.scalar.primitive_bitwidth >= 16:
+            # The original flushes what is subnormal.
+            bits = torch.from_numpy(np.ascontiguousarray(source.data)).view(torch.uint8)
+            numbers = bits.view(_BYTES[source.dtype.scalar]).float().numpy()
+            return _cast(self, TensorHandle(numbers, tl.float32), target)
         wide = source.dtype.scalar.primitive_bitwidth >= 16
         towards_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
         if wide and target.scalar.primitive_bitwidth >= 16 and not towards_zero:
