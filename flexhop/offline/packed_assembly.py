@@ -66,7 +66,7 @@ def _run(statement: str, registers: dict[str, np.ndarray]) -> None:
 
 
 def _read(operand: str, registers: dict[str, np.ndarray]) -> np.ndarray:
-    return registers[operand] if operand in registers else np.uint32(int(operand, 0))[None]
+    return registers[operand] if operand in registers else np.array([int(operand, 0)], np.uint32)
 
 
 def _permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
