@@ -41,5 +41,5 @@ def test_halves_of_a_register_have_names():
 
 @pytest.mark.parametrize("text", ["popc.b32 $0, $1;", "prmt.b32 $0, $1, 0, 0x8888;"])
 def test_what_is_unknown_is_refused(text):
-    with pytest.raises(NotImplementedError, match="popc|sign of a byte"):
+    with pytest.raises(NotImplementedError, match=r"popc|sign of a byte"):
         run_packed(text, 2, [WORDS], [np.dtype(np.uint16)])
