@@ -43,7 +43,9 @@ class Cache:
     """How key and value lie in a cache, and become numbers.
 
     page_size: 0 without pages. has_key_mod, has_value_mod: whether every number is changed;
-    has_value_factor: whether each value is multiplied by a number, which goes into its weight.
+    has_key_factor, has_value_factor: whether each key or value is multiplied by a number, which
+    goes into its scores or weights.
+    has_pairs: whether values can be read two columns at a time.
     """
 
     page_size: int
@@ -51,7 +53,9 @@ class Cache:
     value_dtype: torch.dtype
     has_key_mod: bool = False
     has_value_mod: bool = False
+    has_key_factor: bool = False
     has_value_factor: bool = False
+    has_pairs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from importlib.resources import files
 
+_CACHED = ("cached_keys", "cached_sums", "halves")
 # Every kernel is its own file, then the device functions it calls.
 _PARTS = {
     "forward": ("forward", "attend", "keys", "lists", "tile", "mods"),
     "decode": ("decode", "attend", "keys", "lists", "tile", "mods"),
-    "cached_forward": ("forward", "attend", "cached_keys", "lists", "tile", "mods", "key_mods"),
-    "cached_decode": ("decode", "attend", "cached_keys", "lists", "tile", "mods", "key_mods"),
+    "cached_forward": ("forward", "attend", *_CACHED, "lists", "tile", "mods", "key_mods"),
+    "cached_decode": ("decode", "attend", *_CACHED, "lists", "tile", "mods", "key_mods"),
     "decode_combine": ("decode_combine",),
     "grad_query": ("grad_query", "grad_tile", "lists", "tile", "mods", "mod_grads"),
     "grad_key_value": ("grad_key_value", "grad_tile", "lists", "tile", "mods", "mod_grads"),
