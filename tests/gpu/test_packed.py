@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import flexhop
 from tests.packed_dense import between, distances, judge, sequence_and_place
@@ -95,6 +96,38 @@ def test_long_sequences(causal, window, backend):
     options = flexhop.KernelOptions(backend=backend)
     call = torch.compile(packed_call(case, None, options), fullgraph=True)
     check_packed(case, torch.bfloat16, call)
+
+
+BACKWARD = {
+    "cross": Packed((300, 0, 130, 1, 1000), (700, 3, 100, 0, 64), padding=3),
+    "bottom_right": Packed((300, 0, 513, 64), (700, 129, 600, 0), causal=True),
+    "top_left": Packed((30, 200, 500), (200, 600, 100), causal=True, bottom_right=False),
+    "window": Packed((1400, 150, 0, 33), window=(200, 50)),
+    "whole": Packed((1024, 512, 512), causal=True),
+    "used": Packed((256, 600, 30), (512, 640, 64), used=(300, 640, 0), causal=True),
+    "mods": Packed((700, 0, 65, 300), causal=True, score=True, mask=True),
+    "score": Packed((256, 1000, 24), score=True),
+    "many_short": Packed((1, 2, 3, 1, 2) * 200, causal=True),
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_of_either_backward_kernel(name, width, backend):
+    """Slopes need no gradient: what is added up for captured tensors is not this kernel's."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = dataclasses.replace(BACKWARD[name], heads=16, kv_heads=8, head_dim=width)
+    options = flexhop.KernelOptions(backend=backend)
+    plain = packed_call(case, used_keys(case, "cuda"), options)
+
+    def frozen(query, key, value, slopes, *cuts):
+        return plain(query, key, value, slopes.detach(), *cuts)
+
+    call = torch.compile(frozen, fullgraph=True)
+    _, codes = run_and_get_code(check_packed, case, torch.bfloat16, call)
+    assert any("def differentiate" in code for code in codes) == (backend == "hopper")
 
 
 def test_new_lengths_run_the_same_kernels():

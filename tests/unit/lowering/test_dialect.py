@@ -184,6 +184,7 @@ ANY = KernelOptions(backend="hopper")
         {"head_dim": 256, "value_head_dim": 256},
         {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
         {"blocks": MaskBlocks(128, 128, True), "has_mask_mod": True, "mask_reads": True},
+        {"blocks": MaskBlocks(128, 128, True, has_ranges=True), "has_mask_mod": True},
         {"dtype": torch.float16, "kv_heads": 4},
         {"has_score_mod": True, "reads_per_element": True},
         {"kv_batch_shared": True, "kv_heads": 8, "key_len": 4096},
