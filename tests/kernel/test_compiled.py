@@ -138,6 +138,25 @@ def build_packed_hopper(tokens: int, width: int = 128, *, grad: bool = False) ->
     return Packed(cubin, product_notes(cubin))
 
 
+def build_document_hopper(width: int, length: int) -> tuple[Cubin, Cubin, list[str]]:
+    """What stores the bits of a document mask, the Hopper kernel, and ptxas's notes on it."""
+    inputs = [torch.zeros(16, 16, length, width, dtype=torch.bfloat16) for _ in range(3)]
+    ids = (torch.arange(length) >= length // 3).int()
+    mask = flexhop.create_block_mask(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, length, length, "cpu"
+    )
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
+        *inputs,
+    )  # fmt: skip
+    stores, cubin = (
+        compile_kernel(generated.kernel_with(function), 90)
+        for function in ("join_bits", "consume")
+    )
+    return stores, cubin, product_notes(cubin)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
     """Two compilers; new processes, because a fork of a threaded one can hang."""
@@ -316,6 +335,23 @@ def test_the_hopper_kernel_of_packed_sequences_is_pipelined(pool, tokens):
     cubin, notes = pool.submit(build_packed_hopper, tokens).result()
     assert cubin.wgmma > 0
     assert (cubin.spills, notes) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.parametrize(("width", "length"), [(64, 512), (128, 512), (128, 500)])
+def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
+    stores, cubin, notes = pool.submit(build_document_hopper, width, length).result()
+    assert stores.registers <= 64  # many programs run side by side
+    assert notes == []
+    # Of each consumer the loop that reads bits, and the one that asks mask_mod.
+    loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 8 + width // 16), key=len)
+    assert len(loops) >= 4
+    for loop in loops[:2]:
+        assert "R2P" in loop, "bits reach predicates seven at a time"
+        lines, local = len(loop.splitlines()), loop.count("LDL") + loop.count("STL")
+        # Keys behind the end are masked as well where tiles overhang.
+        assert (lines < 680 and local == 0) if length % 128 == 0 else (lines < 820 and local <= 4)
 
 
 @pytest.mark.slow
