@@ -2,7 +2,8 @@
 
 `table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__`
 turns into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and
-autograd all carry. Slices, `...` and `None` may stand beside them.
+autograd all carry; where a traced graph is run again, it is there already. Slices, `...` and
+`None` may stand beside them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from flexhop.compat import vmapped
 
 WHOLE = slice(None)
 
@@ -65,7 +68,7 @@ def _read(tensor: Tensor, items: list[Any]) -> Tensor:
         torch.full((), item, dtype=torch.int32, device=device) if _is_int(item) else item
         for item in (of_dims[dim] for dim in indexed)
     ]
-    read = torch.ops.aten.index.Tensor(tensor, indices)
+    read = vmapped.index(tensor, indices)
     for axis, item in enumerate(item for item in items if _is_view(item)):
         if item is None:
             read = read.unsqueeze(axis)
@@ -73,7 +76,10 @@ def _read(tensor: Tensor, items: list[Any]) -> Tensor:
 
 
 class IndexMode(TorchFunctionMode):
-    """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`."""
+    """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
+
+    Under vmap, also in a graph that has been rewritten, it is one that the batching rule can do.
+    """
 
     def __torch_function__(
         self,
@@ -90,4 +96,6 @@ class IndexMode(TorchFunctionMode):
                 return tensor
             if _is_rewritten(items):
                 return _read(tensor, _spell_out(items, tensor.dim()))
+        if func is torch.ops.aten.index.Tensor and all(map(_is_index_tensor, args[1])):
+            return vmapped.index(*args)
         return func(*args, **(kwargs or {}))

@@ -20,7 +20,10 @@ READS = {
     "new dimension first": lambda t, h, i: t[None, h, 1, i][0],
     "new dimension last": lambda t, h, i: t[h, 1, i, None][0],
     "negative number": lambda t, h, i: t[h, -1, i],
+    "numbers last": lambda t, h, i: t[h, 2, 0] + t[h, i % 3, 1] + t[i % 2, 0, 2],
+    "captured numbers last": lambda t, h, i: t[h, ONE, ONE] - t[h, i % 3, ONE],
 }
+ONE = torch.tensor(1)
 TABLE = torch.randn(HEADS, 3, LENGTH, generator=torch.Generator().manual_seed(5))
 
 
@@ -62,7 +65,10 @@ def test_reads_in_the_creation_of_a_compiled_mask():
 
     def create():
         return flexhop.create_block_mask(
-            lambda b, h, q, k: table[..., 1, q][h] & table[h, 1:, k][-1] & table[h, 0, None, k][0],
+            lambda b, h, q, k: (
+                table[..., 1, q][h] & table[h, 1:, k][-1] & table[h, 0, None, k][0]
+                | table[h, 1, 2] & table[h, ONE, 3] & ~table[h, 0, ONE]
+            ),
             None, HEADS, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4,
         ).kv_num_blocks  # fmt: skip
 

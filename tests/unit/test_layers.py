@@ -14,7 +14,7 @@ LAW: dict[str, set[str]] = {
     "notices": {"worded"},
     "errors": {"worded", "notices"},
     "fingerprint": set(),
-    "indexing": {"errors"},
+    "indexing": {"errors", "compat"},
     "debug": {"errors"},
     "compat": {"errors", "debug"},
     "tanh": {"errors", "compat"},
