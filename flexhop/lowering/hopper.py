@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexhop.lowering import kernels
+from flexhop.lowering import bits, kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -69,6 +69,8 @@ class HopperForwardConstants:
     HAS_RANGES: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
+    STORED_BLOCKS: int
+    BITS_BY_BATCH: bool
     CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
@@ -180,6 +182,8 @@ def constants(
         HAS_RANGES=blocks is not None and blocks.has_ranges,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
+        STORED_BLOCKS=bits.stored_blocks(problem),
+        BITS_BY_BATCH=bits.is_by_batch(problem),
         CHECK_Q=not problem.is_query_multiple(tile.block_m),
         CHECK_KV=not problem.is_key_multiple(kv_size),
         QK_HEAD_DIM=problem.head_dim,
