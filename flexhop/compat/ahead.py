@@ -1,34 +1,36 @@
-"""Inductor: compile a kernel in the background before the graph that launches it is lowered.
+"""Inductor: have a worker compile a kernel before the graph that launches it is lowered.
 
 AOTAutograd lowers the backward graph when the first backward pass runs, so its kernel would be
 compiled after the forward kernel, although both are known together. What is compiled here is left
-in Triton's cache on disk, where Inductor finds it. If the text turns out to be another one, or
-compiling fails, Inductor compiles as ever, and reports. Names are the same in torch 2.11 to 2.15.
+in Triton's cache on disk, where Inductor's workers find it. If the text turns out to be another
+one, or compiling fails, Inductor compiles as ever. Names are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config, ir
-from torch._inductor.async_compile import get_compile_threads
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import _load_triton_kernel_from_source
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 from torch._inductor.virtualized import V
 
 __all__ = ["finish", "gradient_strides", "is_useful", "stand_ins", "start"]
 
-# Python waits for threads when it ends, so only so much is begun that may be of no use.
+# Workers may be few, and Python waits for them when it ends: so much may be of no use at a time.
 _MOST = 2
 
-_pool = ThreadPoolExecutor(_MOST, thread_name_prefix="flexhop_compile")
-_jobs: dict[str, Future[None]] = {}  # by the hash of the text
+_jobs: dict[str, Future[None]] = {}  # when each ends, by the hash of its text
 
 
 def is_useful() -> bool:
@@ -77,20 +79,27 @@ def start(choice: Any) -> None:
     """Begin to compile a choice of a template, unless it was begun before or enough others are."""
     request = choice.bmreq
     running = [job for job in _jobs.values() if not job.done()]
-    if request.module_cache_key in _jobs or len(running) >= _MOST:
-        return
-    module = PyCodeCache.load_by_key_path(request.module_cache_key, request.module_path)
-    kernel = getattr(module, request.kernel_name)
-    _jobs[request.module_cache_key] = _pool.submit(_compile, kernel)
+    if request.module_cache_key not in _jobs and len(running) < _MOST:
+        source = Path(request.module_path).read_text()
+        job, ended = _submit(request.kernel_name, source), Future[None]()
+        job.add_done_callback(lambda _: ended.set_result(None))  # the kernel itself is not kept
+        _jobs[request.module_cache_key] = ended
 
 
-def _compile(kernel: Any) -> None:
-    _set_triton_ptxas_path()  # as Inductor's workers do, since the cache asks for its version
-    kernel.precompile(warm_cache_only=True)
+def _submit(name: str, source: str) -> Future[Any]:
+    """Have a worker compile a kernel, as Inductor has it: Triton's cache tells workers apart from
+    this process, because they may have another ptxas."""
+    folders = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {folder: os.environ[folder] for folder in folders if folder in os.environ}
+    load = partial(_load_triton_kernel_from_source, name, source)
+    return AsyncCompile.process_pool().submit(_worker_compile_triton, load, environment, {})
 
 
 def finish(choice: Any) -> None:
-    """Wait for a choice that was begun, if its text is the same; its failure is Inductor's."""
+    """Wait for a choice that was begun, if Inductor will ask a worker for the same text.
+
+    If it failed, Inductor tries again, and reports.
+    """
     job = _jobs.get(choice.bmreq.module_cache_key)
-    if job is not None:
+    if job is not None and AsyncCompile.use_process_pool():
         wait([job])
