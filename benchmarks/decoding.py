@@ -2,7 +2,8 @@
 
 Every implementation is compared with float64 first. Then CUDA graphs of many calls are replayed,
 implementations in turn; the calls of a graph go through copies of keys and values that together
-exceed the L2 cache. GB/s count the keys and values that queries see, once.
+exceed the L2 cache. GB/s count the keys and values that queries see, once. Each step has a process
+of its own; with ``--at-once N``, that many are prepared side by side, and measured in turn.
 """
 
 import argparse
@@ -10,7 +11,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +26,7 @@ import flexhop
 from benchmarks import caches
 from benchmarks.correctness import rounding_error
 from benchmarks.report import decoding_table
+from benchmarks.turns import answer, in_turn, wait_for_turn
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,7 +34,6 @@ NAMES = ("flexhop", "in-tree", "cudnn", "flash", "contiguous")
 CACHE_BYTES = 200 << 20  # four times an H200's L2
 CALLS = 12  # of a graph, at least
 ROUNDS = 5
-ANSWER = "ANSWER "
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,13 @@ STEPS: tuple[Step, ...] = (
     Step("one-document-64k", 1, 32, 8, 128 << 10, sees="document"),
     Step("one-64k", 1, 32, 8, 64 << 10),
     *(Step(f"page-{n}", 8, 32, 8, 32 << 10, page=n) for n in (16, 64, 128, 256)),
+    Step("batch-32-page-16", 32, 32, 8, 8 << 10, page=16),
     Step("one-page-16", 1, 32, 8, 128 << 10, page=16),
     Step("one-page-64", 1, 32, 8, 128 << 10, page=64),
     Step("int8", 8, 32, 8, 32 << 10, stored="int8"),
     Step("e4m3", 8, 32, 8, 32 << 10, stored="float8_e4m3fn"),
     Step("e5m2", 8, 32, 8, 32 << 10, stored="float8_e5m2"),
+    Step("e4m3-page-16", 8, 32, 8, 32 << 10, page=16, stored="float8_e4m3fn"),
     Step("int8-page-16", 8, 32, 8, 32 << 10, page=16, stored="int8"),
     Step("e4m3-page-128", 8, 32, 8, 32 << 10, page=128, stored="float8_e4m3fn"),
 )
@@ -278,7 +280,7 @@ def microseconds(run: Run, on_gpu: bool) -> float:
 
 
 def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[str, Any]:
-    """Check and time the implementations of one step."""
+    """Check the implementations of one step, and when it is its turn, time them."""
     torch.compiler.reset()
     copies = make_tensors(step, device)
     scores = scores_of(step, copies[0])
@@ -301,9 +303,11 @@ def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[st
     if errors.get("flexhop", 0.0) > allowed:
         failed["flexhop"] = f"wrong: error {errors['flexhop']:.3g} > budget {allowed:.3g}"
         runs.pop("flexhop", None)
+    size = seen_bytes(step, copies[0], scores)
+    wait_for_turn()
     return asdict(step) | {
         "shape": step.shape,
-        "bytes": seen_bytes(step, copies[0], scores),
+        "bytes": size,
         "microseconds": time_in_turn(runs, device.type == "cuda"),
         "errors": errors,
         "failed": failed,
@@ -319,46 +323,33 @@ def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def in_processes(steps: list[Step], names: tuple[str, ...], device: str) -> list[dict[str, Any]]:
-    """Results of all steps, from one process as long as it lives.
+def in_processes(
+    steps: list[Step], names: tuple[str, ...], device: str, at_once: int
+) -> list[dict[str, Any]]:
+    """Results of all steps, each from a process of its own.
 
-    Where it dies, say by a wrong address, the next process goes on: first with flexhop alone at
-    the step where it happened, so that the report tells whose fault it was.
+    Where one dies, say by a wrong address, the next is for flexhop alone, so that the report
+    tells whose fault it was.
     """
-    results: list[dict[str, Any]] = []
-    alone = 0  # steps of the next process that are for flexhop alone
-    while len(results) < len(steps):
-        left = steps[len(results) :]
-        batch, chosen = (left[:1], names[:1]) if alone else (left, names)
-        found, words = one_process(batch, chosen, device)
-        results += found
-        if len(found) == len(batch):
-            alone = 0
-        elif alone:
-            dead = asdict(batch[0]) | {"shape": batch[0].shape, "bytes": 0, "microseconds": {}}
-            results.append(dead | {"errors": {}, "failed": {"flexhop": words}})
-            alone = 0
-        else:
-            print(f"{left[len(found)].name}: {words}; flexhop alone is next", file=sys.stderr)
-            alone = 1
-    return results
+    results = in_turn([_command(step, names, device) for step in steps], at_once)
+    for position, step in enumerate(steps):
+        if isinstance(results[position], str):
+            print(f"{step.name}: {results[position]}; flexhop alone is next", file=sys.stderr)
+            (results[position],) = in_turn([_command(step, names[:1], device)], 1)
+    return [
+        result if isinstance(result, dict) else _dead(step, result)
+        for step, result in zip(steps, results, strict=True)
+    ]
 
 
-def one_process(
-    steps: list[Step], names: tuple[str, ...], device: str
-) -> tuple[list[dict[str, Any]], str]:
-    """What a process measured before it ended, and its last words."""
-    pattern = "|".join(f"^{step.name}$" for step in steps)
-    options = ["--worker", "--device", device, "--steps", pattern, "--peers", *names[1:]]
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.decoding", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(ANSWER)]
-    words = (ended.stderr.strip().splitlines() or ["without a word"])[-1][:200]
-    return [json.loads(line.removeprefix(ANSWER)) for line in lines], f"process ended: {words}"
+def _command(step: Step, names: tuple[str, ...], device: str) -> list[str]:
+    options = ["--worker", "--device", device, "--steps", f"^{step.name}$"]
+    return ["benchmarks.decoding", *options, "--peers", *names[1:]]
+
+
+def _dead(step: Step, words: str) -> dict[str, Any]:
+    shown = asdict(step) | {"shape": step.shape, "bytes": 0, "microseconds": {}}
+    return shown | {"errors": {}, "failed": {"flexhop": words}}
 
 
 def main(arguments: list[str]) -> int:
@@ -368,6 +359,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]))
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="steps that are prepared side by side"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device, names = torch.device(options.device), ("flexhop", *options.peers)
@@ -377,12 +371,12 @@ def main(arguments: list[str]) -> int:
     if options.worker:
         with torch.no_grad():
             for step in chosen:
-                print(ANSWER + json.dumps(measure(step, names, device)), flush=True)
+                answer(measure(step, names, device))
         return 0
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else "CPU, tiny shapes: not a measurement"
     print(f"{name}; torch {torch.__version__}; {'bfloat16' if on_gpu else 'float32'}.", flush=True)
-    results = in_processes(chosen, names, options.device)
+    results = in_processes(chosen, names, options.device, options.at_once)
     print(decoding_table(results, names))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + os.linesep)

@@ -1,7 +1,8 @@
 """``python -m benchmarks.varlen``: packed sequences, forward and both passes, masks included.
 
 Every call starts from the offsets of the sequences: what an implementation makes of them, a block
-mask or tables, is part of its time. A row runs in a process of its own: implementations are
+mask or tables, is part of its time; "layers" is one of several calls that share them, as the
+layers of a model do. A row runs in a process of its own: implementations are
 compared with float64 first, then CUDA graphs of whole calls are replayed in turn.
 """
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -19,11 +20,12 @@ from flexhop.masks import causal
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-NAMES = ("flexhop", "dense", "in-tree", "in-tree-ready", "flash", "cudnn")
+NAMES = ("flexhop", "layers", "dense", "in-tree", "in-tree-ready", "flash", "cudnn")
 DIRECTIONS = ("fwd", "both")
 ROUNDS = 5
 SECONDS = 0.05  # of one round
 LONGEST_DENSE = 64 << 10  # tokens whose mask in-tree can hold while it makes one
+LAYERS = 4  # that share offsets in a row's "layers"
 CHECKED = 24  # sequences that are compared with float64
 
 
@@ -79,9 +81,9 @@ def offsets(pack: Pack, device: torch.device) -> torch.Tensor:
 def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     """An implementation on packed tokens [T, H, D], or None where it cannot do the row."""
     cut = offsets(pack, device)
-    if name == "flexhop":
-        compiled: Any = torch.compile(flexhop.varlen_attention, fullgraph=True)
-        return lambda q, k, v: compiled(q, k, v, cut, is_causal=True)
+    if name in ("flexhop", "layers"):
+        attend: Attention = partial(flexhop.varlen_attention, cu_seqlens_q=cut, is_causal=True)
+        return torch.compile(stack(attend) if name == "layers" else attend, fullgraph=True)
     if name in ("in-tree", "in-tree-ready"):
         return _intree(pack, cut, is_ready=name == "in-tree-ready")
     if name == "flash":
@@ -90,6 +92,17 @@ def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
         longest, flash = max(lengths(pack)), cast(Any, varlen.varlen_attn)
         return lambda q, k, v: flash(q, k, v, cut, cut, longest, longest, window_size=(-1, 0))
     return _padded(name, pack, device) if pack.cut == "equal" else None
+
+
+def stack(attend: Attention) -> Attention:
+    """Layers of a model: each attends with what the one before gives, all with one mask."""
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        for _ in range(LAYERS):
+            query = attend(query, key, value)
+        return query
+
+    return call
 
 
 def _intree(pack: Pack, cut: torch.Tensor, *, is_ready: bool) -> Attention | None:
@@ -291,7 +304,15 @@ class Worker:
 
         def check(name: str) -> None:
             attention = build(name, pack, device)
-            if attention is not None:
+            if name == "layers":
+                assert attention is not None
+                with torch.no_grad():
+                    single = stack(self.attentions["flexhop"])(*self.tensors[:3])
+                    torch.testing.assert_close(
+                        attention(*self.tensors[:3]), single, rtol=0, atol=0
+                    )
+                self.attentions[name] = attention
+            elif attention is not None:
                 found = run_once(attention, self.tensors)
                 with torch.no_grad():  # another graph, compiled now
                     attention(*self.tensors[:3])
@@ -323,4 +344,7 @@ class Worker:
         for name in self.attentions:
             self.attempt(name, record)
         found = {direction: time_in_turn(some, self.on_gpu) for direction, some in runs.items()}
+        for times in found.values():
+            if "layers" in times:
+                times["layers"] /= LAYERS
         return {"milliseconds": found, "errors": self.errors, "failed": self.failed}

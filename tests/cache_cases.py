@@ -24,7 +24,7 @@ class CacheCase:
 
     page: 0 for a cache without pages. blocks: size of the mask's blocks; None: no mask. scale: of
     which kind the scales are; "row": by row of the pages; "shifted": a mod that does more than to
-    multiply.
+    multiply. spread: values are multiplied by powers of two from 2**-spread to 2**spread.
     """
 
     name: str
@@ -39,6 +39,7 @@ class CacheCase:
     heads: tuple[int, int] = (6, 2)
     dims: tuple[int, int] = (32, 16)
     capability: tuple[int, int] = (9, 0)
+    spread: int = 0
 
     @property
     def room(self) -> int:
@@ -63,6 +64,27 @@ CASES = (
     CacheCase("shifted", stored=INT8, dtype=BF16, scale="shifted", page=16, queries=2),
     CacheCase("e4m3_paged", stored=E4M3, dtype=BF16, scale="key", page=16, blocks=(128, 128)),
     CacheCase("e4m3_rows_sinks", stored=E4M3, dtype=BF16, scale="row", page=8, sinks=True),
+    *(
+        CacheCase(
+            f"pairs_{stored}_{page}".replace("torch.", ""),
+            page=page,
+            stored=stored,
+            dtype=dtype,
+            scale=scale,
+            dims=(32, 48),
+            queries=queries,
+            blocks=blocks,
+            spread=spread,
+        )
+        for stored, dtype, page, scale, queries, blocks, spread in (
+            (INT8, BF16, 0, "key", 1, None, 0),
+            (INT8, FP16, 16, "key", 3, (128, 128), 0),
+            (E4M3, BF16, 0, "number", 2, None, 0),
+            (E4M3, BF16, 64, "row", 1, None, 12),
+            (E5M2, BF16, 128, "head", 1, (128, 128), 0),
+            (E5M2, FP16, 0, "key", 1, None, 3),
+        )
+    ),
     CacheCase("e4m3_ampere", stored=E4M3, dtype=BF16, scale="head", capability=(8, 0)),
 )
 
@@ -86,10 +108,12 @@ def make_cache_inputs(case: CacheCase, device: str = "cpu", seed: int = 0) -> Ca
     (q_heads, kv_heads), (width, value_width) = case.heads, case.dims
     batch = len(case.lengths)
     query = torch.randn(batch, q_heads, case.queries, width).to(case.dtype)
-    found = [
-        _store(torch.randn(batch, kv_heads, case.room, d), case) for d in (width, value_width)
-    ]
-    (key, key_scale), (value, value_scale) = found
+    numbers = [torch.randn(batch, kv_heads, case.room, d) for d in (width, value_width)]
+    if case.spread:
+        numbers[1] *= (
+            2.0 ** torch.randint(-case.spread, case.spread + 1, numbers[1].shape[:3])[..., None]
+        )
+    (key, key_scale), (value, value_scale) = (_store(n, case) for n in numbers)
     exact = (_exact(key, key_scale, case), _exact(value, value_scale, case))
     caches, table = (key, value), None
     if case.page:
@@ -202,3 +226,36 @@ def assert_cache_case(case: CacheCase, inputs: CacheInputs, result: Any) -> None
             actual, found["gold"][position_], found["reference"][position_],
             name=f"{case.name}: {name}",
         )  # fmt: skip
+
+
+def assert_every_byte(stored: torch.dtype, run: Callable[..., Any], device: str = "cpu") -> None:
+    """Every number of one byte is read as what it is, as a key and as a value of either column.
+
+    Args:
+        stored: dtype of the numbers.
+        run: (function, *operands) -> its result, as a kernel computes it.
+        device: of the operands.
+    """
+    bits = torch.arange(256, dtype=torch.uint8, device=device).view(16, 16)
+    query = torch.zeros(16, 16, 1, 32, dtype=BF16, device=device)
+    query[..., 0] = 1
+    key = torch.zeros(16, 16, 1, 32, dtype=torch.uint8, device=device)
+    key[:, :, 0, 0] = bits
+    value = torch.stack([bits, 255 - bits], -1)[:, :, None].repeat(1, 1, 1, 24)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flexhop.flex_attention(
+            query, key, value, scale=1.0, k_mod=dequantize(1.0), v_mod=dequantize(1.0),
+            return_aux=flexhop.AuxRequest(lse=True),
+        )  # fmt: skip
+
+    _, aux = run(call, query, key.view(stored), torch.zeros_like(value).view(stored))
+    numbers = bits.view(stored).float()
+    sized = ~numbers.isinf()  # an infinite score has no weight
+    torch.testing.assert_close(
+        aux.lse[..., 0][sized], numbers[sized], rtol=1e-6, atol=1e-6, equal_nan=True
+    )
+    out, _ = run(call, query, torch.zeros_like(key).view(stored), value.view(stored))
+    torch.testing.assert_close(
+        out.float(), value.view(stored).float(), rtol=0, atol=0, equal_nan=True
+    )

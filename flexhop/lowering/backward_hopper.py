@@ -62,7 +62,7 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
     """Begin to compile the backward kernel, which this forward call will need.
 
     AOTAutograd lowers the backward graph later, so the kernel's operands are foretold. A wrong
-    guess costs the time of a thread, no more. Not foretold: the gradient of a score_mod, and
+    guess costs the time of a worker, no more. Not foretold: the gradient of a score_mod, and
     lengths that vary.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop import debug
-from flexhop.compat import guards, inductor, inline
+from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.indexing import IndexMode
 from flexhop.key_mods import noop_key
@@ -19,7 +19,7 @@ from flexhop.lowering import chunked, kernels
 from flexhop.lowering.emit import Launch
 from flexhop.lowering.forward import choose, emit_forward
 from flexhop.lowering.indices import wrap_reads
-from flexhop.lowering.key_mods import is_exact, read_key_mod, scale_scores
+from flexhop.lowering.key_mods import is_exact, read_key_mod
 from flexhop.lowering.mods import ModFacts, index_ranges, lower_mods
 from flexhop.lowering.mods import read_mods as mod_facts
 from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
@@ -33,10 +33,9 @@ aten = torch.ops.aten
 class Readers(NamedTuple):
     """How a cache is read: what stays of the mods, and what went into scores and weights."""
 
-    score: fx.GraphModule
-    score_captures: list[Any]
     key: fx.GraphModule
     value: fx.GraphModule
+    key_factor: fx.GraphModule | None
     value_factor: fx.GraphModule | None
     cache: Cache
 
@@ -58,16 +57,14 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     readers = divide_work(args, key_dtypes(fakes))
     sizes = index_sizes(fakes)
     device = inductor.device_of(args.query)
-    mods = lower_mods(
-        device, readers.score, args.mask_mod, (readers.score_captures, captures[1]), sizes
-    )
+    mods = lower_mods(device, args.score_mod, args.mask_mod, (captures[0], captures[1]), sizes)
     pages = inductor.realize(args.pages)
     subgraphs = _lower_readers(args, readers, fakes, pages)
     problem, options = _read_problem(args, readers.cache, mods.facts), user_options(args.options)
     kernel = choose(args.query, problem, options)
     if not kernels.has_tile(kernel, problem):
         return chunked.lower_cached_attention(*operands)
-    used = [*readers.score_captures, *captures[1], *captures[2], *captures[3], *pages]
+    used = [*captures[0], *captures[1], *captures[2], *captures[3], *pages]
     launch = Launch(problem, options, mods, used, tuple(subgraphs))
     return emit_forward(args, launch, kernel)
 
@@ -88,33 +85,21 @@ def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.
     """Divide the work of k_mod and v_mod among columns, scores and weights."""
     dtype, key_dtype, value_dtype = dtypes
     key, value = read_key_mod(args.key_mod), read_key_mod(args.value_mod)
-    score, captures = inductor.graph_module(args.score_mod), list(args.score_captures)
-    into_score = key.factor is not None and is_exact(key_dtype, dtype)
-    if key.factor is not None and into_score:
-        query: Any = args.query
-        group = _heads(query) // _heads(args.key)
-        score = scale_scores(score, key.factor, group)
-        captures += args.key_captures
-    # A weight in float16 has no room for a small factor.
-    into_weight = is_exact(value_dtype, dtype) and dtype != torch.float16
-    factor = value.factor if into_weight else None
+    key_factor = key.factor if is_exact(key_dtype, dtype) else None
+    value_factor = value.factor if is_exact(value_dtype, dtype) else None
     cache = Cache(
         page_size=_page_size(args), key_dtype=key_dtype, value_dtype=value_dtype,
-        has_key_mod=not (key.is_trivial or into_score),
-        has_value_mod=not (value.is_trivial or factor is not None),
-        has_value_factor=factor is not None,
+        has_key_mod=not (key.is_trivial or key_factor is not None),
+        has_value_mod=not (value.is_trivial or value_factor is not None),
+        has_key_factor=key_factor is not None, has_value_factor=value_factor is not None,
     )  # fmt: skip
-    return Readers(score, captures, key.graph, value.graph, factor, cache)
+    return Readers(key.graph, value.graph, key_factor, value_factor, cache)
 
 
 def _size(tensor: Any, dim: int) -> int:
     return (
         tensor.size(dim) if isinstance(tensor, Tensor) else inductor.static(tensor.get_size()[dim])
     )
-
-
-def _heads(tensor: Any) -> int:
-    return _size(tensor, 1)
 
 
 def _page_size(args: CachedArgs) -> int:
@@ -133,13 +118,13 @@ class _Reader(NamedTuple):
 def _lower_readers(
     args: CachedArgs, readers: Readers, fakes: CachedArgs, pages: Sequence[Any]
 ) -> list[Any]:
-    """Subgraphs 2 to 6 of the templates: k_mod, v_mod, its factor, the page table, lengths."""
+    """Subgraphs 2 to 7 of the templates: k_mod, v_mod, factors of both, page table, lengths."""
     batch, _, _, length = index_sizes(fakes)
     sizes = {"b": batch, "h": fakes.key.size(1), "kv_idx": length}
     found = [*_mod_readers(args, readers, fakes), *_page_readers(fakes, pages)]
     if fakes.pages:
         # The template hands the number of a page's entry to the page table as kv_idx.
-        found[3:4] = [found[3]._replace(inputs=("b", "entry"))]
+        found[4:5] = [found[4]._replace(inputs=("b", "entry"))]
         sizes["entry"] = fakes.pages[0].size(1)
     return [_lower_reader(reader, sizes, inductor.device_of(args.query)) for reader in found]
 
@@ -172,14 +157,20 @@ def _mod_readers(args: CachedArgs, readers: Readers, fakes: CachedArgs) -> list[
     cache = readers.cache
     key = _Reader("k_mod", unused, _KEY_INPUTS)
     value = _Reader("v_mod", unused, _KEY_INPUTS)
-    factor = _Reader("v_mod", _trace(lambda b, h, kv_idx: kv_idx, fakes, 3, ()), _KEY_INPUTS[1:])
+    unused = _trace(lambda b, h, kv_idx: kv_idx, fakes, 3, ())
+    key_factor = _Reader("k_mod", unused, _KEY_INPUTS[1:])
+    value_factor = _Reader("v_mod", unused, _KEY_INPUTS[1:])
     if cache.has_key_mod:
         key = key._replace(graph=readers.key, captures=args.key_captures)
     if cache.has_value_mod:
         value = value._replace(graph=readers.value, captures=args.value_captures)
+    if readers.key_factor is not None:
+        key_factor = key_factor._replace(graph=readers.key_factor, captures=args.key_captures)
     if readers.value_factor is not None:
-        factor = factor._replace(graph=readers.value_factor, captures=args.value_captures)
-    return [key, value, factor]
+        value_factor = value_factor._replace(
+            graph=readers.value_factor, captures=args.value_captures
+        )
+    return [key, value, key_factor, value_factor]
 
 
 def _page_readers(fakes: CachedArgs, pages: Sequence[Any]) -> list[_Reader]:
@@ -242,15 +233,18 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
     )
     device = read_device(query.get_device())
     problem = make_problem(args, sizes, device, query.get_dtype(), mods)
-    problem = as_cached(problem, cache)
+    # Halved strides that are not numbers would hide from Triton where rows begin.
+    constant = [value.get_stride()[2], *([value.get_stride()[0]] if args.pages else ())]
+    has_pairs = gluon.suits_bulk_copies(value) and all(map(inductor.is_constant, constant))
+    problem = as_cached(problem, dataclasses.replace(cache, has_pairs=has_pairs))
     debug.show("problem", "forward", lambda: describe_problem(problem))
     return problem
 
 
 def read_cached_tensors(
-    args: CachedArgs, device: Device, mask: fx.GraphModule
-) -> tuple[Problem, fx.GraphModule]:
-    """The facts of a call of tensors and graphs, and the score_mod of its kernel."""
+    args: CachedArgs, device: Device, score: fx.GraphModule, mask: fx.GraphModule
+) -> Problem:
+    """The facts of a call of tensors and graphs."""
     readers = divide_work(args, key_dtypes(args))
     batch, heads, queries, length = index_sizes(args)
     kv_batch = 1 if args.pages else args.value.size(0)
@@ -260,8 +254,11 @@ def read_cached_tensors(
         is_query_multiple=lambda n: queries % n == 0,
         is_key_multiple=lambda n: not args.pages and length % n == 0,
     )
-    problem = make_problem(args, sizes, device, args.query.dtype, mod_facts(readers.score, mask))
-    return as_cached(problem, readers.cache), readers.score
+    problem = make_problem(args, sizes, device, args.query.dtype, mod_facts(score, mask))
+    *strides, last = args.value.stride()
+    has_pairs = last == 1 and not any(stride % 16 for stride in strides)
+    cache = dataclasses.replace(readers.cache, has_pairs=has_pairs)
+    return as_cached(problem, cache)
 
 
 def as_cached(problem: Problem, cache: Cache) -> Problem:

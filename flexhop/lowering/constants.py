@@ -74,9 +74,12 @@ class CacheConstants:
     ONE_PAGE: bool  # whether a tile lies within one
     HAS_KEY_MOD: bool
     HAS_VALUE_MOD: bool
+    HAS_KEY_FACTOR: bool
     HAS_VALUE_FACTOR: bool
     KEY_AS_BITS: bool
     VALUE_AS_BITS: bool
+    AS_HALVES: bool  # whether products are of float16 numbers, and values are read in pairs
+    SUM_LATE: bool  # whether weights are summed over a row once, and not in every tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

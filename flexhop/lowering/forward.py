@@ -10,6 +10,7 @@ from flexhop.compat import guards, inductor
 from flexhop.lowering import backward_hopper, chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
+from flexhop.lowering.mask_bits import emit_mask_bits
 from flexhop.lowering.mods import lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.lowering.problem import Problem
@@ -73,7 +74,8 @@ def emit_forward(
     elif kernel == "hopper":
         counter = inductor.zeros([1], torch.int32, device)
         output = output._replace(written=[*written, counter])
-        out = launch.emit_hopper([*inputs, counter, *lists], output)
+        words = emit_mask_bits(launch, args[:2], lists) or counter  # which is then not read
+        out = launch.emit_hopper([*inputs, words, counter, *lists], output)
     else:
         out = launch.emit("forward", [*inputs, *lists], output)
     return out, lse, max_scores

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexhop.lowering import kernels
+from flexhop.lowering import bits, kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -69,6 +69,8 @@ class HopperForwardConstants:
     HAS_RANGES: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
+    STORED_BLOCKS: int
+    BITS_BY_BATCH: bool
     CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
@@ -97,12 +99,6 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "kernel_options give a tile of the portable kernel"
     if options.prescale_qk:
         yield "it cannot scale query beforehand (prescale_qk)"
-
-
-def unproven(problem: Problem) -> Iterator[str]:
-    """What compiles, but was not yet seen to give right results on a GPU; "hopper" overrules."""
-    if problem.blocks is not None and problem.blocks.has_ranges:
-        yield "its reading of packed sequences' ranges of blocks has not yet been run on a GPU"
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
@@ -186,6 +182,8 @@ def constants(
         HAS_RANGES=blocks is not None and blocks.has_ranges,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
+        STORED_BLOCKS=bits.stored_blocks(problem),
+        BITS_BY_BATCH=bits.is_by_batch(problem),
         CHECK_Q=not problem.is_query_multiple(tile.block_m),
         CHECK_KV=not problem.is_key_multiple(kv_size),
         QK_HEAD_DIM=problem.head_dim,

@@ -75,6 +75,7 @@ class HopperBackwardConstants:
     TILES_PER_Q_BLOCK: int
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
+    HAS_RANGES: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
@@ -102,8 +103,6 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "it adds to the gradient of query in no fixed order, and determinism is asked for"
     if problem.has_captured_grads:
         yield "it does not compute gradients of captured tensors"
-    if problem.blocks is not None and problem.blocks.has_ranges:
-        yield "it reads lists of blocks, and those of packed sequences are ranges"
     tile = table_tile(problem)
     yield from hopper.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
@@ -179,6 +178,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         TILES_PER_Q_BLOCK=q_size // tile.block_m,
         TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
+        HAS_RANGES=blocks is not None and blocks.has_ranges,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         CHECK_Q=not problem.is_query_multiple(q_size),

@@ -184,7 +184,10 @@ def constants(
     """Constants of a kernel as the template wants them: Triton source text by name."""
     values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
     if problem.cache is not None:
-        values |= dataclasses.asdict(caches.constants(problem, problem.cache, tile))
+        decodes = kernel == "decode"
+        values |= dataclasses.asdict(
+            caches.constants(problem, problem.cache, tile, decodes=decodes)
+        )
     return {name: _as_source(name, value) for name, value in values.items()}
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
-from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -107,39 +106,3 @@ def _graph_of(graph: fx.GraphModule, factor: Any) -> fx.GraphModule:
     module.graph.erase_node(known[x])
     module.recompile()
     return module
-
-
-def scale_scores(score: fx.GraphModule, factor: fx.GraphModule, group: int) -> fx.GraphModule:
-    """score_mod(score * factor(b, h // group, kv_idx), ...), captures of the factor last."""
-    part = fx.Graph()
-    inputs = score.graph.find_nodes(op="placeholder")
-    own = [_input(part, node, node.name) for node in inputs]
-    first, b, h, _, kv_idx = own[:NUM_SCORE_INPUTS]
-    needed = factor.graph.find_nodes(op="placeholder")
-    captures = [_input(part, node, f"of_key_{i}") for i, node in enumerate(needed[3:])]
-    key_head = h
-    if group > 1:
-        key_head = part.call_function(aten.div.Tensor_mode, (h, group), {"rounding_mode": "floor"})
-        key_head.meta["val"] = h.meta["val"]
-    number = _inline(part, factor, [b, key_head, kv_idx, *captures])
-    scaled = part.call_function(aten.mul.Tensor, (first, number))
-    scaled.meta["val"] = first.meta["val"]
-    part.output(_inline(part, score, [scaled, *own[1:]]))
-    return fx.GraphModule(score, part)
-
-
-def _input(graph: fx.Graph, like: fx.Node, name: str) -> fx.Node:
-    node = graph.placeholder(name)
-    node.meta = dict(like.meta)
-    return node
-
-
-def _inline(part: fx.Graph, module: fx.GraphModule, inputs: list[fx.Node]) -> Any:
-    """Copy a function's nodes behind those of `part`; its result."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    known = dict(zip(placeholders, inputs, strict=True))
-    for node in module.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            known[node] = part.node_copy(node, known.__getitem__)
-    result = _output(module)
-    return known[result] if isinstance(result, fx.Node) else result

@@ -33,7 +33,9 @@ class ModFacts(NamedTuple):
     has_mask_mod: bool
     # Whether score_mod reads captures at indices that depend on both positions.
     reads_per_element: bool
-    mask_reads: bool  # whether mask_mod reads captures
+    mask_reads: bool  # whether mask_mod reads captures, and looks at b and at h
+    mask_uses_batch: bool
+    mask_uses_head: bool
 
 
 class ModBuffers(NamedTuple):
@@ -71,7 +73,14 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
         has_mask_mod=not is_all_true(mask),
         reads_per_element=reads_per_element(score),
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
+        mask_uses_batch=_is_used(mask, 0),
+        mask_uses_head=_is_used(mask, 1),
     )
+
+
+def _is_used(graph: fx.GraphModule, number: int) -> bool:
+    """Whether anything is computed from an input."""
+    return bool(graph.graph.find_nodes(op="placeholder")[number].users)
 
 
 def _position_ranges(first: int, sizes: Sequence[Any] | None = None) -> dict[int, Range]:

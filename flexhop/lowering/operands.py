@@ -138,14 +138,15 @@ def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks 
         q_size=int(options["q_block_size"]),
         kv_size=int(options["kv_block_size"]),
         has_full=bool(options["has_full_blocks"]),
-        per_head=not all(_heads(lists) == 1 for lists in counts),
+        per_head=not all(_axis(lists, 1) == 1 for lists in counts),
         has_ranges=bool(options.get("has_ranges")),
+        per_batch=not all(_axis(lists, 0) == 1 for lists in counts),
     )
 
 
-def _heads(counts: Any) -> Any:
-    """Heads of a mask's counts [B', H', rows], which are IR or a tensor."""
-    return counts.shape[1] if isinstance(counts, torch.Tensor) else counts.get_size()[1]
+def _axis(counts: Any, axis: int) -> Any:
+    """Size of a mask's counts [B', H', rows], which are IR or a tensor."""
+    return counts.shape[axis] if isinstance(counts, torch.Tensor) else counts.get_size()[axis]
 
 
 def block_inputs(

@@ -28,7 +28,7 @@ class Device:
 class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
-    has_ranges: whether rows are ranges of blocks instead of lists.
+    has_ranges: whether rows are ranges of blocks instead of lists. per_batch: as per_head.
     """
 
     q_size: int
@@ -36,6 +36,7 @@ class MaskBlocks:
     has_full: bool
     per_head: bool = False
     has_ranges: bool = False
+    per_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class Cache:
     """How key and value lie in a cache, and become numbers.
 
     page_size: 0 without pages. has_key_mod, has_value_mod: whether every number is changed;
-    has_value_factor: whether each value is multiplied by a number, which goes into its weight.
+    has_key_factor, has_value_factor: whether each key or value is multiplied by a number, which
+    goes into its scores or weights.
+    has_pairs: whether values can be read two columns at a time.
     """
 
     page_size: int
@@ -51,22 +54,24 @@ class Cache:
     value_dtype: torch.dtype
     has_key_mod: bool = False
     has_value_mod: bool = False
+    has_key_factor: bool = False
     has_value_factor: bool = False
+    has_pairs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One call as plain values.
 
-    reads_per_element: whether score_mod reads captured tensors at indices that depend on query
-    and key; mask_reads: whether mask_mod reads captured tensors; has_score_grad: whether the
-    derivative of score_mod differs from 1; bulk_obstacle: why the tensor memory accelerator
-    cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile;
-    what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length
-    known to be a multiple of n?). key_len_varies: whether calls with other numbers of keys will
-    run the same kernel. is_deterministic: whether results must be the same in every run. cache:
-    None unless key and value are read from one; with pages, key_len is what the widest sequence
-    has room for.
+    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
+    key; mask_reads: whether mask_mod reads captured tensors; mask_uses_batch, mask_uses_head:
+    whether it looks at b, and at h; has_score_grad: whether the derivative of score_mod differs
+    from 1; bulk_obstacle: why the tensor memory accelerator cannot copy the operands, if it
+    cannot. Lengths are hints: the sizes seen at this compile; what must hold for every size is in
+    `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
+    key_len_varies: whether calls with other numbers of keys will run the same kernel.
+    is_deterministic: whether results must be the same in every run. cache: None unless key and
+    value are read from one; with pages, key_len is what the widest sequence has room for.
     """
 
     device: Device
@@ -91,6 +96,8 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    mask_uses_batch: bool = False
+    mask_uses_head: bool = False
     dropout_p: float = 0.0
     is_deterministic: bool = False
     key_len_varies: bool = False

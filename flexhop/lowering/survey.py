@@ -75,12 +75,12 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
 
 def _survey_cached(args: CachedArgs, device: Device) -> Survey:
     args = args._replace(
-        score_mod=trace_score(args.score_mod, args.query, args.score_captures),
         key_mod=trace_key(args.key_mod, args.query, args.key_captures),
         value_mod=trace_key(args.value_mod, args.query, args.value_captures),
     )
+    score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
-    problem, score = read_cached_tensors(args, device, mask)
+    problem = read_cached_tensors(args, device, score, mask)
     options = user_options(args.options)
     plans = ()
     if problem.dtype != torch.float64:

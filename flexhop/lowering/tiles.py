@@ -57,9 +57,13 @@ _HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
 }
 # Numbers of one byte, and pages that are looked up for each key: the work for a tile is that of
-# its threads' instructions, and fewer warps repeat fewer of them.
-_HOPPER_CACHED: dict[Kernel, dict[int, Tile]] = {
+# its threads' instructions, and fewer warps repeat fewer of them. Two programs share a
+# multiprocessor: tiles have equal bytes.
+_HOPPER_BYTES: dict[Kernel, dict[int, Tile]] = {
     "decode": {128: Tile(16, 128, 4, 3)},
+}
+_HOPPER_SMALL_PAGES: dict[Kernel, dict[int, Tile]] = {
+    "decode": {128: Tile(16, 64, 4, 4)},
 }
 # Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
 # Chosen to fit without spills; not measured.
@@ -207,12 +211,14 @@ def _ampere_exceptions(problem: Problem) -> _Exceptions:
 
 def _hopper_exceptions(problem: Problem) -> _Exceptions:
     """Also for Blackwell."""
+    few = splits.rows(problem) <= 16
     return (
         (_EXACT_SUMS, problem.sums_exactly),
         (_BLACKWELL, problem.device.capability[0] == 10),
-        (_HOPPER_CACHED, splits.rows(problem) <= 16 and caches.is_intricate(problem.cache)),
+        (_HOPPER_BYTES, few and caches.stores_bytes(problem.cache)),
+        (_HOPPER_SMALL_PAGES, few and caches.looks_up_keys(problem.cache)),
         (_HOPPER_DROPOUT, problem.dropout_p > 0.0),
-        (_HOPPER_FEW_ROWS, splits.rows(problem) <= 16),
+        (_HOPPER_FEW_ROWS, few),
         (_HOPPER_PER_ELEMENT, problem.reads_per_element),
         (_HOPPER_DENSE, _is_dense(problem)),
     )

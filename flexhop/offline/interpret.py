@@ -63,12 +63,17 @@ def interpret(
     return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
 
 
-def load(code: str, memory: Memory | None = None) -> Callable[[list[Any]], Sequence[Any]]:
+def load(
+    code: str,
+    memory: Memory | None = None,
+    gluon: Callable[[Kernel, dict[str, Any]], None] | None = None,
+) -> Callable[[list[Any]], Sequence[Any]]:
     """Make generated code callable on CPU tensors.
 
     Args:
         code: `Generated.forward` or `Generated.backward`.
         memory: what to watch.
+        gluon: called instead of Gluon kernels, with their arguments by name.
 
     Returns:
         A function of the list of graph inputs that returns the graph outputs.
@@ -77,6 +82,9 @@ def load(code: str, memory: Memory | None = None) -> Callable[[list[Any]], Seque
 
     def make_kernel(name: str, source: str) -> Callable[..., None]:
         kernel = read_kernel(name, source)
+        stand_in = gluon if kernel.is_gluon else None
+        if stand_in is not None:
+            return lambda *args: stand_in(kernel, _named(kernel, args))
         return lambda *args: _launch(kernel, args, watched)
 
     return load_wrapper(code, make_kernel, watched.allocate)
@@ -107,10 +115,14 @@ def run_kernel(
         interpreter.launch(getattr(module, kernel.name), grid, arguments)
 
 
-def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory) -> None:
-    """Launch as Inductor's wrapper asks: run-time arguments, then what the grid is made of."""
+def _named(kernel: Kernel, args: Sequence[Any]) -> dict[str, Any]:
+    """What Inductor's wrapper hands over: run-time arguments, then what the grid is made of."""
     extra = kernel.inductor_meta.get("extra_launcher_args", [])
-    named = dict(zip([*kernel.parameters, *extra], args, strict=True))
+    return dict(zip([*kernel.parameters, *extra], args, strict=True))
+
+
+def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory) -> None:
+    named = _named(kernel, args)
     blocks = _blocks(kernel, named)
     grid = launch_grid(kernel.inductor_meta, named, blocks)
     types = kernel.meta.get("signature", {})

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -31,10 +32,12 @@ from triton.runtime.jit import JITFunction
 from flexhop.compat.cpu_wrapper import triton_helpers
 from flexhop.offline.memory import Memory
 from flexhop.offline.numpy_functions import assembly_function, library_function
+from flexhop.offline.packed_assembly import run_packed
 
 __all__ = ["interpreting", "launch"]
 
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+_BYTES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _LIBRARY = (tl, tl.core, tl.standard, tl.math, tl.random, triton_helpers)
 
 
@@ -189,6 +192,11 @@ def _cast(self: Any, source: TensorHandle, target: Any) -> TensorHandle:
 
 def _convert_float(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert(self: Any, source: TensorHandle, target: Any, rounding: Any) -> TensorHandle:
+        if source.dtype.scalar in _BYTES and target.scalar.primitive_bitwidth >= 16:
+            # The original flushes what is subnormal.
+            bits = torch.from_numpy(np.ascontiguousarray(source.data)).view(torch.uint8)
+            numbers = bits.view(_BYTES[source.dtype.scalar]).float().numpy()
+            return _cast(self, TensorHandle(numbers, tl.float32), target)
         wide = source.dtype.scalar.primitive_bitwidth >= 16
         towards_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
         if wide and target.scalar.primitive_bitwidth >= 16 and not towards_zero:
@@ -250,7 +258,11 @@ class _Outputs:
 
 
 def _run_assembly(self: Any, *call: Any) -> _Outputs:
-    text, _constraints, args, results, *_ = call
+    text, _constraints, args, results, _is_pure, pack = call
+    if pack > 1:
+        types = [np.dtype(interpreter._get_np_dtype(result)) for result in results]
+        found = run_packed(text, pack, [a.data for a in args], types)
+        return _Outputs([_as_handle(v, r) for v, r in zip(found, results, strict=True)])
     value = assembly_function(text)(*(_widen(a).data for a in args))
     return _Outputs([_as_handle(value, result) for result in results])
 

@@ -9,9 +9,11 @@ from tests.cache_cases import (
     BF16,
     CASES,
     E4M3,
+    E5M2,
     INT8,
     CacheCase,
     assert_cache_case,
+    assert_every_byte,
     cache_call,
     make_cache_inputs,
     operands,
@@ -43,6 +45,14 @@ def test_case(case):
         results.append(call(*operands(inputs)))
     assert_cache_case(case, inputs, results[1])
     assert torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("stored", [INT8, E4M3, E5M2])
+def test_every_byte(stored):
+    def run(function, *arguments):
+        return torch.compile(function, fullgraph=True)(*arguments)
+
+    assert_every_byte(stored, run, "cuda")
 
 
 def test_a_graph_sees_lengths_and_pages_change():

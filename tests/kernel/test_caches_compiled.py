@@ -48,6 +48,14 @@ def test_kernels_fit(architecture, queries, page, stored):
     assert cubin.mma + cubin.wgmma + cubin.tcgen05 > 0
 
 
+@pytest.mark.parametrize("stored", [INT8, E4M3, torch.float8_e5m2])
+def test_no_byte_is_read_alone(stored):
+    """Bytes would be, one instruction each, if values were not read in pairs of columns."""
+    kernel = cached_kernel(90, 1, 0, stored)
+    assert kernel.constants["AS_HALVES"] is True
+    assert "LDS.U8" not in compile_kernel(kernel, 90).sass()
+
+
 @pytest.mark.parametrize(("page", "is_one"), [(16, False), (64, True), (128, True), (256, True)])
 def test_a_page_is_looked_up_once_for_a_tile_within_it(page, is_one):
     assert cached_kernel(90, 1, page, BF16).constants["ONE_PAGE"] is is_one

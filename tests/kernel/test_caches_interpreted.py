@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from flexhop.offline.interpret import Memory, interpret
-from tests.cache_cases import CASES, assert_cache_case, cache_call, make_cache_inputs, operands
+from tests.cache_cases import (
+    CASES,
+    E4M3,
+    E5M2,
+    INT8,
+    assert_cache_case,
+    assert_every_byte,
+    cache_call,
+    make_cache_inputs,
+    operands,
+)
 
 
 def interpreted(case, seed: int = 0):
@@ -25,6 +35,18 @@ def test_case(case):
         _, elsewhere = interpreted(case, seed=1)
         assert torch.equal(generated.result[0], elsewhere.result[0])
         assert torch.equal(generated.result[1].lse, elsewhere.result[1].lse)
+
+
+@pytest.mark.parametrize("stored", [INT8, E4M3, E5M2])
+def test_every_byte(stored):
+    """None is misread, in the assembly that converts pairs either."""
+
+    def run(function, *arguments):
+        return interpret(
+            function, *arguments, memory=Memory(poison=True, check_bounds=True)
+        ).result
+
+    assert_every_byte(stored, run)
 
 
 @pytest.mark.parametrize("name", ["page_16", "e4m3_rows_sinks"])

@@ -7,7 +7,7 @@ import torch
 
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import hopper, hopper_grad, work
+from flexhop.lowering import bits, hopper, hopper_grad, work
 from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
 from flexhop.lowering.plan import plan_backward, plan_kernel
 from flexhop.lowering.problem import MaskBlocks, Problem
@@ -70,10 +70,9 @@ def test_reasons_against_it(facts, options, reason):
     assert str(caught.value) == f"backend='hopper' cannot be combined with this call: {reason}."
 
 
-def test_what_no_gpu_has_run_must_be_asked_for():
+def test_packed_sequences_have_it():
     packed = problem(blocks=MaskBlocks(128, 128, True, has_ranges=True), has_mask_mod=True)
-    assert "has not yet been run" in choose_dialect(packed, AUTO).reason
-    assert choose_dialect(packed, KernelOptions(backend="hopper")).name == "hopper"
+    assert choose_dialect(packed, AUTO).name == "hopper"
 
 
 def test_it_can_be_forbidden():
@@ -138,6 +137,39 @@ def test_lengths_that_tiles_overhang_are_checked():
         assert (constants.CHECK_Q, constants.CHECK_KV) == (checked, checked)
 
 
+TABLES = {
+    "blocks": MaskBlocks(128, 128, True), "has_mask_mod": True, "mask_reads": True,
+    "head_dim": 128, "value_head_dim": 128, "batch": 4, "query_heads": 16, "query_len": 2048,
+}  # fmt: skip
+
+
+def test_masks_that_read_tables_are_stored_as_bits():
+    call = problem(**TABLES)
+    constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+    assert constants.STORED_BLOCKS == bits.constants().STORED_BLOCKS == bits.STORED
+    assert not constants.BITS_BY_BATCH
+    by_batch = ({"mask_uses_batch": True}, {"blocks": MaskBlocks(128, 128, True, per_batch=True)})
+    assert all(bits.is_by_batch(problem(**TABLES | facts)) for facts in by_batch)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"blocks": None},
+        {"blocks": MaskBlocks(128, 256, True)},
+        {"blocks": MaskBlocks(128, 128, True, per_head=True)},
+        {"blocks": MaskBlocks(128, 128, True, has_ranges=True)},
+        {"mask_uses_head": True},
+        {"mask_reads": False},
+        {"head_dim": 256},
+        {"query_heads": 2, "kv_heads": 2, "batch": 32},
+        {"query_len": 128},
+    ],
+)
+def test_other_masks_stay_functions(facts):
+    assert bits.stored_blocks(problem(**TABLES | facts)) == 0
+
+
 LARGE = {"batch": 4, "query_len": 2048, "key_len": 2048}
 ANY = KernelOptions(backend="hopper")
 
@@ -152,6 +184,7 @@ ANY = KernelOptions(backend="hopper")
         {"head_dim": 256, "value_head_dim": 256},
         {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
         {"blocks": MaskBlocks(128, 128, True), "has_mask_mod": True, "mask_reads": True},
+        {"blocks": MaskBlocks(128, 128, True, has_ranges=True), "has_mask_mod": True},
         {"dtype": torch.float16, "kv_heads": 4},
         {"has_score_mod": True, "reads_per_element": True},
         {"kv_batch_shared": True, "kv_heads": 8, "key_len": 4096},
@@ -261,7 +294,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "value_head_dim", "scale", "kv_batch_shared", "blocks", "has_score_mod", "mask_reads",
         "reads_per_element", "has_mask_mod", "has_captured_grads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
-        "bulk_obstacle", "is_deterministic", "dropout_p",
+        "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known

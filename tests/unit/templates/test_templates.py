@@ -14,7 +14,7 @@ import jinja2
 import pytest
 import torch
 
-from flexhop.lowering import hopper, hopper_grad, kernels
+from flexhop.lowering import bits, hopper, hopper_grad, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
@@ -105,6 +105,7 @@ def _constants(kernel: str) -> set[str]:
     classes = {
         "hopper_forward": hopper.HopperForwardConstants,
         "hopper_backward": hopper_grad.HopperBackwardConstants,
+        "mask_bits": bits.MaskBitsConstants,
     }
     if kernel in classes:
         return {field.name for field in dataclasses.fields(classes[kernel])}

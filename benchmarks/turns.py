@@ -1,0 +1,74 @@
+"""Processes that prepare side by side, and then measure one after the other.
+
+Compilation takes most of a benchmark's time and needs no GPU to itself; the measurement does. A
+worker calls `wait_for_turn` when it is prepared, and prints its result with `answer`.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_READY, _ANSWER = "READY", "ANSWER "
+
+
+def wait_for_turn() -> None:
+    """Say that everything is prepared, and go on when nobody else measures."""
+    print(_READY, flush=True)
+    sys.stdin.readline()
+
+
+def answer(result: dict[str, Any]) -> None:
+    """Hand a worker's result over."""
+    print(_ANSWER + json.dumps(result), flush=True)
+
+
+class _Worker(NamedTuple):
+    process: subprocess.Popen[str]
+    errors: Any  # the file of its stderr, which would fill a pipe
+
+    def read(self, start: str) -> str:
+        """Its next line that starts so; empty when it ended without one."""
+        assert self.process.stdout is not None
+        return next((line for line in self.process.stdout if line.startswith(start)), "")
+
+    def finish(self) -> dict[str, Any] | str:
+        """Let it measure: its result, or its last words."""
+        assert self.process.stdin is not None
+        if self.process.poll() is None:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        line = self.read(_ANSWER)
+        self.process.communicate()
+        if line:
+            return json.loads(line.removeprefix(_ANSWER))
+        self.errors.seek(0)
+        words = (self.errors.read().strip().splitlines() or ["without a word"])[-1]
+        return f"process ended: {words[:200]}"
+
+
+def _start(command: Sequence[str]) -> _Worker:
+    errors = tempfile.TemporaryFile("w+")  # closed with the worker
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdin=pipe, stdout=pipe, stderr=errors, text=True
+    )
+    return _Worker(process, errors)
+
+
+def in_turn(commands: Sequence[Sequence[str]], at_once: int) -> list[dict[str, Any] | str]:
+    """What workers found, or the last words of those that died.
+
+    Args:
+        commands: a module and its options for each.
+        at_once: how many prepare at a time; they measure when all of these are prepared.
+    """
+    found: list[dict[str, Any] | str] = []
+    for first in range(0, len(commands), at_once):
+        workers = [_start(command) for command in commands[first : first + at_once]]
+        for worker in workers:
+            worker.read(_READY)
+        found += [worker.finish() for worker in workers]
+    return found

@@ -1,0 +1,58 @@
+"""Emit the kernel that stores the mask of partial blocks as bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import inductor
+from flexhop.lowering import bits
+from flexhop.lowering.emit import Launch
+from flexhop.templates import source
+
+_WARPS = 4
+
+
+def _row_grid(batch: Any, rows: Any, meta: dict[str, Any]) -> tuple[Any, int, int]:
+    """Some programs per row of blocks and slice of its queries, on one axis."""
+    return (batch * rows * (meta["BLOCK"] // meta["ROWS"]) * meta["PROGRAMS_PER_ROW"], 1, 1)
+
+
+_TEMPLATE = inductor.make_template("flexhop_mask_bits", _row_grid, source("mask_bits"))
+
+
+def emit_mask_bits(launch: Launch, operands: Sequence[Any], lists: Sequence[Any]) -> Any:
+    """Emit the mask of partial blocks as bits, int32 [N, 1, 1, 512]; None if it stays a function.
+
+    N is stored blocks per row, times rows of blocks, times batches that have bits of their own.
+
+    Args:
+        launch: of the call.
+        operands: query and key.
+        lists: block lists of the queries.
+    """
+    problem, query = launch.problem, operands[0]
+    if not bits.stored_blocks(problem):
+        return None
+    batch = query.get_size()[0] if bits.is_by_batch(problem) else 1
+    rows = lists[0].get_size()[2]
+    size = [batch * rows * bits.stored_blocks(problem), 1, 1, bits.WORDS]
+    device = inductor.device_of(query)
+    layout = inductor.contiguous_layout(device, torch.int32, size)
+    subgraphs = inductor.Subgraphs([launch.mods.score, launch.mods.mask])
+    inputs = [*operands, *lists[:2]]
+    choices: list[Any] = []
+    error = _TEMPLATE.maybe_append_choice(
+        choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs, mutated_inputs=[],
+        call_sizes=[batch, rows], num_stages=1, num_warps=_WARPS,
+        **dataclasses.asdict(bits.constants()),
+    )  # fmt: skip
+    if error is not None:
+        raise error
+    captures = launch.captures
+    result = inductor.select("flexhop_mask_bits", choices, [*inputs, *captures], layout, {})
+    inductor.note_subgraphs(result, captures, subgraphs)
+    return inductor.realize([result])[0]
