@@ -62,17 +62,19 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
     """Begin to compile the backward kernel, which this forward call will need.
 
     AOTAutograd lowers the backward graph later, so the kernel's operands are foretold. A wrong
-    guess costs the time of a worker, no more. Not foretold: the gradient of a score_mod, and
-    lengths that vary.
+    guess costs the time of a worker, no more. Not foretold: the gradient of a score_mod, lengths
+    that vary, and the layouts of packed sequences and their lists.
 
     Args:
         launch: of the forward call.
         args: query, key and value with storage.
     """
     problem, sizes = launch.problem, [t.get_size() for t in _tensors(args)]
-    if problem.has_score_mod or not all(inductor.is_constant(n) for size in sizes for n in size):
+    is_packed = problem.blocks is not None and problem.blocks.has_ranges
+    is_fixed = all(inductor.is_constant(n) for size in sizes for n in size)
+    if problem.has_score_mod or is_packed or not is_fixed or not ahead.is_useful():
         return
-    if not ahead.is_useful() or choose_grad_dialect(problem, launch.options).name != "hopper":
+    if choose_grad_dialect(problem, launch.options).name != "hopper":
         return
     device = inductor.device_of(args.query)
     joint = lower_joint(device, _identity_joint(), (), ())

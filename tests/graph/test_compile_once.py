@@ -1,5 +1,6 @@
 """When kernels are compiled: each once, and the backward kernel of Hopper GPUs early."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ def _without_hash(source: str) -> str:
 
 
 DOCUMENT = torch.arange(1024) // 100
+OFFSETS = torch.tensor([0, 300, 1024], dtype=torch.int32)
 EARLY: dict[str, dict[str, Any]] = {
     "dense": {"mask": None},
     "causal": {},
@@ -107,6 +109,31 @@ def test_backward_kernel_is_foretold(case: str, monkeypatch: pytest.MonkeyPatch)
     forward, backward = finished
     assert forward not in started
     assert backward == started[0]
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    options = flexhop.KernelOptions(backend="hopper")
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+    return flexhop.varlen_attention(
+        q, k, v, OFFSETS, OFFSETS, max_seqlen_q=724, max_seqlen_k=724, kernel_options=options
+    )
+
+
+def _scored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    options = flexhop.KernelOptions(backend="hopper")
+    return flexhop.flex_attention(q, k, v, lambda s, b, h, m, n: s + m, kernel_options=options)
+
+
+@pytest.mark.parametrize("call", [_packed, _scored])
+def test_what_cannot_be_foretold_is_not_begun(
+    call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+    started, finished = _watch(monkeypatch)
+    generate(call, *_operands(), grad=True)
+    assert started == []
+    assert len(finished) == 2
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
