@@ -1,7 +1,8 @@
-"""The backward kernel of Hopper GPUs, compiled in the background, is what Inductor then finds."""
+"""The backward kernel of Hopper GPUs: what one worker compiles ahead, the others find."""
 
 import os
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +15,22 @@ from flexhop.offline import Kernel, generate
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Whether Triton's cache had what was compiled, "hit" or "miss", in order.
-
-    This process stands for a worker; the cache is empty, and stays while Inductor changes its
-    folder.
-    """
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Name and text of every kernel that is handed to a worker, who does nothing."""
     if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
-    import triton
-    from torch._inductor.runtime import triton_helpers
+    handed: list[tuple[str, str]] = []
 
-    found: list[str] = []
-
-    def note(**report: Any) -> None:
-        found.append("hit" if report["cache_hit"] else "miss")
-
-    def compile_here(name: str, source: str) -> Future[Any]:
+    def submit(name: str, source: str) -> Future[Any]:
+        handed.append((name, source))
         job: Future[Any] = Future()
-        job.set_result(_compile(name, source, tmp_path))
+        job.set_result(None)
         return job
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.knobs.compilation, "listener", note)
-    monkeypatch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
     monkeypatch.setattr(ahead, "is_useful", lambda: True)
-    monkeypatch.setattr(ahead, "_submit", compile_here)
+    monkeypatch.setattr(ahead, "_submit", submit)
     monkeypatch.setattr(ahead, "_jobs", {})
-    return found
-
-
-def _compile(name: str, source: str, cache: Path) -> None:
-    """Compile as Inductor's workers do."""
-    from torch._inductor.codecache import PyCodeCache
-
-    os.environ["TRITON_CACHE_DIR"] = str(cache)
-    getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
+    return handed
 
 
 def _generate() -> Kernel:
@@ -64,6 +45,39 @@ def _generate() -> Kernel:
     return generated.kernel_with("differentiate")
 
 
+def _compile(name: str, source: str, cache: str) -> str:
+    """Compile as Inductor's workers do: "hit" or "miss", as Triton's cache had it or not."""
+    os.environ["TRITON_CACHE_DIR"] = cache
+    import triton
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    found: list[str] = []
+    triton.knobs.compilation.listener = lambda **report: found.append(
+        "hit" if report["cache_hit"] else "miss"
+    )
+    triton_helpers.set_driver_to_gpu = lambda: None  # there is none
+    getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
+    return " ".join(found)
+
+
+def test_workers_find_the_kernel(begun: list[tuple[str, str]], tmp_path: Path) -> None:
+    kernel = _generate()
+    (early,) = begun
+    found = []
+    for text in (early, (kernel.name, kernel.source)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as worker:
+            found.append(worker.submit(_compile, *text, str(tmp_path)).result())
+    assert found == ["miss", "hit"]
+
+
+def test_one_text_is_begun_once(begun: list[tuple[str, str]]) -> None:
+    _generate()
+    torch.compiler.reset()
+    _generate()
+    assert len(begun) == 1
+
+
 class _Pool:
     """What `finish` asks Inductor's pool of workers."""
 
@@ -74,33 +88,22 @@ class _Pool:
         return self.is_ready
 
 
-def test_workers_find_the_kernel(found: list[str], tmp_path: Path) -> None:
-    kernel = _generate()
-    assert found == ["miss"]
-    _compile(kernel.name, kernel.source, tmp_path)
-    assert found == ["miss", "hit"]
-
-
-def test_one_text_is_begun_once(found: list[str]) -> None:
-    _generate()
-    torch.compiler.reset()
-    _generate()
-    assert found == ["miss"]
-
-
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_backward_waits_for_workers_that_it_will_ask(
-    is_ready: bool, found: list[str], monkeypatch: pytest.MonkeyPatch
+    is_ready: bool, begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the pool has not started, Inductor compiles in this process and finds nothing."""
     waited: list[Any] = []
     monkeypatch.setattr(ahead, "AsyncCompile", _Pool(is_ready))
     monkeypatch.setattr(ahead, "wait", waited.extend)
     _generate()
+    assert len(begun) == 1
     assert waited == (list(ahead._jobs.values()) if is_ready else [])
 
 
-def test_failure_is_left_to_inductor(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_left_to_inductor(
+    begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed: Future[Any] = Future()
     failed.set_exception(RuntimeError("no compiler"))
     monkeypatch.setattr(ahead, "_submit", lambda name, source: failed)
@@ -108,14 +111,15 @@ def test_failure_is_left_to_inductor(found: list[str], monkeypatch: pytest.Monke
     assert _generate().is_gluon
     (job,) = ahead._jobs.values()
     assert job.done()
-    assert found == []
 
 
-def test_only_so_much_is_begun(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_much_is_begun(
+    begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ahead, "_MOST", 0)
     _generate()
     assert ahead._jobs == {}
-    assert found == []
+    assert begun == []
 
 
 def test_nothing_is_begun_without_a_gpu() -> None:
