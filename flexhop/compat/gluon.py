@@ -69,10 +69,11 @@ class GluonKernel(inductor.TemplateKernel):
     """Fills the holes of our Gluon templates."""
 
     overrides = GluonOverrides
+    fixed_name = ""  # of the template
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.extra_template_env_fns.append(self.output_pointer)
+        self.extra_template_env_fns += [self.output_pointer, self.also_named]
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:
@@ -82,6 +83,22 @@ class GluonKernel(inductor.TemplateKernel):
     def jit_lines(self) -> str:
         """The decorators of the kernel."""
         return super().jit_lines().replace("@triton.jit", "@gluon.jit")
+
+    def def_kernel(self, *argnames: str) -> str:
+        """The hole of the kernel's head, which carries the name of `also_named`."""
+        hole = super().def_kernel(*argnames)
+        head = self.render_hooks[hole]
+        new = f"def {self.fixed_name}("
+        self.render_hooks[hole] = lambda: head().replace(f"def {self.kernel_name}(", new)
+        return hole
+
+    def also_named(self) -> str:
+        """Text that gives the kernel the name by which Inductor asks for it.
+
+        Inductor's names say which kernel of its graph it is. Triton's cache goes by a function's
+        text, so a function of its own name is found there whatever the graph is.
+        """
+        return f"{self.kernel_name} = {self.fixed_name}"
 
     def output_pointer(self) -> str:
         """Name of the pointer to the result, which the kernel stores itself."""
@@ -96,7 +113,10 @@ class GluonTemplate(inductor.Template):
 
 def make_template(name: str, grid: Callable[..., Any], source: str) -> GluonTemplate:
     """A Gluon template; as `inductor.make_template`."""
-    return inductor.make_template(name, grid, source, GluonTemplate)
+    source = source.rstrip("\n") + "\n\n\n{{also_named()}}\n"
+    template = inductor.make_template(name, grid, source, GluonTemplate)
+    template.kernel_type = type("GluonKernel", (GluonKernel,), {"fixed_name": name})
+    return template
 
 
 def keep_apart(result: Any) -> None:

@@ -133,7 +133,15 @@ def _kernel_source(path: str) -> str:
 def make_template(
     name: str, grid: Callable[..., Any], source: str, template: type[Any] = Template
 ) -> Any:
-    """2.11 freezes layouts of template inputs by itself; since 2.13 it must be asked."""
+    """A template, whose kernels are compiled once.
+
+    Compile workers get a kernel's text when it is generated and once more when the generated
+    module is loaded, in which every text ends with a newline. Two equal texts are one job, so it
+    must end with one before; Jinja takes one away.
+
+    2.11 freezes layouts of template inputs by itself; since 2.13 it must be asked.
+    """
+    source = source.rstrip("\n") + "\n\n"
     known = inspect.signature(TritonTemplate.__init__).parameters
     extra = {"always_freeze_layout": True} if "always_freeze_layout" in known else {}
     return template(name=name, grid=SymbolicGridFn(grid), source=source, **extra)

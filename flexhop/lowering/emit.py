@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexhop.compat import gluon, inductor
+from flexhop.compat import ahead, gluon, inductor
 from flexhop.compat.cache_template import CacheTemplate
 from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.mods import ModBuffers
@@ -203,11 +203,19 @@ class Launch(NamedTuple):
         constants = hopper_grad.constants(self.problem, hopper_grad.table_tile(self.problem))
         return self._emit_gluon("hopper_backward", inputs, output, constants, joint)
 
-    def _emit_gluon(
-        self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
-        joint: Sequence[Any] = (),
-    ) -> Any:  # fmt: skip
+    def start_hopper_backward(
+        self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
+    ) -> None:
+        """Begin to compile what emit_hopper_backward will emit if it gets operands like these."""
+        constants = hopper_grad.constants(self.problem, hopper_grad.table_tile(self.problem))
         subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint])
+        ahead.start(self._fill_gluon("hopper_backward", inputs, output, constants, subgraphs))
+
+    def _fill_gluon(
+        self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
+        subgraphs: inductor.Subgraphs,
+    ) -> Any:  # fmt: skip
+        """The one choice of a template in Gluon."""
         choices: list[Any] = []
         error = _HOPPER[name].maybe_append_choice(
             choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
@@ -217,6 +225,15 @@ class Launch(NamedTuple):
         )  # fmt: skip
         if error is not None:
             raise error
+        return choices[0]
+
+    def _emit_gluon(
+        self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
+        joint: Sequence[Any] = (),
+    ) -> Any:  # fmt: skip
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint])
+        choices = [self._fill_gluon(name, inputs, output, constants, subgraphs)]
+        ahead.finish(choices[0])
         operands = [*inputs, *self.captures]
         result = inductor.select(f"flexhop_{name}", choices, operands, output.layout, {})
         inductor.note_subgraphs(result, self.captures, subgraphs)

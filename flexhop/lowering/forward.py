@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from flexhop.compat import guards, inductor
-from flexhop.lowering import chunked, decode, kernels, splits
+from flexhop.lowering import backward_hopper, chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mask_bits import emit_mask_bits
@@ -39,7 +39,9 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     captures = [*score_captures, *mask_captures]
     launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     is_hopper = kernel == "forward" and dialect.name == "hopper"
-    return emit_forward(args, launch, "hopper" if is_hopper else kernel)
+    results = emit_forward(args, launch, "hopper" if is_hopper else kernel)
+    backward_hopper.prepare_gradients(launch, args)
+    return results
 
 
 def emit_forward(

@@ -17,7 +17,8 @@ class Kernel:
     """A kernel as Inductor wrote it.
 
     Args:
-        name: of the kernel function, e.g. "triton_tem_fused_flexhop_attention_0".
+        name: by which Inductor asks for the kernel, e.g. "triton_tem_fused_flexhop_attention_0". A
+            Gluon kernel's function has another, and this one stands for it at the end.
         source: the whole module text, with imports and Inductor's decorator.
         kind: Inductor's decorator: "template", "pointwise", "persistent_reduction", ...
         meta: `triton_meta`: "signature" (argument name -> type), "constants", "configs".
@@ -88,7 +89,7 @@ class Kernel:
             A new module whose attribute `name` is what `@triton.jit` or `@gluon.jit` makes of it.
         """
         tree = ast.parse(self.source)
-        kernel = self._function(self.name, tree)
+        kernel = _kernel_function(tree)
         kernel.decorator_list = [d for d in kernel.decorator_list if not _is_inductor(d)]
         # It would ask for a driver; without a GPU there is none.
         tree.body = [node for node in tree.body if "set_driver_to_gpu" not in ast.unparse(node)]
@@ -100,9 +101,11 @@ class Kernel:
         exec(compile(text, filename, "exec"), module.__dict__)
         return module
 
-    def _function(self, name: str = "", tree: ast.Module | None = None) -> ast.FunctionDef:
-        name = name or self.name
-        for node in (tree or ast.parse(self.source)).body:
+    def _function(self, name: str = "") -> ast.FunctionDef:
+        tree = ast.parse(self.source)
+        if name in ("", self.name):
+            return _kernel_function(tree)
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 return node
         raise KeyError(f"{self.name} has no function {name}.")
@@ -126,8 +129,7 @@ def kernels_of(code: str) -> list[Kernel]:
 def read_kernel(name: str, source: str) -> Kernel:
     """Read a kernel from the two arguments of `async_compile.triton`."""
     tree = ast.parse(source)
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    function = next(node for node in functions if node.name == name)
+    function = _kernel_function(tree)
     decorator = next(d for d in function.decorator_list if _is_inductor(d))
     assert isinstance(decorator, ast.Call)
     facts = {keyword.arg: keyword.value for keyword in decorator.keywords}
@@ -145,6 +147,12 @@ def read_kernel(name: str, source: str) -> Kernel:
         num_warps=read("num_warps", None),
         num_stages=read("num_stages", None),
     )
+
+
+def _kernel_function(tree: ast.Module) -> ast.FunctionDef:
+    """The function that Inductor decorates; the others are called by it."""
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return next(f for f in functions if any(map(_is_inductor, f.decorator_list)))
 
 
 def _is_constexpr(argument: ast.arg) -> bool:

@@ -1,0 +1,131 @@
+"""The backward kernel of Hopper GPUs: what one worker compiles ahead, the others find."""
+
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat import ahead, gluon_versions
+from flexhop.offline import Kernel, generate
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Name and text of every kernel that is handed to a worker, who does nothing."""
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+    handed: list[tuple[str, str]] = []
+
+    def submit(name: str, source: str) -> Future[Any]:
+        handed.append((name, source))
+        job: Future[Any] = Future()
+        job.set_result(None)
+        return job
+
+    monkeypatch.setattr(ahead, "is_useful", lambda: True)
+    monkeypatch.setattr(ahead, "_submit", submit)
+    monkeypatch.setattr(ahead, "_jobs", {})
+    return handed
+
+
+def _generate() -> Kernel:
+    inputs = [
+        torch.randn(1, 1, 128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, kernel_options=options),
+        *inputs, grad=True,
+    )  # fmt: skip
+    return generated.kernel_with("differentiate")
+
+
+def _compile(name: str, source: str, cache: str) -> str:
+    """Compile as Inductor's workers do: "hit" or "miss", as Triton's cache had it or not."""
+    os.environ["TRITON_CACHE_DIR"] = cache
+    import triton
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    found: list[str] = []
+    triton.knobs.compilation.listener = lambda **report: found.append(
+        "hit" if report["cache_hit"] else "miss"
+    )
+    triton_helpers.set_driver_to_gpu = lambda: None  # there is none
+    getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
+    return " ".join(found)
+
+
+def test_workers_find_the_kernel(begun: list[tuple[str, str]], tmp_path: Path) -> None:
+    kernel = _generate()
+    (early,) = begun
+    found = []
+    for text in (early, (kernel.name, kernel.source)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as worker:
+            found.append(worker.submit(_compile, *text, str(tmp_path)).result())
+    assert found == ["miss", "hit"]
+
+
+def test_one_text_is_begun_once(begun: list[tuple[str, str]]) -> None:
+    _generate()
+    torch.compiler.reset()
+    _generate()
+    assert len(begun) == 1
+
+
+class _Pool:
+    """What `finish` asks Inductor's pool of workers."""
+
+    def __init__(self, is_ready: bool) -> None:
+        self.is_ready = is_ready
+
+    def use_process_pool(self) -> bool:
+        return self.is_ready
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_backward_waits_for_workers_that_it_will_ask(
+    is_ready: bool, begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pool has not started, Inductor compiles in this process and finds nothing."""
+    waited: list[Any] = []
+    monkeypatch.setattr(ahead, "AsyncCompile", _Pool(is_ready))
+    monkeypatch.setattr(ahead, "wait", waited.extend)
+    _generate()
+    assert len(begun) == 1
+    assert waited == (list(ahead._jobs.values()) if is_ready else [])
+
+
+def test_failure_is_left_to_inductor(
+    begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(RuntimeError("no compiler"))
+    monkeypatch.setattr(ahead, "_submit", lambda name, source: failed)
+    monkeypatch.setattr(ahead, "AsyncCompile", _Pool(is_ready=True))
+    assert _generate().is_gluon
+    (job,) = ahead._jobs.values()
+    assert job.done()
+
+
+def test_only_so_much_is_begun(
+    begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_MOST", 0)
+    _generate()
+    assert ahead._jobs == {}
+    assert begun == []
+
+
+def test_nothing_is_begun_without_a_gpu() -> None:
+    """The offline tools forbid caches, and there is no device."""
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+    before = dict(ahead._jobs)
+    _generate()
+    assert ahead._jobs == before
