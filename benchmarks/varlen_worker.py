@@ -82,7 +82,7 @@ def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     """An implementation on packed tokens [T, H, D], or None where it cannot do the row."""
     cut = offsets(pack, device)
     if name in ("flexhop", "layers"):
-        attend: Attention = partial(flexhop.varlen_attention, cu_seqlens_q=cut, is_causal=True)
+        attend: Any = partial(flexhop.varlen_attention, cu_seqlens_q=cut, is_causal=True)
         return torch.compile(stack(attend) if name == "layers" else attend, fullgraph=True)
     if name in ("in-tree", "in-tree-ready"):
         return _intree(pack, cut, is_ready=name == "in-tree-ready")
