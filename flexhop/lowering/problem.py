@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flexhop.compat.gluon_versions import triton_version
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
@@ -15,6 +17,7 @@ class Device:
 
     shared_memory: bytes that one program can ask for.
     multiprocessors: programs that run side by side.
+    triton: version of the compiler that makes kernels for it.
     """
 
     capability: tuple[int, int]
@@ -22,6 +25,7 @@ class Device:
     multiprocessors: int
     l2_bytes: int
     name: str = "GPU"
+    triton: tuple[int, int] = dataclasses.field(default_factory=triton_version)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from flexhop.errors import TileError, TileResourceError
 from flexhop.lowering import kernels
 from flexhop.lowering.problem import MaskBlocks, round_head_dim
+from flexhop.lowering.tiles import table_tile
 from flexhop.options import KernelOptions, Tile
 from tests.problems import ALL_KERNELS, device, launched_kernels, problem, usual_problem
 
@@ -98,6 +99,15 @@ def test_a_users_tile_is_taken_and_filled(kernel):
     options = KernelOptions(**{field: Tile(32, 16, num_warps=8, num_stages=1)})
     (tile,) = kernels.choose_tiles(kernel, usual_problem(kernel), options, search=True)
     assert tile == Tile(32, 16, num_warps=8, num_stages=1)
+
+
+def test_a_triton_that_needs_more_registers_has_tiles_of_its_own():
+    call = problem(90, 256)
+    wide, narrow = (
+        table_tile("grad_query", dataclasses.replace(call, device=compiled))
+        for compiled in (dataclasses.replace(call.device, triton=(3, n)) for n in (8, 9))
+    )
+    assert wide.block_m * wide.block_n > narrow.block_m * narrow.block_n
 
 
 def test_a_users_tile_must_divide_the_blocks():
