@@ -89,8 +89,9 @@ class Kernel:
             A new module whose attribute `name` is what `@triton.jit` or `@gluon.jit` makes of it.
         """
         tree = ast.parse(self.source)
-        kernel = _kernel_function(tree)
-        kernel.decorator_list = [d for d in kernel.decorator_list if not _is_inductor(d)]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef):
+                node.decorator_list = [d for d in node.decorator_list if not _is_inductor(d)]
         # It would ask for a driver; without a GPU there is none.
         tree.body = [node for node in tree.body if "set_driver_to_gpu" not in ast.unparse(node)]
         text = ast.unparse(tree)
