@@ -184,7 +184,7 @@ def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
 def read_positions(score: fx.GraphModule) -> list[tuple[bool, bool]]:
     """Of all reads of captured tensors: do indices depend on q_idx, and on kv_idx?"""
     reads = score.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    return [_positions_of(score.graph, list(cast("Any", read.args[1]))) for read in reads]
+    return [_positions_of(score.graph, list(read.args[1])) for read in reads]
 
 
 def _positions_of(graph: fx.Graph, roots: Sequence[Any]) -> tuple[bool, bool]:
