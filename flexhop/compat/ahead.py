@@ -24,8 +24,11 @@ from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import _load_triton_kernel_from_source
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 from torch._inductor.virtualized import V
+from torch.fx import GraphModule
 
-__all__ = ["finish", "gradient_strides", "is_useful", "stand_ins", "start"]
+from flexhop.compat import shared
+
+__all__ = ["finish", "gradient_strides", "is_useful", "stand_ins", "start", "traced"]
 
 # Workers may be few, and Python waits for them when it ends: so much may be of no use at a time.
 _MOST = 2
@@ -38,6 +41,11 @@ def is_useful() -> bool:
     trains = not (V.graph.is_inference or V.graph.is_backward or V.graph.aot_mode)
     may = get_compile_threads() > 1 and not config.force_disable_caches
     return trains and may and torch.cuda.is_initialized()
+
+
+def traced(name: str) -> GraphModule | None:
+    """A graph of the call that is lowered now, traced for the backward pass; None if unknown."""
+    return shared.found(V.graph.current_node).get(name)
 
 
 def gradient_strides(out: torch.Tensor) -> list[int]:

@@ -6,6 +6,7 @@ in fp32, which is scaled and converted after it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from flexhop.compat import ahead, gluon, inductor
 from flexhop.lowering import hopper_grad, kernels
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import lower_joint
+from flexhop.lowering.mods import is_additive, joint_outputs, lower_joint
 from flexhop.lowering.operands import block_inputs
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.layout import dense_strides
@@ -62,39 +63,40 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
     """Begin to compile the backward kernel, which this forward call will need.
 
     AOTAutograd lowers the backward graph later, so the kernel's operands are foretold. A wrong
-    guess costs the time of a worker, no more. Not foretold: the gradient of a score_mod, lengths
-    that vary, and the layouts of packed sequences and their lists.
+    guess costs the time of a worker, no more. Not foretold: lengths that vary, and the layouts of
+    packed sequences and their lists.
 
     Args:
         launch: of the forward call.
         args: query, key and value with storage.
     """
-    problem, sizes = launch.problem, [t.get_size() for t in _tensors(args)]
-    is_packed = problem.blocks is not None and problem.blocks.has_ranges
-    is_fixed = all(inductor.is_constant(n) for size in sizes for n in size)
-    if problem.has_score_mod or is_packed or not is_fixed or not ahead.is_useful():
+    joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
+    if joint is None or len(joint_outputs(joint)) > 1 or not _has_known_layouts(launch, args):
         return
-    if choose_grad_dialect(problem, launch.options).name != "hopper":
-        return
-    device = inductor.device_of(args.query)
-    joint = lower_joint(device, _identity_joint(), (), ())
+    problem = dataclasses.replace(launch.problem, has_score_grad=not is_additive(joint))
+    if choose_grad_dialect(problem, launch.options).name == "hopper":
+        _start_kernel(launch._replace(problem=problem), args, joint)
+
+
+def _has_known_layouts(launch: Launch, args: AttentionArgs) -> bool:
+    blocks, sizes = launch.problem.blocks, [t.get_size() for t in _tensors(args)]
+    is_packed = blocks is not None and blocks.has_ranges
+    return not is_packed and all(inductor.is_constant(n) for size in sizes for n in size)
+
+
+def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) -> None:
+    """Begin to compile the backward kernel of a call, with the gradient of its score_mod."""
+    device, captures = inductor.device_of(args.query), inductor.realize(args.score_captures)
+    gradient = lower_joint(device, joint, captures, ())
     with ahead.stand_ins(_foretell_layouts(launch, args)) as operands:
         lse, _, _, *written = operands
         inputs = [*_tensors(args), *operands, *block_inputs(args, "q", lse, args.query)]
-        output = Output(_like(args.key), sizes[1], written)
-        launch.start_hopper_backward(inputs, output, joint)
+        output = Output(_like(args.key), args.key.get_size(), written)
+        launch.start_hopper_backward(inputs, output, gradient)
 
 
 def _tensors(args: AttentionArgs) -> tuple[Any, Any, Any]:
     return args.query, args.key, args.value
-
-
-def _identity_joint() -> fx.GraphModule:
-    """What the tracer makes of the gradient of no score_mod."""
-    graph = fx.Graph()
-    names = ("score", "b", "h", "q_idx", "kv_idx", "grad_score")
-    graph.output(([graph.placeholder(name) for name in names][-1],))
-    return fx.GraphModule({}, graph)
 
 
 def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
