@@ -63,36 +63,48 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
     """Begin to compile the backward kernel, which this forward call will need.
 
     AOTAutograd lowers the backward graph later, so the kernel's operands are foretold. A wrong
-    guess costs the time of a worker, no more. Not foretold: lengths that vary, and the layouts of
-    packed sequences and their lists.
+    guess costs the time of a worker, no more. Not foretold: gradients of captured tensors.
 
     Args:
         launch: of the forward call.
         args: query, key and value with storage.
     """
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
-    if joint is None or len(joint_outputs(joint)) > 1 or not _has_known_layouts(launch, args):
+    if joint is None or len(joint_outputs(joint)) > 1:
         return
     problem = dataclasses.replace(launch.problem, has_score_grad=not is_additive(joint))
     if choose_grad_dialect(problem, launch.options).name == "hopper":
         _start_kernel(launch._replace(problem=problem), args, joint)
 
 
-def _has_known_layouts(launch: Launch, args: AttentionArgs) -> bool:
-    blocks, sizes = launch.problem.blocks, [t.get_size() for t in _tensors(args)]
-    is_packed = blocks is not None and blocks.has_ranges
-    return not is_packed and all(inductor.is_constant(n) for size in sizes for n in size)
-
-
 def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) -> None:
     """Begin to compile the backward kernel of a call, with the gradient of its score_mod."""
     device, captures = inductor.device_of(args.query), inductor.realize(args.score_captures)
     gradient = lower_joint(device, joint, captures, ())
-    with ahead.stand_ins(_foretell_layouts(launch, args)) as operands:
-        lse, _, _, *written = operands
-        inputs = [*_tensors(args), *operands, *block_inputs(args, "q", lse, args.query)]
+    with (
+        ahead.stand_ins(_foretell_layouts(launch, args)) as operands,
+        ahead.stand_ins(_foretell_lists()) as computed,
+    ):
+        nodes = AttentionArgs(*ahead.operand_nodes()).blocks
+        blocks = (computed.get(n.name, x) for n, x in zip(nodes, args.blocks, strict=True))
+        lists = block_inputs(args._replace(blocks=tuple(blocks)), "q", operands["lse"], args.query)
+        written = [operands[name] for name in ("grad_query", "grad_value", "counter")]
         output = Output(_like(args.key), args.key.get_size(), written)
+        inputs = [*_tensors(args), *operands.values(), *lists]
         launch.start_hopper_backward(inputs, output, gradient)
+
+
+def _foretell_lists() -> dict[str, Any]:
+    """Layouts of the block lists that this graph computes, which the other gets, by node."""
+    nodes = (n for n in AttentionArgs(*ahead.operand_nodes()).blocks if n.op != "placeholder")
+    fakes = {node.name: node.meta["val"] for node in nodes}
+    return {
+        name: inductor.fixed_layout(
+            fake.device, fake.dtype,
+            *map(inductor.as_expressions, (fake.shape, fake.stride())),
+        )
+        for name, fake in fakes.items()
+    }  # fmt: skip
 
 
 def _tensors(args: AttentionArgs) -> tuple[Any, Any, Any]:
@@ -103,15 +115,16 @@ def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
     """Layouts of the kernel's operands that the backward graph will have, in their order."""
     query, _, value = _tensors(args)
     device, dtype = inductor.device_of(query), query.get_dtype()
-    batch, heads, length, _ = (int(n) for n in query.get_size())
+    batch, heads, length, _ = query.get_size()
     tile, blocks = hopper_grad.table_tile(launch.problem), launch.problem.blocks
     rows = length + gluon.fill_up(length, tile.block_m if blocks is None else blocks.q_size)
     statistic = inductor.contiguous_layout(device, torch.float32, [batch, heads, rows])
     out = inductor.output_meta()[0]
+    sizes, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
     return {
         "lse": statistic,
         "delta": statistic,
-        "grad_out": inductor.fixed_layout(device, dtype, out.shape, ahead.gradient_strides(out)),
+        "grad_out": inductor.fixed_layout(device, dtype, sizes, strides),
         "grad_query": inductor.contiguous_layout(device, torch.float32, query.get_size()),
         "grad_value": _like(value),
         "counter": inductor.contiguous_layout(device, torch.int32, [1]),
@@ -120,11 +133,10 @@ def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
 
 def _like(tensor: Any) -> Any:
     """The layout of a tensor's gradient."""
-    size, stride = tensor.get_size(), [int(n) for n in tensor.get_stride()]
+    size, order = tensor.get_size(), [inductor.hint(n) for n in tensor.get_stride()]
     return inductor.fixed_layout(
-        inductor.device_of(tensor), tensor.get_dtype(), size,
-        dense_strides([int(n) for n in size], stride),
-    )  # fmt: skip
+        inductor.device_of(tensor), tensor.get_dtype(), size, dense_strides(size, order)
+    )
 
 
 def _statistics(args: Any, rows: int) -> tuple[Any, Any]:

@@ -147,6 +147,32 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    options = flexhop.KernelOptions(backend="hopper")
+    return flexhop.flex_attention(q, k, v, kernel_options=options)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("call", [_packed, _dense])
+def test_packed_and_varying_lengths_are_foretold(
+    call: Callable[..., torch.Tensor],
+    is_transposed: bool,
+    is_dynamic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+    started, finished = _watch(monkeypatch)
+    operands = _operands(is_transposed=is_transposed)
+    for tensor in operands:
+        if is_dynamic:
+            torch._dynamo.mark_dynamic(tensor, 2)
+    generate(call, *operands, grad=True)
+    assert len(started) == 1
+    assert finished[-1] == started[0]
+
+
 def _learned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     options = flexhop.KernelOptions(backend="hopper")
     return flexhop.flex_attention(
@@ -154,14 +180,12 @@ def _learned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("call", [_packed, _learned])
-def test_what_cannot_be_foretold_is_not_begun(
-    call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_foretold_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a captured tensor."""
     if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
-    generate(call, *_operands(), grad=True)
+    generate(_learned, *_operands(), grad=True)
     assert started == []
     assert finished
 
