@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from flexhop.compat import ahead, gluon, inductor
+from flexhop.errors import ModLoweringError
 from flexhop.lowering import hopper_grad, kernels
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
@@ -79,32 +80,38 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
 
 def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) -> None:
     """Begin to compile the backward kernel of a call, with the gradient of its score_mod."""
-    device, captures = inductor.device_of(args.query), inductor.realize(args.score_captures)
-    gradient = lower_joint(device, joint, captures, ())
+    key: Any = args.key
+    device, captures = inductor.device_of(key), inductor.realize(args.score_captures)
+    try:
+        gradient = lower_joint(device, joint, captures, ())
+    except ModLoweringError:
+        return  # the backward pass will say so, if there is one
     with (
         ahead.stand_ins(_foretell_layouts(launch, args)) as operands,
         ahead.stand_ins(_foretell_lists()) as computed,
     ):
-        nodes = AttentionArgs(*ahead.operand_nodes()).blocks
-        blocks = (computed.get(n.name, x) for n, x in zip(nodes, args.blocks, strict=True))
+        pairs = zip(_list_nodes(), args.blocks, strict=True)
+        blocks = (computed.get(node.name, value) for node, value in pairs)
         lists = block_inputs(args._replace(blocks=tuple(blocks)), "q", operands["lse"], args.query)
         written = [operands[name] for name in ("grad_query", "grad_value", "counter")]
-        output = Output(_like(args.key), args.key.get_size(), written)
+        output = Output(_like(key), key.get_size(), written)
         inputs = [*_tensors(args), *operands.values(), *lists]
         launch.start_hopper_backward(inputs, output, gradient)
 
 
 def _foretell_lists() -> dict[str, Any]:
     """Layouts of the block lists that this graph computes, which the other gets, by node."""
-    nodes = (n for n in AttentionArgs(*ahead.operand_nodes()).blocks if n.op != "placeholder")
-    fakes = {node.name: node.meta["val"] for node in nodes}
-    return {
-        name: inductor.fixed_layout(
-            fake.device, fake.dtype,
-            *map(inductor.as_expressions, (fake.shape, fake.stride())),
-        )
-        for name, fake in fakes.items()
-    }  # fmt: skip
+    computed = (node for node in _list_nodes() if node.op != "placeholder")
+    return {node.name: _layout_of(node.meta["val"]) for node in computed}
+
+
+def _list_nodes() -> tuple[Any, ...]:
+    return AttentionArgs(*ahead.operand_nodes()).blocks
+
+
+def _layout_of(fake: torch.Tensor) -> Any:
+    size, stride = map(inductor.as_expressions, (fake.shape, fake.stride()))
+    return inductor.fixed_layout(fake.device, fake.dtype, size, stride)
 
 
 def _tensors(args: AttentionArgs) -> tuple[Any, Any, Any]:

@@ -10,6 +10,8 @@ from torch._inductor.codegen.triton import TritonScheduling
 
 import flexhop
 from flexhop.compat import ahead, gluon_versions
+from flexhop.errors import ModLoweringError
+from flexhop.lowering import backward_hopper
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate
 
@@ -119,14 +121,14 @@ def test_backward_kernel_is_foretold(case: str, monkeypatch: pytest.MonkeyPatch)
     started, finished = _watch(monkeypatch)
     query, key, value = _operands(**EARLY[case])
     mod = EARLY[case].get("mask", causal)
-    sizes = (query.size(2), key.size(2))
+    sizes, score = (query.size(2), key.size(2)), EARLY[case].get("score")
     mask = flexhop.create_block_mask(mod, None, None, *sizes, "cpu") if mod else None
     options = flexhop.KernelOptions(backend="hopper")
     weight = torch.randn(value.size(3) * 2, 64, dtype=torch.bfloat16)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = flexhop.flex_attention(
-            q, k, v, EARLY[case].get("score"), block_mask=mask, enable_gqa=True, kernel_options=options
+            q, k, v, score, block_mask=mask, enable_gqa=True, kernel_options=options
         )
         if not EARLY[case].get("is_projected"):
             return out
@@ -188,6 +190,23 @@ def test_what_cannot_be_foretold_is_not_begun(monkeypatch: pytest.MonkeyPatch) -
     generate(_learned, *_operands(), grad=True)
     assert started == []
     assert finished
+
+
+def test_gradient_without_kernel_is_left_to_the_backward_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward pass whose backward pass never runs must not fail for its sake."""
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+
+    def refuse(*_: Any) -> list[Any]:
+        raise ModLoweringError(mod="a", operation="b", location="c", reason="d")
+
+    started, finished = _watch(monkeypatch)
+    monkeypatch.setattr(backward_hopper, "lower_joint", refuse)
+    generate(_dense, *_operands(), grad=True)
+    assert started == []
+    assert len(finished) == 2
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
