@@ -141,9 +141,9 @@ def _output(graph: fx.GraphModule) -> Any:
     return _value_of(result)
 
 
-def _outputs(graph: fx.Graph) -> Sequence[Any]:
-    """What a graph with several outputs returns."""
-    return cast("Sequence[Any]", graph.output_node().args[0])
+def joint_outputs(joint: Any) -> Sequence[Any]:
+    """What a joint graph returns: the gradient of the score, then what its sites need."""
+    return cast("Sequence[Any]", inductor.graph_module(joint).graph.output_node().args[0])
 
 
 def _value_of(result: Any) -> Any:
@@ -160,7 +160,7 @@ def is_identity(graph: fx.GraphModule) -> bool:
 
 def _is_additive(joint: fx.GraphModule) -> bool:
     """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
-    result = _value_of(_outputs(joint.graph)[0])
+    result = _value_of(joint_outputs(joint)[0])
     return result is joint.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 
 
@@ -177,7 +177,7 @@ def is_all_true(graph: fx.GraphModule) -> bool:
 def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
     """Whether a site's indices depend on q_idx, and on kv_idx."""
     graph = inductor.graph_module(joint).graph
-    outputs = _outputs(graph)
+    outputs = joint_outputs(joint)
     return _positions_of(graph, [outputs[i] for i in site.indices])
 
 
