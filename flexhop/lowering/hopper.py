@@ -70,6 +70,7 @@ class HopperForwardConstants:
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
     HAS_RANGES: bool
+    HAS_SPANS: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     STORED_BLOCKS: int
@@ -192,6 +193,7 @@ def constants(
         TILES_PER_KV_BLOCK=kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
+        HAS_SPANS=blocks is not None and blocks.has_spans,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         STORED_BLOCKS=bits.stored_blocks(problem),

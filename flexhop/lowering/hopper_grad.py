@@ -77,6 +77,7 @@ class HopperBackwardConstants:
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
     HAS_RANGES: bool
+    HAS_SPANS: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
@@ -185,6 +186,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
+        HAS_SPANS=blocks is not None and blocks.has_spans,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         CHECK_Q=not problem.is_query_multiple(q_size),

@@ -32,7 +32,7 @@ class Device:
 class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
-    has_ranges: whether rows are ranges of blocks instead of lists. per_batch: as per_head.
+    has_ranges: whether rows are ranges of keys instead of lists of blocks. per_batch: as per_head.
     """
 
     q_size: int
@@ -41,6 +41,11 @@ class MaskBlocks:
     per_head: bool = False
     has_ranges: bool = False
     per_batch: bool = False
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether ranges of keys are the whole mask, so that mask_mod need not be asked."""
+        return self.has_ranges and self.has_full
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +122,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the batch may be sequences one after the other: then it is one, with ranges."""
+        return self.batch == 1 and self.blocks is not None and self.blocks.has_ranges
 
     @property
     def sums_exactly(self) -> bool:
