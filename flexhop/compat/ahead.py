@@ -33,6 +33,7 @@ __all__ = [
     "gradient_strides",
     "is_useful",
     "operand_nodes",
+    "origin",
     "stand_ins",
     "start",
     "traced",
@@ -104,6 +105,15 @@ def _drops_batch(node: Node) -> bool:
 def operand_nodes() -> tuple[Any, ...]:
     """Operands of the node that is lowered, as nodes of its graph."""
     return V.graph.current_node.args
+
+
+def origin(node: Node) -> Node:
+    """The node whose numbers a node shows in another shape."""
+    aten = torch.ops.aten
+    views = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.alias.default)
+    while node.target in views:
+        (node, *_) = node.all_input_nodes
+    return node
 
 
 @contextmanager

@@ -90,13 +90,34 @@ def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) ->
         ahead.stand_ins(_foretell_layouts(launch, args)) as operands,
         ahead.stand_ins(_foretell_lists()) as computed,
     ):
-        pairs = zip(_list_nodes(), args.blocks, strict=True)
-        blocks = (computed.get(node.name, value) for node, value in pairs)
-        lists = block_inputs(args._replace(blocks=tuple(blocks)), "q", operands["lse"], args.query)
+        blocks = _as_views_of_tables(args, computed)
+        lists = block_inputs(args._replace(blocks=blocks), "q", operands["lse"], args.query)
         written = [operands[name] for name in ("grad_query", "grad_value", "counter")]
         output = Output(_like(key), key.get_size(), written)
         inputs = [*_tensors(args), *operands.values(), *lists]
         launch.start_hopper_backward(inputs, output, gradient)
+
+
+def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[Any, ...]:
+    """The block lists, those that this graph computes by their stand-ins.
+
+    The ends of a range that mask_mod reads are lists, too, if queries see the keys that see them.
+    The backward graph then gets them once, and the kernel has one pointer.
+    """
+    nodes = AttentionArgs(*ahead.operand_nodes())
+    tables = {
+        ahead.origin(node): value
+        for node, value in zip(nodes.mask_captures, args.mask_captures, strict=True)
+        if isinstance(node, fx.Node)
+    }
+
+    def find(node: fx.Node, value: Any) -> Any:
+        if node.name not in computed or ahead.origin(node) not in tables:
+            return computed.get(node.name, value)
+        size = inductor.as_expressions(node.meta["val"].shape)
+        return inductor.call_lowering(aten.view.default, tables[ahead.origin(node)], size)
+
+    return tuple(map(find, nodes.blocks, args.blocks))
 
 
 def _foretell_lists() -> dict[str, Any]:
