@@ -18,7 +18,7 @@ from flexhop.errors import ModLoweringError
 from flexhop.lowering import hopper_grad, kernels
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import is_additive, joint_outputs, lower_joint
+from flexhop.lowering.mods import joint_outputs, lower_joint, read_joint
 from flexhop.lowering.operands import block_inputs
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.layout import dense_strides
@@ -73,7 +73,7 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
     if joint is None or len(joint_outputs(joint)) > 1:
         return
-    problem = dataclasses.replace(launch.problem, has_score_grad=not is_additive(joint))
+    problem = dataclasses.replace(launch.problem, **read_joint(joint)._asdict())
     if choose_grad_dialect(problem, launch.options).name == "hopper":
         _start_kernel(launch._replace(problem=problem), args, joint)
 

@@ -23,6 +23,7 @@ _LARGEST_OWN = 128
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 8
+_COSTLY_GRAD = 60  # instructions for a score
 # Barriers, statistics of queries, and the numbers of tiles that are handed out.
 _SLACK = 4096
 
@@ -76,6 +77,7 @@ class HopperBackwardConstants:
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
     HAS_RANGES: bool
+    HAS_SPANS: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
@@ -116,6 +118,11 @@ def slower(problem: Problem) -> Iterator[str]:
         yield (
             f"its {tiles} tiles of keys leave some of {problem.device.multiprocessors} "
             "multiprocessors without work"
+        )
+    if problem.grad_cost > _COSTLY_GRAD:
+        yield (
+            f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
+            f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
@@ -179,6 +186,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
+        HAS_SPANS=blocks is not None and blocks.has_spans,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         CHECK_Q=not problem.is_query_multiple(q_size),
