@@ -23,6 +23,7 @@ from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import _load_triton_kernel_from_source
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
@@ -42,7 +43,14 @@ __all__ = [
 # Workers may be few, and Python waits for them when it ends: so much may be of no use at a time.
 _MOST = 2
 
-_jobs: dict[str, Future[None]] = {}  # when each ends, by the hash of its text
+
+class _Jobs(dict[str, Future[None]]):
+    """When each job ends, by the hash of its text; forgotten when Inductor's caches are."""
+
+    cache_clear = dict.clear
+
+
+_jobs = clear_on_fresh_cache(_Jobs())
 
 
 def is_useful() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
 import flexhop
 from flexhop.compat import ahead, gluon_versions, launcher
@@ -78,6 +79,14 @@ def test_one_text_is_begun_once(begun: list[tuple[str, str]]) -> None:
     torch.compiler.reset()
     _generate()
     assert len(begun) == 1
+
+
+def test_it_is_begun_again_when_caches_are_emptied() -> None:
+    job: Future[None] = Future()
+    job.set_result(None)
+    ahead._jobs["text"] = job
+    with fresh_cache():
+        assert "text" not in ahead._jobs
 
 
 class _Pool:
