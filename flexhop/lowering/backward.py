@@ -12,7 +12,7 @@ from flexhop.compat import inductor, inline
 from flexhop.lowering import backward_hopper, chunked, exact, kernels
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import index_dependence, is_additive, lower_joint, lower_mods
+from flexhop.lowering.mods import index_dependence, lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
@@ -33,9 +33,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         [args.query, args.key, args.value, args.grad_out]
     )
     args = args._replace(query=query, key=key, value=value)
-    problem = dataclasses.replace(
-        read_problem(args, mods), has_score_grad=not is_additive(args.joint)
-    )
+    problem = dataclasses.replace(read_problem(args, mods), **read_joint(args.joint)._asdict())
     options = user_options(args.options)
     is_hopper = choose_grad_dialect(problem, options).name == "hopper"
     needed = ("grad_query", *kernels.key_value_kernels(problem))

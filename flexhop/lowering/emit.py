@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexhop.compat import ahead, gluon, inductor
+from flexhop.compat import ahead, gluon, inductor, launcher
 from flexhop.compat.cache_template import CacheTemplate
 from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.mods import ModBuffers
@@ -225,6 +225,7 @@ class Launch(NamedTuple):
         )  # fmt: skip
         if error is not None:
             raise error
+        launcher.build(choices[0])
         return choices[0]
 
     def _emit_gluon(

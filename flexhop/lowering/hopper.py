@@ -19,6 +19,9 @@ from flexhop.options import KernelOptions
 ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 _ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
 _LARGEST_WIDTH = 256
+# Instructions of score_mod for a score: beyond the first number the portable kernel is
+# faster, beyond the second it needs the registers in which queries would stay.
+_COSTLY_SCORE, _REGISTER_SCORE = 20, 8
 # Barriers, and the numbers of tiles that are handed out.
 _SLACK = 1024
 
@@ -100,6 +103,15 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "kernel_options give a tile of the portable kernel"
     if options.prescale_qk:
         yield "it cannot scale query beforehand (prescale_qk)"
+
+
+def slower(problem: Problem) -> Iterator[str]:
+    """Why the portable kernel is likely to be faster, as measured; "hopper" overrules."""
+    if problem.score_cost > _COSTLY_SCORE:
+        yield (
+            f"score_mod takes about {problem.score_cost:.0f} instructions for a score, which the "
+            f"portable kernel computes faster from {_COSTLY_SCORE} on"
+        )
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
@@ -206,6 +218,6 @@ def constants(
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
-    """Whether queries stay in registers: faster, unless tables need them to be read into."""
-    widest = 64 if problem.reads_per_element else 128
-    return tile.num_consumers == 2 and problem.head_dim <= widest
+    """Whether queries stay in registers: faster, unless score_mod needs them itself."""
+    needs_many = problem.reads_by_position or problem.score_cost > _REGISTER_SCORE
+    return tile.num_consumers == 2 and problem.head_dim <= (64 if needs_many else 128)

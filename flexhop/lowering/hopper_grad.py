@@ -23,6 +23,7 @@ _LARGEST_OWN = 128
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 8
+_COSTLY_GRAD = 60  # instructions for a score
 # Barriers, statistics of queries, and the numbers of tiles that are handed out.
 _SLACK = 4096
 
@@ -117,6 +118,11 @@ def slower(problem: Problem) -> Iterator[str]:
         yield (
             f"its {tiles} tiles of keys leave some of {problem.device.multiprocessors} "
             "multiprocessors without work"
+        )
+    if problem.grad_cost > _COSTLY_GRAD:
+        yield (
+            f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
+            f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -373,6 +373,41 @@ def test_the_hopper_loop_waits_for_products_after_the_exponentials(pool):
         last = max(n for n, line in enumerate(loop.splitlines()) if "MUFU.EX2" in line)
         assert len(waits) == 2, "one for the scores, one for the product with the values"
         assert waits[-1] > last
+
+
+SCORE_MODS: dict[str, Callable[..., torch.Tensor]] = {
+    "products of tables": lambda s, b, h, q, k: s + SCORES_ROW[q] * SCORES_ROW[k],
+    "remainder": lambda s, b, h, q, k: torch.where((q - k) % 7 == 0, s, s * 0.5),
+    "whole quotients": lambda s, b, h, q, k: s + (q // 3 - k // 5).float(),
+    "quotient": lambda s, b, h, q, k: s / (1 + (q - k).abs()),
+}
+SCORES_ROW = torch.zeros(1024)
+
+
+def build_scored_hopper(name: str) -> Cubin:
+    """The forward kernel with a score_mod, causal."""
+    inputs = [torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16) for _ in range(3)]
+    mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, SCORE_MODS[name], block_mask=mask,
+            kernel_options=flexhop.KernelOptions(backend="hopper"),
+        ),
+        *inputs,
+    )  # fmt: skip
+    return compile_kernel(generated.kernel_with("consume"), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_the_hopper_loops_of_a_score_mod_do_not_spill(pool, name):
+    """With queries in registers these had 32 to 56 accesses to local memory in every step."""
+    cubin = pool.submit(build_scored_hopper, name).result()
+    loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)
+    local = [loop.count("LDL") + loop.count("STL") for loop in loops]
+    assert len(loops) >= 4
+    assert local[:4] == [0] * 4
 
 
 class HopperBackward(NamedTuple):
