@@ -18,7 +18,8 @@ _PARTS = {
     "grad_key_value": ("grad_key_value", "grad_tile", "lists", "tile", "mods", "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_bits", "hopper_weights", "hopper_store", "hopper_tile", "hopper_common", "mods",
+        "hopper_line", "hopper_bits", "hopper_weights", "hopper_store", "hopper_tile",
+        "hopper_common", "mods",
     ),
     "hopper_backward": (
         "hopper_backward", "hopper_grad_produce", "hopper_grad_consume", "hopper_grad_step",
