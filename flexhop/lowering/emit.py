@@ -187,7 +187,7 @@ class Launch(NamedTuple):
         tile = hopper.table_tile(self.problem)
         show_hopper_plan(self.problem, self.options, tile)
         constants = hopper.constants(self.problem, self.options, tile)
-        return self._emit_gluon("hopper_forward", inputs, output, constants)
+        return self._emit_gluon("hopper_forward", inputs, output, constants, [self.mods.slope])
 
     def emit_hopper_backward(
         self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
@@ -230,9 +230,9 @@ class Launch(NamedTuple):
 
     def _emit_gluon(
         self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
-        joint: Sequence[Any] = (),
+        others: Sequence[Any],
     ) -> Any:  # fmt: skip
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint])
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *others])
         choices = [self._fill_gluon(name, inputs, output, constants, subgraphs)]
         ahead.finish(choices[0])
         operands = [*inputs, *self.captures]

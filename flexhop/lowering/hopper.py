@@ -24,6 +24,8 @@ _LARGEST_WIDTH = 256
 _COSTLY_SCORE, _REGISTER_SCORE = 20, 8
 # Barriers, and the numbers of tiles that are handed out.
 _SLACK = 1024
+# A slope is divided by the scale, and must not become infinite.
+_SMALLEST_SCALE = 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class HopperForwardConstants:
     KV_BATCH_SHARED: bool
     HEADS_PER_SECTION: int
     HAS_SCORE_MOD: bool
+    HAS_SLOPE: bool
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
@@ -178,7 +181,8 @@ def constants(
     """Constants of the kernel."""
     blocks = problem.blocks
     # As in the portable kernel: the scale goes into the exponent where nothing stands in between.
-    scales = problem.has_score_mod or problem.scale <= 0
+    has_slope = problem.has_key_slope and problem.scale > _SMALLEST_SCALE
+    scales = (problem.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = tile.block_n if blocks is None else blocks.kv_size
     return HopperForwardConstants(
         BLOCK_M=tile.block_m,
@@ -209,6 +213,7 @@ def constants(
         KV_BATCH_SHARED=problem.kv_batch_shared,
         HEADS_PER_SECTION=kernels.heads_per_section(problem),
         HAS_SCORE_MOD=problem.has_score_mod,
+        HAS_SLOPE=has_slope,
         SCALE_SCORES=scales,
         SM_SCALE=problem.scale,
         EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,

@@ -20,7 +20,8 @@ _PARTS = {
     "grad_key_value": ("grad_key_value", "grad_tile", *_BY_KEY, "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_bits", "hopper_spans", "hopper_weights", "hopper_store", "hopper_tile",
+        "hopper_line", "hopper_bits", "hopper_spans", "hopper_weights", "hopper_store",
+        "hopper_tile",
         "hopper_common", "mods",
     ),
     "hopper_backward": (

@@ -328,7 +328,14 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "reads_per_element", "has_mask_mod", "has_captured_grads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
-        "reads_by_position", "score_cost", "grad_cost",
+        "reads_by_position", "score_cost", "grad_cost", "has_key_slope",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known
+
+
+@pytest.mark.parametrize(("scale", "follows"), [(0.1, True), (1e-7, False), (-0.1, False)])
+def test_lines_are_followed_where_the_scale_divides_their_slopes(scale, follows):
+    call = problem(90, 128, has_score_mod=True, has_key_slope=True, scale=scale)
+    constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+    assert (constants.HAS_SLOPE, constants.SCALE_SCORES) == (follows, not follows)
