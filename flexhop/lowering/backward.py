@@ -45,8 +45,10 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     if is_hopper:
         layouts = (_like(key, 1).layout, _like(value, 2).layout)
-        args = args._replace(grad_out=grad_out)
-        return (*backward_hopper.emit_gradients(launch, args, joint[:1], layouts), [])
+        dense = args._replace(grad_out=grad_out)
+        gradients = backward_hopper.emit_gradients(launch, dense, joint[:1], layouts)
+        if gradients is not None:
+            return (*gradients, [])
 
     delta = _delta(args)
     operands = (query, key, value, inductor.contiguous(args.lse), delta, grad_out)

@@ -30,8 +30,8 @@ INF = float("inf")
 
 def emit_gradients(
     launch: Launch, args: BackwardArgs, joint: Sequence[Any], layouts: tuple[Any, Any]
-) -> tuple[Any, Any, Any]:
-    """Gradients of query, key and value.
+) -> tuple[Any, Any, Any] | None:
+    """Gradients of query, key and value; None if the kernel's machine code is refused.
 
     Args:
         launch: of this call.
@@ -54,6 +54,8 @@ def emit_gradients(
     output = Output(layouts[0], key.get_size(), [grad_query, grad_value, counter])
     lists = block_inputs(args, "q", lse, query)
     grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint)
+    if grad_key is None:
+        return None
     # Read after the kernel, or zeros would be scaled.
     added = inductor.ir.TensorBox(grad_query)
     scaled = inductor.call_lowering(aten.mul.Tensor, added, launch.problem.scale)

@@ -22,6 +22,8 @@ _LARGEST_WIDTH = 256
 # Instructions of score_mod for a score: beyond the first number the portable kernel is
 # faster, beyond the second it needs the registers in which queries would stay.
 _COSTLY_SCORE, _REGISTER_SCORE = 20, 8
+# Kernels with 296 and more had 0.3 to 0.6 times the speed of the portable one.
+_LOCAL_BYTES = 256
 # Barriers, and the numbers of tiles that are handed out.
 _SLACK = 1024
 # A slope is divided by the scale, and must not become infinite.
@@ -115,6 +117,15 @@ def slower(problem: Problem) -> Iterator[str]:
             f"score_mod takes about {problem.score_cost:.0f} instructions for a score, which the "
             f"portable kernel computes faster from {_COSTLY_SCORE} on"
         )
+
+
+def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
+    """Bytes of local memory per thread up to which the kernel is worth it; None: not looked at.
+
+    Compiling is waited for where a score_mod is long enough to need registers.
+    """
+    is_long = problem.score_cost > _REGISTER_SCORE
+    return _LOCAL_BYTES if is_long and options.backend == "auto" else None
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:

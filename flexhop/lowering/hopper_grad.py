@@ -24,6 +24,8 @@ _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 8
 _COSTLY_GRAD = 60  # instructions for a score
+# Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
+_LOCAL_BYTES = 288
 # Barriers, statistics of queries, and the numbers of tiles that are handed out.
 _SLACK = 4096
 
@@ -126,6 +128,16 @@ def slower(problem: Problem) -> Iterator[str]:
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
+
+
+def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
+    """Bytes of local memory per thread up to which the kernel is worth it; None: not looked at.
+
+    Wider heads are not: there the portable kernels compute two more products.
+    """
+    has_derivative = problem.has_score_mod and problem.has_score_grad
+    is_measured = has_derivative and width(problem) <= _LARGEST_OWN
+    return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
 
 
 def num_tiles(problem: Problem) -> int:
