@@ -23,6 +23,7 @@ _LARGEST_OWN = 128
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 8
+_FEWEST_PACKED_HEADS = 16
 _COSTLY_GRAD = 60  # instructions for a score
 # Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
@@ -222,10 +223,12 @@ def _heads_per_section(problem: Problem) -> int:
     """Key heads whose tiles are handed out together, those with the most work first.
 
     As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
-    least a few, so that the last long tiles do not run while most multiprocessors have nothing.
+    least a few, so that the last long tiles do not run while most multiprocessors have nothing:
+    more of packed sequences, of which only those that are being worked on must fit.
     """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4
     per_head = problem.group * problem.query_len * row
-    heads = max(_FEWEST_HEADS, problem.device.l2_bytes // max(1, per_head))
+    fewest = _FEWEST_PACKED_HEADS if problem.is_packed else _FEWEST_HEADS
+    heads = max(fewest, problem.device.l2_bytes // max(1, per_head))
     return min(heads, max(1, problem.batch * problem.kv_heads))
