@@ -91,6 +91,7 @@ class HopperForwardConstants:
     HEADS_PER_SECTION: int
     HAS_SCORE_MOD: bool
     HAS_SLOPE: bool
+    HAS_BEND: bool
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
@@ -225,6 +226,7 @@ def constants(
         HEADS_PER_SECTION=kernels.heads_per_section(problem),
         HAS_SCORE_MOD=problem.has_score_mod,
         HAS_SLOPE=has_slope,
+        HAS_BEND=has_slope and problem.has_key_bend,
         SCALE_SCORES=scales,
         SM_SCALE=problem.scale,
         EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,

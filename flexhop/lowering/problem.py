@@ -73,13 +73,14 @@ class Problem:
     """One call as plain values.
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key, reads_by_position: on one of them; has_key_slope: whether it adds a line over keys
-    (lowering/lines.py); score_cost, grad_cost: instructions that score_mod and its gradient take
-    for each score; mask_reads: whether mask_mod reads captured tensors; mask_uses_batch,
-    mask_uses_head: whether it looks at b, and at h; has_score_grad: whether the derivative of
-    score_mod differs from 1; bulk_obstacle: why the tensor memory accelerator cannot copy the
-    operands, if it cannot. Lengths are hints: the sizes seen at this compile; what must hold for
-    every size is in `is_query_multiple` and `is_key_multiple` (is the length a multiple of n?).
+    key, reads_by_position: on one of them; has_key_slope, has_key_bend: whether it adds a line over
+    keys, and one that has a bend (lowering/lines.py); score_cost, grad_cost: instructions that
+    score_mod and its gradient take for each score; mask_reads: whether mask_mod reads captured
+    tensors; mask_uses_batch, mask_uses_head: whether it looks at b, and at h; has_score_grad:
+    whether the derivative of score_mod differs from 1; bulk_obstacle: why the tensor memory
+    accelerator cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this
+    compile; what must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the
+    length known to be a multiple of n?).
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
     is_deterministic: whether results must be the same in every run. cache: None unless key and
     value are read from one; with pages, key_len is what the widest sequence has room for.
@@ -111,6 +112,7 @@ class Problem:
     score_cost: float = 0.0
     grad_cost: float = 0.0
     has_key_slope: bool = False
+    has_key_bend: bool = False
     mask_uses_batch: bool = False
     mask_uses_head: bool = False
     dropout_p: float = 0.0

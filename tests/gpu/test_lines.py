@@ -35,6 +35,8 @@ LINES: dict[str, Callable[[Tensor], Any]] = {
     "steep": lambda t: lambda s, b, h, q, k: s + 3.0 * (k - q) + t[h],
     "level": lambda t: lambda s, b, h, q, k: s + t[(h + q) % HEADS],
     "distance": lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs(),
+    "far_bend": lambda t: lambda s, b, h, q, k: s + t[h] * (k + 75 - q - 300 * b).abs() - 0.01 * k,
+    "bend_of_keys": lambda t: lambda s, b, h, q, k: s - t[h] * (k - 333).abs(),
 }
 
 
@@ -98,13 +100,15 @@ def test_lines(name, width, length):
     check(LINES[name], random_operands(length, length, width), is_causal=True)
 
 
-@pytest.mark.parametrize("name", ["alibi", "reversed", "by_query", "distance"])
+@pytest.mark.parametrize(
+    "name", ["alibi", "reversed", "by_query", "distance", "far_bend", "bend_of_keys"]
+)
 def test_without_a_mask(name):
     torch.manual_seed(1)
     check(LINES[name], random_operands(300, 777, 128), is_causal=False)
 
 
-@pytest.mark.parametrize("name", ["alibi", "of_keys", "down", "reversed"])
+@pytest.mark.parametrize("name", ["alibi", "of_keys", "down", "distance"])
 @pytest.mark.parametrize("keys", [100_000, 131_072])
 def test_far_keys(name, keys):
     """What the line adds is thousands, of which the scores' own digits must not be lost."""
@@ -112,10 +116,11 @@ def test_far_keys(name, keys):
     check(LINES[name], random_operands(130, keys, 64, batch=1), is_causal=False)
 
 
+@pytest.mark.parametrize("name", ["alibi", "distance"])
 @pytest.mark.parametrize("scale", [1e-3, 2.0, -0.3, 1e-8])
-def test_scales(scale):
+def test_scales(scale, name):
     torch.manual_seed(3)
-    check(LINES["alibi"], random_operands(500, 500, 64), is_causal=True, scale=scale)
+    check(LINES[name], random_operands(500, 500, 64), is_causal=True, scale=scale)
 
 
 def test_rows_that_are_known_to_see_something():

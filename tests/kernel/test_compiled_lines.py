@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -41,16 +42,36 @@ def build(score_mod: Any, width: int) -> Cubin:
     return compile_kernel(generated.kernel_with("consume"), 90)
 
 
-def full_steps(cubin: Cubin, width: int) -> list[list[str]]:
-    """Instructions of the loops without a mask, one of each consumer."""
-    loops = [loop for loop in cubin.loops() if loop.count("HGMMA") == 8 + width // 16]
-    lines = [[line for line in loop.splitlines() if ";" in line] for loop in loops]
-    return sorted(lines, key=len)[:2]
+def loops_of(cubin: Cubin, width: int) -> list[str]:
+    """The loops of both consumers, with a mask and without, the shortest first."""
+    return sorted((x for x in cubin.loops() if x.count("HGMMA") == 8 + width // 16), key=len)
+
+
+def full_loops(cubin: Cubin, width: int) -> list[str]:
+    """The loops without a mask, one of each consumer."""
+    return loops_of(cubin, width)[:2]
+
+
+def instructions(loop: str) -> list[str]:
+    """One a line, without labels."""
+    return [line for line in loop.splitlines() if ";" in line]
+
+
+def longest_skip(loop: str) -> int:
+    """How many instructions a jump forward leaves out at most."""
+    lines = loop.splitlines()
+    labels = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    jumps = [
+        (n, m[1]) for n, line in enumerate(lines) if (m := re.search(r"BRA.*(\.L_x_\d+)", line))
+    ]
+    return max(labels.get(target, n) - n for n, target in jumps)
 
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_line_takes_one_instruction_for_each_score(width):
-    plain, line = (full_steps(build(mod, width), width) for mod in (None, alibi))
+    plain, line = (
+        [instructions(x) for x in full_loops(build(mod, width), width)] for mod in (None, alibi)
+    )
     for without, having in zip(plain, line, strict=True):
         # Besides: which block is next, the mod at the first key, and the row's numbers.
         assert SCORES <= len(having) - len(without) <= SCORES + 45
@@ -61,15 +82,21 @@ def test_a_line_takes_one_instruction_for_each_score(width):
 def test_nothing_is_waited_for_before_the_products(width):
     cubin = build(alibi, width)
     assert (cubin.spills, product_notes(cubin)) == (0, [])
-    for step in full_steps(cubin, width):
+    for step in map(instructions, full_loops(cubin, width)):
         loads = [n for n, x in enumerate(step) if "LDG" in x]
         products = [n for n, x in enumerate(step) if "HGMMA" in x]
         assert loads
         assert loads[0] > products[0]
 
 
-def test_distances_are_subtracted_as_floats():
-    for step in full_steps(build(distance, 128), 128):
-        # A pair of rows shares the positions of 32 keys.
-        assert sum("I2F" in x for x in step) <= SCORES // 2
-        assert not [x for x in step if "IABS" in x]
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_step_without_the_bend_leaves_out_what_a_bend_needs(width):
+    plain = full_loops(build(None, width), width)
+    # The mod is asked about each key under a branch.
+    both = loops_of(build(distance, width), width)
+    bent = [loop for loop in both if longest_skip(loop) > 4 * SCORES][:2]
+    for without, having in zip(plain, bent, strict=True):
+        assert "IABS" not in having, "distances are subtracted as floats"
+        more = len(instructions(having)) - longest_skip(having) - len(instructions(without))
+        # Besides what a line needs: the corners of the tile, and two branches.
+        assert SCORES <= more <= SCORES + 90
