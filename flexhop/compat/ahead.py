@@ -22,17 +22,18 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import _load_triton_kernel_from_source
-from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
 from flexhop.compat import shared
+from flexhop.compat.machine_code import compile_by_worker, compile_here
 
 __all__ = [
     "finish",
     "gradient_strides",
     "is_useful",
+    "local_memory",
     "operand_nodes",
     "origin",
     "stand_ins",
@@ -139,22 +140,34 @@ def stand_ins(layouts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def start(choice: Any) -> None:
     """Begin to compile a choice of a template, unless it was begun before or enough others are."""
-    request = choice.bmreq
     running = [job for job in _jobs.values() if not job.done()]
-    if request.module_cache_key not in _jobs and len(running) < _MOST:
-        source = Path(request.module_path).read_text()
-        job, ended = _submit(request.kernel_name, source), Future[None]()
-        job.add_done_callback(lambda _: ended.set_result(None))  # the kernel itself is not kept
-        _jobs[request.module_cache_key] = ended
+    if choice.bmreq.module_cache_key not in _jobs and len(running) < _MOST:
+        _begin(choice)
 
 
-def _submit(name: str, source: str) -> Future[Any]:
-    """Have a worker compile a kernel, as Inductor has it: Triton's cache tells workers apart from
-    this process, because they may have another ptxas."""
+def _begin(choice: Any) -> None:
+    request = choice.bmreq
+    source = Path(request.module_path).read_text()
+    _jobs[request.module_cache_key] = _submit(request.kernel_name, source)
+
+
+def _submit(name: str, source: str) -> Future[int]:
+    """Compile a kernel as Inductor has it, and measure its local memory.
+
+    In a worker if there are any: Triton's cache tells them apart from this process, because they
+    may have another ptxas.
+    """
+    load = partial(_load_triton_kernel_from_source, name, source)
     folders = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {folder: os.environ[folder] for folder in folders if folder in os.environ}
-    load = partial(_load_triton_kernel_from_source, name, source)
-    return AsyncCompile.process_pool().submit(_worker_compile_triton, load, environment, {})
+    if get_compile_threads() > 1:
+        return AsyncCompile.process_pool().submit(compile_by_worker, load, environment)
+    job: Future[int] = Future()
+    try:
+        job.set_result(compile_here(load))
+    except Exception as error:  # as a worker hands it over
+        job.set_exception(error)
+    return job
 
 
 def finish(choice: Any) -> None:
@@ -165,3 +178,16 @@ def finish(choice: Any) -> None:
     job = _jobs.get(choice.bmreq.module_cache_key)
     if job is not None and AsyncCompile.use_process_pool():
         wait([job])
+
+
+def local_memory(choice: Any) -> int | None:
+    """Bytes of local memory that each thread of a choice's kernel needs; compiles it if need be.
+
+    None where kernels are not compiled now, or this one cannot be, which Inductor will report.
+    """
+    if config.force_disable_caches or not torch.cuda.is_initialized():
+        return None
+    if choice.bmreq.module_cache_key not in _jobs:
+        _begin(choice)
+    job = _jobs[choice.bmreq.module_cache_key]
+    return None if job.exception() is not None else job.result()

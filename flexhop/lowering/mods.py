@@ -12,6 +12,7 @@ from torch import fx
 from flexhop.compat import inductor
 from flexhop.lowering.cost import instructions
 from flexhop.lowering.indices import Range, wrap_reads
+from flexhop.lowering.lines import key_line, zero
 from flexhop.lowering.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
@@ -37,6 +38,8 @@ class ModFacts(NamedTuple):
     # Whether it reads any at an index that depends on a position.
     reads_by_position: bool
     score_cost: float  # instructions of score_mod for a score
+    has_key_slope: bool  # whether score_mod adds a line over keys, and one that has a bend
+    has_key_bend: bool
     mask_reads: bool  # whether mask_mod reads captures, and looks at b and at h
     mask_uses_batch: bool
     mask_uses_head: bool
@@ -50,10 +53,15 @@ class JointFacts(NamedTuple):
 
 
 class ModBuffers(NamedTuple):
-    """The user functions of one kernel, lowered: scalar buffers for the holes, and facts."""
+    """The user functions of one kernel, lowered: scalar buffers for the holes, and facts.
+
+    slope, bend: of the line over keys that score_mod adds (lines.py); 0 if it adds none.
+    """
 
     score: Any
     mask: Any
+    slope: Any
+    bend: Any
     facts: ModFacts
 
 
@@ -68,24 +76,37 @@ def lower_mods(
     score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
     indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
     first = inductor.placeholder("score", torch.float32, device)
-    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
-    (score_buffer,) = inductor.lower_pointwise(
-        fast_score, [first, *indices, *captures[0]], "score_mod"
-    )
+    safe_score = wrap_reads(score_graph, _position_ranges(1, sizes))
+    inputs = [first, *indices, *captures[0]]
+    fast_score = float_positions(safe_score)
+    (score_buffer,) = inductor.lower_pointwise(fast_score, inputs, "score_mod")
+    slope_buffer, bend_buffer = _lower_line(safe_score, inputs)
     safe_mask = wrap_reads(mask_graph, _position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
-    return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
+    return ModBuffers(
+        score_buffer, mask_buffer, slope_buffer, bend_buffer, read_mods(score_graph, mask_graph)
+    )
+
+
+def _lower_line(score: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Slope and bend of the line over keys that a score_mod adds."""
+    line = key_line(score) or (None, None)
+    parts = [part or zero(score) for part in line]
+    return [inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in parts]
 
 
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     """The facts of both user functions."""
     reads = read_positions(score)
+    line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
         reads_per_element=any(map(all, reads)),
         reads_by_position=any(map(any, reads)),
         score_cost=instructions(score),
+        has_key_slope=line is not None,
+        has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
         mask_uses_batch=_is_used(mask, 0),
         mask_uses_head=_is_used(mask, 1),

@@ -20,7 +20,8 @@ _PARTS = {
     "grad_key_value": ("grad_key_value", "grad_tile", *_BY_KEY, "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_bits", "hopper_spans", "hopper_weights", "hopper_store", "hopper_tile",
+        "hopper_line", "hopper_bits", "hopper_spans", "hopper_weights", "hopper_store",
+        "hopper_tile",
         "hopper_common", "mods",
     ),
     "hopper_backward": (
@@ -32,6 +33,8 @@ _PARTS = {
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
 EXTRAS = ("dropout", "exact_sum")
+# What hopper_backward needs for gradients of captured tensors.
+CAPTURED = ("hopper_captured", "hopper_sums", "hopper_distances")
 _GLUON = ("hopper_forward", "hopper_backward")
 
 
@@ -46,7 +49,7 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
 
     Args:
         kernel: one of KERNELS.
-        extras: of EXTRAS, files whose functions its holes call.
+        extras: of EXTRAS, or CAPTURED: files whose functions its holes call.
     """
     parts = (*_PARTS[kernel], *extras)
     text = "\n\n".join(part(name).strip("\n") for name in parts) + "\n"
