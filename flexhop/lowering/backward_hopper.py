@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,16 +28,28 @@ convert = torch.ops.prims.convert_element_type.default
 INF = float("inf")
 
 
+class Captured(NamedTuple):
+    """Sums of gradients of captured tensors, zero-filled, and what kernels add to them."""
+
+    sums: Sequence[Any]
+    sites: Sequence[inductor.ScatterSite]
+
+
 def emit_gradients(
-    launch: Launch, args: BackwardArgs, joint: Sequence[Any], layouts: tuple[Any, Any]
+    launch: Launch,
+    args: BackwardArgs,
+    joint: Sequence[Any],
+    layouts: tuple[Any, Any],
+    captured: Captured,
 ) -> tuple[Any, Any, Any] | None:
-    """Gradients of query, key and value; None if the kernel's machine code is refused.
+    """Gradients of query, key and value; those of captured tensors are added up.
 
     Args:
         launch: of this call.
         args: query, key, value and grad_out with storage.
-        joint: the gradient of score_mod, lowered.
+        joint: the lowered joint graph: its first output, and for sites the others.
         layouts: of the gradients of key and value.
+        captured: where to add, and what.
     """
     operands: tuple[Any, ...] = (args.query, args.key, args.value, args.grad_out)
     query, key, value, grad_out = operands
@@ -51,9 +63,10 @@ def emit_gradients(
     grad_value = inductor.empty(layouts[1].size, layouts[1].stride, value.get_dtype(), device)
     counter = inductor.zeros([1], torch.int32, device)
     inputs = [query, key, value, lse, delta, grad_out, grad_query, grad_value, counter]
-    output = Output(layouts[0], key.get_size(), [grad_query, grad_value, counter])
+    written = [grad_query, grad_value, counter, *captured.sums]
+    output = Output(layouts[0], key.get_size(), written)
     lists = block_inputs(args, "q", lse, query)
-    grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint)
+    grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint, captured.sites)
     if grad_key is None:
         return None
     # Read after the kernel, or zeros would be scaled.

@@ -106,8 +106,8 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield f"it takes head sizes that are multiples of {_COLUMNS}"
     if problem.is_deterministic:
         yield "it adds to the gradient of query in no fixed order, and determinism is asked for"
-    if problem.has_captured_grads:
-        yield "it does not compute gradients of captured tensors"
+    if "score" in problem.captured_reads:
+        yield "single scores read entries of a captured tensor that needs a gradient"
     tile = table_tile(problem)
     yield from hopper.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
@@ -126,6 +126,11 @@ def slower(problem: Problem) -> Iterator[str]:
         yield (
             f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
             f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
+        )
+    if _lacks_registers(problem):
+        yield (
+            f"with {_LARGEST_OWN} columns it has no registers to keep scores for gradients of "
+            "captured tensors, and its tiles of 64 keys are slow"
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
@@ -152,11 +157,17 @@ def table_tile(problem: Problem) -> HopperGradTile:
     columns = width(problem)
     # Twice as many queries are twice as many scores in registers, which functions need as well.
     is_plain = not problem.has_score_mod and not problem.mask_reads
-    if columns > _LARGEST_OWN:
+    if columns > _LARGEST_OWN or _lacks_registers(problem):
         return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
     if columns == 64:
         return HopperGradTile(block_m=128, num_slots=2) if is_plain else HopperGradTile(64, 4)
     return HopperGradTile(block_m=64, num_slots=2)
+
+
+def _lacks_registers(problem: Problem) -> bool:
+    """Whether scores, which gradients of captured tensors are computed of, would be spilled."""
+    keeps_scores = problem.has_captured_grads and problem.has_score_grad
+    return keeps_scores and width(problem) == _LARGEST_OWN
 
 
 def width(problem: Problem) -> int:
@@ -176,7 +187,9 @@ def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
 
 def _sum_columns(columns: int, tile: HopperGradTile) -> int:
     """Columns of the gradient of query that one consumer adds at a time, for 64 rows."""
-    return _ROWS if tile.shares_keys else columns * tile.block_m // (_ROWS * _CONSUMERS)
+    if tile.shares_keys:
+        return columns // (2 * _CONSUMERS)  # two stripes, one after the other
+    return columns * tile.block_m // (_ROWS * _CONSUMERS)
 
 
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:

@@ -10,6 +10,7 @@ import torch
 
 from flexhop import debug
 from flexhop.compat import gluon, inductor
+from flexhop.lowering.captured import read_sites
 from flexhop.lowering.mods import ModBuffers, ModFacts
 from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, CachedArgs
@@ -112,7 +113,9 @@ def make_problem(
         kv_batch_shared=kv_batch == 1 and batch != 1,
         blocks=_mask_blocks(args),
         **mods._asdict(),
-        has_captured_grads=isinstance(args, BackwardArgs) and bool(args.sites),
+        captured_reads=read_sites(args.joint, args.sites)
+        if isinstance(args, BackwardArgs)
+        else (),
         returns_max=bool(args.options.get("return_max")),
         large_output=elements >= 2**31,
         is_query_multiple=sizes.is_query_multiple,

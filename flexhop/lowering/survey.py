@@ -12,6 +12,7 @@ from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
+from flexhop.lowering.captured import read_sites
 from flexhop.lowering.kernels import forward_kernel
 from flexhop.lowering.mods import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
@@ -61,7 +62,7 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     problem = read_tensor_problem(args, device, read_mods(score, mask))
     problem = dataclasses.replace(
         problem,
-        has_captured_grads=bool(joint and joint.sites),
+        captured_reads=read_sites(joint.joint, joint.sites) if joint else (),
         **({} if joint is None else read_joint(joint.joint)._asdict()),
     )
     options = user_options(args.options)

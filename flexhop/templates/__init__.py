@@ -33,6 +33,8 @@ _PARTS = {
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
 EXTRAS = ("dropout", "exact_sum")
+# What hopper_backward needs for gradients of captured tensors.
+CAPTURED = ("hopper_captured", "hopper_sums", "hopper_distances")
 _GLUON = ("hopper_forward", "hopper_backward")
 
 
@@ -47,7 +49,7 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
 
     Args:
         kernel: one of KERNELS.
-        extras: of EXTRAS, files whose functions its holes call.
+        extras: of EXTRAS, or CAPTURED: files whose functions its holes call.
     """
     parts = (*_PARTS[kernel], *extras)
     text = "\n\n".join(part(name).strip("\n") for name in parts) + "\n"

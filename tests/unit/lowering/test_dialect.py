@@ -189,6 +189,14 @@ ANY = KernelOptions(backend="hopper")
         {"dtype": torch.float16, "kv_heads": 4},
         {"has_score_mod": True, "reads_per_element": True},
         {"kv_batch_shared": True, "kv_heads": 8, "key_len": 4096},
+        {"has_score_mod": True, "captured_reads": ("head", "key", "query", "distance")},
+        {"head_dim": 128, "has_score_mod": True, "captured_reads": ("distance",)},
+        {
+            "head_dim": 256,
+            "has_score_mod": True,
+            "has_score_grad": True,
+            "captured_reads": ("key",),
+        },
     ],
 )
 def test_the_hopper_backward_kernel_serves(facts):
@@ -213,8 +221,8 @@ def test_the_hopper_backward_kernel_serves(facts):
         ),
         ({"dropout_p": 0.1}, {}, "it does not draw the random numbers of dropout"),
         (
-            {"has_captured_grads": True}, {},
-            "it does not compute gradients of captured tensors",
+            {"captured_reads": ("key", "score")}, {},
+            "single scores read entries of a captured tensor that needs a gradient",
         ),
         (
             {"blocks": MaskBlocks(64, 128, True)}, {},
@@ -251,6 +259,16 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
             {"has_score_mod": True, "grad_cost": 86.0},
             "the gradient of score_mod takes about 86 instructions for a score, which the "
             "portable kernels compute faster from 60 on",
+        ),
+        (
+            {
+                "head_dim": 128,
+                "has_score_mod": True,
+                "has_score_grad": True,
+                "captured_reads": ("head",),
+            },
+            "with 128 columns it has no registers to keep scores for gradients of captured "
+            "tensors, and its tiles of 64 keys are slow",
         ),
     ],
 )
@@ -325,7 +343,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
     known = {
         "device", "dtype", "batch", "query_heads", "kv_heads", "query_len", "key_len", "head_dim",
         "value_head_dim", "scale", "kv_batch_shared", "blocks", "has_score_mod", "mask_reads",
-        "reads_per_element", "has_mask_mod", "has_captured_grads", "returns_max", "large_output",
+        "reads_per_element", "has_mask_mod", "captured_reads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "reads_by_position", "score_cost", "grad_cost", "has_key_slope", "has_key_bend",
