@@ -119,7 +119,7 @@ def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[
     The ends of a range that mask_mod reads are lists, too, if queries see the keys that see them.
     The backward graph then gets them once, and the kernel has one pointer.
     """
-    nodes = AttentionArgs(*ahead.operand_nodes())
+    nodes: Any = AttentionArgs(*ahead.operand_nodes())
     tables = {
         ahead.origin(node): value
         for node, value in zip(nodes.mask_captures, args.mask_captures, strict=True)

@@ -29,6 +29,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+from flexhop.compat import triton_runtime
 from flexhop.compat.cpu_wrapper import triton_helpers
 from flexhop.offline.memory import Memory
 from flexhop.offline.numpy_functions import assembly_function, library_function
@@ -38,7 +39,7 @@ __all__ = ["interpreting", "launch"]
 
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 _BYTES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-_LIBRARY = (tl, tl.core, tl.standard, tl.math, tl.random, triton_helpers)
+_LIBRARY = (tl, tl.core, tl.standard, tl.math, tl.random, triton_helpers, triton_runtime)
 
 
 @contextlib.contextmanager
