@@ -187,8 +187,7 @@ class Launch(NamedTuple):
         tile = hopper.table_tile(self.problem)
         show_hopper_plan(self.problem, self.options, tile)
         constants = hopper.constants(self.problem, self.options, tile)
-        line = [self.mods.slope, self.mods.bend]
-        return self._emit_gluon("hopper_forward", inputs, output, constants, line)
+        return self._emit_gluon("hopper_forward", inputs, output, constants, self.mods.line)
 
     def emit_hopper_backward(
         self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
