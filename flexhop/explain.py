@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -298,8 +298,8 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         notes.append("Gradients of captured tensors are added up as integers, exactly.")
     elif found.joint.sites:
         notes.append(
-            "Gradients of captured tensors are added up by atomics in grad_query: their rounding "
-            "differs from run to run."
+            "Gradients of captured tensors are added up by atomics in "
+            f"{_scatters(found.plans)}: their rounding differs from run to run."
         )
     if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
         notes.append(
@@ -311,6 +311,11 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
     if mask is not None and mask.density == 1.0:
         notes.append("The block mask skips nothing.")
     return [*notes, *(_kernel_notes(found.plans[0].constants) if found.plans else [_NO_KERNEL])]
+
+
+def _scatters(plans: Sequence[Any]) -> str:
+    """The kernel that adds to gradients of captured tensors."""
+    return "backward" if any(plan.kernel == "backward" for plan in plans) else "grad_query"
 
 
 def _kernel_notes(constants: dict[str, Any]) -> list[str]:

@@ -44,6 +44,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
         "value_head_dim": head_dim,
         "scale": head_dim**-0.5,
         "blocks": None,
+        "captured_reads": (),
         "cache": None,
         "is_query_multiple": lambda n: 1024 % n == 0,
         "is_key_multiple": lambda n: 1024 % n == 0,

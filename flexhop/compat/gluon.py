@@ -8,7 +8,7 @@ because a Gluon tensor has a layout and Inductor writes none. Names are the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -17,7 +17,8 @@ from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from flexhop.compat import inductor
+from flexhop.compat import gluon_sums, inductor
+from flexhop.compat.holes import ScatterSite
 
 __all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 
@@ -61,8 +62,8 @@ class GluonOverrides(TritonKernelOverrides):
 
     @staticmethod
     def tanh(x: Any) -> str:
-        """Without the branches of CUDA's."""
-        return f"tanh({x})"
+        """Without the branches of CUDA's, in fp32."""
+        return f"tanh({x})" if x.dtype == torch.float32 else str(TritonKernelOverrides.tanh(x))
 
 
 class GluonKernel(inductor.TemplateKernel):
@@ -73,7 +74,10 @@ class GluonKernel(inductor.TemplateKernel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.extra_template_env_fns += [self.output_pointer, self.also_named]
+        self.extra_template_env_fns += [
+            self.output_pointer, self.also_named, self.start_sums, self.add_captured,
+            self.finish_captured, self.add_sites, self.finish_sites,
+        ]  # fmt: skip
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:
@@ -99,6 +103,31 @@ class GluonKernel(inductor.TemplateKernel):
         text, so a function of its own name is found there whatever the graph is.
         """
         return f"{self.kernel_name} = {self.fixed_name}"
+
+    @property
+    def sites(self) -> Sequence[ScatterSite]:
+        """Where gradients of captured tensors are added."""
+        return getattr(self.subgraphs, "sites", ())
+
+    def start_sums(self) -> str:
+        """The sums of gradients of captured tensors that a consumer keeps, empty."""
+        return gluon_sums.start(self.sites)
+
+    def add_captured(self) -> str:
+        """A line that adds up gradients of captured tensors; nothing if there are none."""
+        return gluon_sums.add(self, self.sites)
+
+    def finish_captured(self) -> str:
+        """A line that adds a head's sums to memory; nothing if none are kept."""
+        return gluon_sums.finish(self, self.sites)
+
+    def add_sites(self) -> str:
+        """The body of add_captured_grads."""
+        return gluon_sums.add_sites(self, self.sites)
+
+    def finish_sites(self) -> str:
+        """The body of finish_sums."""
+        return gluon_sums.finish_sites(self, self.sites)
 
     def output_pointer(self) -> str:
         """Name of the pointer to the result, which the kernel stores itself."""

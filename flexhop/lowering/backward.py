@@ -10,9 +10,10 @@ import torch
 
 from flexhop.compat import inductor, inline
 from flexhop.lowering import backward_hopper, chunked, exact, kernels
+from flexhop.lowering.captured import read_by, repeats
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import index_dependence, is_additive, lower_joint, lower_mods
+from flexhop.lowering.mods import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
@@ -33,9 +34,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         [args.query, args.key, args.value, args.grad_out]
     )
     args = args._replace(query=query, key=key, value=value)
-    problem = dataclasses.replace(
-        read_problem(args, mods), has_score_grad=not is_additive(args.joint)
-    )
+    problem = dataclasses.replace(read_problem(args, mods), **read_joint(args.joint)._asdict())
     options = user_options(args.options)
     is_hopper = choose_grad_dialect(problem, options).name == "hopper"
     needed = ("grad_query", *kernels.key_value_kernels(problem))
@@ -45,16 +44,20 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     captured, sites = _scatter_sites(args)
     captures = [*score_captures, *mask_captures]
     launch = Launch(problem, options, mods, captures, seed=seed_input(args))
+    joint = joint if sites else joint[:1]
+    added = backward_hopper.Captured([captured[i] for i in sorted(captured)], sites)
     if is_hopper:
         layouts = (_like(key, 1).layout, _like(value, 2).layout)
-        args = args._replace(grad_out=grad_out)
-        return (*backward_hopper.emit_gradients(launch, args, joint[:1], layouts), [])
+        dense = args._replace(grad_out=grad_out)
+        grads = backward_hopper.emit_gradients(launch, dense, joint, layouts, added)
+        if grads is not None:
+            return (*grads, _captured_grads(args, captured))
 
     delta = _delta(args)
     operands = (query, key, value, inductor.contiguous(args.lse), delta, grad_out)
     inputs = [*operands, *block_inputs(args, "kv", delta, query)]
-    output = _like(query, 0, [captured[i] for i in sorted(captured)])
-    grad_query = launch.emit("grad_query", inputs, output, joint if sites else joint[:1], sites)
+    output = _like(query, 0, added.sums)
+    grad_query = launch.emit("grad_query", inputs, output, joint, sites)
     lists = block_inputs(args, "q", delta, query)
     grad_key, grad_value = _emit_key_value(launch, operands, lists, joint[:1])
     return grad_query, grad_key, grad_value, _captured_grads(args, captured)
@@ -137,7 +140,7 @@ def _sum_dtype(scores: int, entries: int) -> torch.dtype:
 
 
 def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.ScatterSite:
-    uses_q_idx, uses_kv_idx = index_dependence(args.joint, site)
+    by = read_by(args.joint, site)
     strides = tuple(buffer.get_stride())  # Inductor pads where it likes to
     row, strides = (strides[0], strides[1:]) if _is_exact(args) else (None, strides)
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
@@ -146,8 +149,10 @@ def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.Scatt
         strides=strides,
         value=2 + site.value,
         indices=tuple(2 + i for i in site.indices),
-        uses_q_idx=uses_q_idx,
-        uses_kv_idx=uses_kv_idx,
+        uses_q_idx=by not in ("head", "key"),
+        uses_kv_idx=by not in ("head", "query"),
+        by_distance=by == "distance",
+        repeats=by == "distance" and repeats(args.joint, site),
         dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
         is_large=not inductor.fits_int32(buffer.get_numel()),
         row=row,

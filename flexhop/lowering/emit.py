@@ -7,17 +7,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexhop.compat import ahead, gluon, inductor
+from flexhop.compat import ahead, gluon, inductor, launcher
 from flexhop.compat.cache_template import CacheTemplate
 from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
-from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan
+from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan, show_refusal
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
 from flexhop.ops.dropout import threshold
 from flexhop.options import KernelOptions
-from flexhop.templates import source
+from flexhop.templates import CAPTURED, source
 
 # The block lists are the last inputs of every template.
 _NUM_LISTS = 4
@@ -76,13 +76,14 @@ _KERNELS: dict[str, tuple[Any, str]] = {  # grid and template
     "cached_decode": (_decode_grid, "cached_decode"),
     **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), (_key_grid, "grad_key_value")),
 }
-_HOPPER = {
-    name: gluon.make_template(f"flexhop_{name}", grid, source(name))
-    for name, grid in (
-        ("hopper_forward", _persistent_grid),
-        ("hopper_backward", _persistent_key_grid),
-    )
-}
+_HOPPER_GRIDS = {"hopper_forward": _persistent_grid, "hopper_backward": _persistent_key_grid}
+
+
+@functools.cache
+def _gluon_template(name: str, extras: tuple[str, ...]) -> Any:
+    """The template of a kernel of Hopper GPUs, with the functions that some calls need."""
+    full = f"flexhop_{name}_captured" if extras else f"flexhop_{name}"
+    return gluon.make_template(full, _HOPPER_GRIDS[name], source(name, extras))
 
 
 @functools.cache
@@ -183,25 +184,38 @@ class Launch(NamedTuple):
         Args:
             inputs: of its template, the block lists last.
             output: what it stores; sizes are those of query.
+
+        Returns:
+            None if its machine code is refused.
         """
         tile = hopper.table_tile(self.problem)
         show_hopper_plan(self.problem, self.options, tile)
         constants = hopper.constants(self.problem, self.options, tile)
-        return self._emit_gluon("hopper_forward", inputs, output, constants, self.mods.line)
+        most = hopper.local_memory_limit(self.problem, self.options)
+        return self._emit_gluon("hopper_forward", inputs, output, constants, self.mods.line, most)
 
     def emit_hopper_backward(
-        self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
+        self,
+        inputs: Sequence[Any],
+        output: Output,
+        joint: Sequence[Any],
+        sites: Sequence[inductor.ScatterSite] = (),
     ) -> Any:
         """Emit the backward kernel of Hopper GPUs, whose result is the gradient of key.
 
         Args:
             inputs: of its template, the block lists last.
             output: what it stores; sizes are those of key.
-            joint: the gradient of score_mod, lowered.
+            joint: the lowered joint graph: its first output, and for `sites` the others.
+            sites: captured gradients that it adds up.
+
+        Returns:
+            None if its machine code is refused.
         """
         show_hopper_grad_plan(self.problem)
         constants = hopper_grad.constants(self.problem, hopper_grad.table_tile(self.problem))
-        return self._emit_gluon("hopper_backward", inputs, output, constants, joint)
+        most = hopper_grad.local_memory_limit(self.problem, self.options)
+        return self._emit_gluon("hopper_backward", inputs, output, constants, joint, most, sites)
 
     def start_hopper_backward(
         self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
@@ -217,7 +231,7 @@ class Launch(NamedTuple):
     ) -> Any:  # fmt: skip
         """The one choice of a template in Gluon."""
         choices: list[Any] = []
-        error = _HOPPER[name].maybe_append_choice(
+        error = _gluon_template(name, CAPTURED if subgraphs.sites else ()).maybe_append_choice(
             choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
             mutated_inputs=list(output.written),
             call_sizes=[*output.sizes, self.problem.device.multiprocessors],
@@ -225,16 +239,23 @@ class Launch(NamedTuple):
         )  # fmt: skip
         if error is not None:
             raise error
+        launcher.build(choices[0])
         return choices[0]
 
     def _emit_gluon(
         self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
-        others: Sequence[Any],
+        others: Sequence[Any], most: int | None, sites: Sequence[inductor.ScatterSite] = (),
     ) -> Any:  # fmt: skip
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *others])
+        """A kernel's launch, unless its threads need more than `most` bytes of local memory."""
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *others], sites)
         choices = [self._fill_gluon(name, inputs, output, constants, subgraphs)]
         ahead.finish(choices[0])
-        operands = [*inputs, *self.captures]
+        needed = None if most is None else ahead.local_memory(choices[0])
+        if needed is not None and most is not None and needed > most:
+            show_refusal(name, needed, most)
+            return None
+        added_to = output.written if sites else ()
+        operands = [*inputs, *self.captures, *added_to]
         result = inductor.select(f"flexhop_{name}", choices, operands, output.layout, {})
         inductor.note_subgraphs(result, self.captures, subgraphs)
         gluon.keep_apart(result)

@@ -10,6 +10,7 @@ import torch
 
 from flexhop import debug
 from flexhop.compat import gluon, inductor
+from flexhop.lowering.captured import read_sites
 from flexhop.lowering.mods import ModBuffers, ModFacts
 from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, CachedArgs
@@ -112,7 +113,9 @@ def make_problem(
         kv_batch_shared=kv_batch == 1 and batch != 1,
         blocks=_mask_blocks(args),
         **mods._asdict(),
-        has_captured_grads=isinstance(args, BackwardArgs) and bool(args.sites),
+        captured_reads=read_sites(args.joint, args.sites)
+        if isinstance(args, BackwardArgs)
+        else (),
         returns_max=bool(args.options.get("return_max")),
         large_output=elements >= 2**31,
         is_query_multiple=sizes.is_query_multiple,
@@ -188,18 +191,18 @@ def benchmark_inputs(
 ) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
-    Random contents would read outside the tensors. A range is of the first block alone: how many
-    blocks there are is not to be seen from its tensors.
+    Random contents would read outside the tensors. Ranges hold the first key alone: how many there
+    are is not to be seen from these tensors.
     """
 
     def counts(buffer: Any) -> torch.Tensor:
         columns = inductor.hint(inputs[first_list + 1].get_size()[-1])
-        return _sized(buffer).fill_(1 if has_ranges else columns)
+        return _sized(buffer).fill_(0 if has_ranges else columns)
 
     def indices(buffer: Any) -> torch.Tensor:
         target = _sized(buffer)
         if has_ranges:
-            return target.zero_()
+            return target.fill_(1)
         return target.copy_(torch.arange(target.shape[-1], device=target.device).expand_as(target))
 
     def none(buffer: Any) -> torch.Tensor:
@@ -208,8 +211,8 @@ def benchmark_inputs(
     return {
         first_list: counts,
         first_list + 1: indices,
-        first_list + 2: none,
-        first_list + 3: none,
+        first_list + 2: counts if has_ranges else none,
+        first_list + 3: indices if has_ranges else none,
     }
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from flexhop.compat.gluon_versions import triton_version
+
+# Which scores read one entry of a captured tensor: all of a head, those of a key, of a query, of
+# pairs that are equally far apart, or any.
+ReadBy = Literal["head", "key", "query", "distance", "score"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Device:
 class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
-    has_ranges: whether rows are ranges of blocks instead of lists. per_batch: as per_head.
+    has_ranges: whether rows are ranges of keys instead of lists of blocks. per_batch: as per_head.
     """
 
     q_size: int
@@ -41,6 +45,11 @@ class MaskBlocks:
     per_head: bool = False
     has_ranges: bool = False
     per_batch: bool = False
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether ranges of keys are the whole mask, so that mask_mod need not be asked."""
+        return self.has_ranges and self.has_full
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,13 +77,15 @@ class Problem:
     """One call as plain values.
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; has_key_slope, has_key_bend: whether it adds a line over keys, and one that has a bend
-    (lowering/lines.py); mask_reads: whether mask_mod reads captured tensors; mask_uses_batch,
-    mask_uses_head: whether it looks at b, and at h; has_score_grad: whether the derivative of
-    score_mod differs from 1; bulk_obstacle: why the tensor memory accelerator cannot copy the
-    operands, if it cannot. Lengths are hints: the sizes seen at this compile; what must hold for
-    every size is in `is_query_multiple` and `is_key_multiple` (is the length known to be a
-    multiple of n?).
+    key, reads_by_position: on one of them; has_key_slope, has_key_bend: whether it adds a line
+    over keys, and one that has a bend (lowering/lines.py); score_cost, grad_cost: instructions
+    that score_mod and its gradient take for each score; mask_reads: whether mask_mod reads
+    captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b, and at h;
+    has_score_grad: whether the derivative of score_mod differs from 1; captured_reads: its reads
+    of captured tensors that need gradients; bulk_obstacle: why the tensor memory accelerator
+    cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile; what
+    must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length known
+    to be a multiple of n?).
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
     is_deterministic: whether results must be the same in every run. cache: None unless key and
     value are read from one; with pages, key_len is what the widest sequence has room for.
@@ -96,12 +107,15 @@ class Problem:
     reads_per_element: bool
     has_mask_mod: bool
     mask_reads: bool
-    has_captured_grads: bool
+    captured_reads: tuple[ReadBy, ...]
     returns_max: bool
     large_output: bool
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    reads_by_position: bool = False
+    score_cost: float = 0.0
+    grad_cost: float = 0.0
     has_key_slope: bool = False
     has_key_bend: bool = False
     mask_uses_batch: bool = False
@@ -116,6 +130,16 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the batch may be sequences one after the other: then it is one, with ranges."""
+        return self.batch == 1 and self.blocks is not None and self.blocks.has_ranges
+
+    @property
+    def has_captured_grads(self) -> bool:
+        """Whether captured tensors need gradients."""
+        return bool(self.captured_reads)
 
     @property
     def sums_exactly(self) -> bool:

@@ -12,8 +12,9 @@ from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
+from flexhop.lowering.captured import read_sites
 from flexhop.lowering.kernels import forward_kernel
-from flexhop.lowering.mods import is_additive, read_mods
+from flexhop.lowering.mods import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan, plan_backward, plan_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
@@ -61,8 +62,8 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     problem = read_tensor_problem(args, device, read_mods(score, mask))
     problem = dataclasses.replace(
         problem,
-        has_captured_grads=bool(joint and joint.sites),
-        has_score_grad=joint is None or not is_additive(joint.joint),
+        captured_reads=read_sites(joint.joint, joint.sites) if joint else (),
+        **({} if joint is None else read_joint(joint.joint)._asdict()),
     )
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it

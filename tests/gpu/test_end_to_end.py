@@ -146,7 +146,7 @@ def test_results_of_either_forward_kernel(case: Case, backend):
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_of_either_backward_kernel(case: Case, backend):
-    """In 16 bits; gradients of captured tensors come from the portable kernels alone."""
+    """In 16 bits; tables that learn and are read by single scores have the portable kernels."""
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     case = in_half(case, backend)

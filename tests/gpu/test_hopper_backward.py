@@ -78,6 +78,83 @@ def test_gradients_of_every_width(width: int, length: int, layout: str):
     judge(found, tensors, position[:, None] >= position)
 
 
+def read_head(table: Any) -> Any:
+    return lambda s, b, h, q, k: s + table[h, 0] * 0.01 * (k - q)
+
+
+def read_key(table: Any) -> Any:
+    return lambda s, b, h, q, k: s + table[h, k]
+
+
+def read_query(table: Any) -> Any:
+    return lambda s, b, h, q, k: s + table[h, q]
+
+
+def read_distance(table: Any) -> Any:
+    middle = table.size(1) // 2
+    return lambda s, b, h, q, k: s + table[h, q - k + middle]
+
+
+def read_bucket(table: Any) -> Any:
+    """Distances share entries, and some are beyond the last."""
+    return lambda s, b, h, q, k: s + table[h, ((q - k) // 3).clamp(-20, 40) + 20]
+
+
+def read_thrice(table: Any) -> Any:
+    """Factors of the score, so that its gradient needs it."""
+    middle = table.size(1) // 2
+    return lambda s, b, h, q, k: (
+        s * (1 + 0.3 * table[h, q] * table[h, k]) + table[h, q - k + middle]
+    )
+
+
+READS = [read_head, read_key, read_query, read_distance, read_bucket, read_thrice]
+
+
+@pytest.mark.parametrize("reads", READS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("length", "is_causal"), [(512, True), (1000, True), (333, False)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool, reads: Any):
+    """Sums of all scores, of a key's, a query's, and of those at one distance."""
+    generator = torch.Generator("cuda").manual_seed(width)
+    table = torch.randn(4, 2 * length, generator=generator, device="cuda").requires_grad_()
+    mask = None
+    if is_causal:
+        mask = flexhop.create_block_mask(causal, None, None, length, length, "cuda")
+    *leaves, grad_out = operands(width, length)
+    leaves.append(table)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        return attend(mask, reads(table))(query, key, value)
+
+    def run() -> tuple[Tensor, ...]:
+        out = torch.compile(call, fullgraph=True)(*leaves)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    found, codes = run_and_get_code(run)
+    assert any("def add_captured_grads" in code for code in codes), "not the Hopper kernel"
+    position = torch.arange(length, device="cuda")
+    visible = position[:, None] >= (position if is_causal else 0)
+    gold = dense_run(leaves, reads, visible, grad_out.double())
+    # delta comes from the rounded out: where its terms cancel, one formula can be exact by luck.
+    references = [dense_run(leaves, reads, visible, grad_out, is_fused=x) for x in (False, True)]
+    names = ("query", "key", "value", "table")
+    for name, actual, *others in zip(names, found, gold, *references, strict=True):
+        assert_within_budget(actual, *others, name=name, captured=name == "table")
+
+
+def dense_run(
+    leaves: list[Tensor], reads: Any, visible: Tensor, grad_out: Tensor, *, is_fused: bool = False
+) -> list[Tensor | None]:
+    """Gradients of plain PyTorch, in fp64 if grad_out is."""
+    wide = grad_out.dtype == torch.float64
+    copies = [(t.detach().double() if wide else t.detach()).requires_grad_() for t in leaves]
+    scale = leaves[0].size(-1) ** -0.5
+    dense = dense_attention(*copies[:3], reads(copies[3]), visible, scale, is_fused=is_fused)
+    dense_backward(dense, grad_out, None)
+    return [copy.grad for copy in copies]
+
+
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_lengths_may_change_without_compiling_anew(width: int):
     call = torch.compile(attend(None), fullgraph=True, dynamic=True)

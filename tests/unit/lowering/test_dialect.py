@@ -33,6 +33,7 @@ def _a_checked_triton(monkeypatch):
         {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
         {"dtype": torch.float16, "kv_heads": 2},
         {"has_score_mod": True, "reads_per_element": True},
+        {"has_score_mod": True, "score_cost": 15.0},
         {"kv_batch_shared": True},
         {"returns_max": True},
     ],
@@ -188,6 +189,14 @@ ANY = KernelOptions(backend="hopper")
         {"dtype": torch.float16, "kv_heads": 4},
         {"has_score_mod": True, "reads_per_element": True},
         {"kv_batch_shared": True, "kv_heads": 8, "key_len": 4096},
+        {"has_score_mod": True, "captured_reads": ("head", "key", "query", "distance")},
+        {"head_dim": 128, "has_score_mod": True, "captured_reads": ("distance",)},
+        {
+            "head_dim": 256,
+            "has_score_mod": True,
+            "has_score_grad": True,
+            "captured_reads": ("key",),
+        },
     ],
 )
 def test_the_hopper_backward_kernel_serves(facts):
@@ -212,8 +221,8 @@ def test_the_hopper_backward_kernel_serves(facts):
         ),
         ({"dropout_p": 0.1}, {}, "it does not draw the random numbers of dropout"),
         (
-            {"has_captured_grads": True}, {},
-            "it does not compute gradients of captured tensors",
+            {"captured_reads": ("key", "score")}, {},
+            "single scores read entries of a captured tensor that needs a gradient",
         ),
         (
             {"blocks": MaskBlocks(64, 128, True)}, {},
@@ -245,6 +254,21 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         (
             {"batch": 16, "query_len": 512},
             "what stands around it takes long beside fewer than 1024 queries",
+        ),
+        (
+            {"has_score_mod": True, "grad_cost": 86.0},
+            "the gradient of score_mod takes about 86 instructions for a score, which the "
+            "portable kernels compute faster from 60 on",
+        ),
+        (
+            {
+                "head_dim": 128,
+                "has_score_mod": True,
+                "has_score_grad": True,
+                "captured_reads": ("head",),
+            },
+            "with 128 columns it has no registers to keep scores for gradients of captured "
+            "tensors, and its tiles of 64 keys are slow",
         ),
     ],
 )
@@ -287,15 +311,42 @@ def test_sections_of_the_backward_kernel_have_eight_heads_or_fill_the_cache():
         assert constants.HEADS_PER_SECTION == heads
 
 
+def test_where_the_portable_forward_kernel_is_faster():
+    call = problem(has_score_mod=True, score_cost=29.0)
+    reason = (
+        "score_mod takes about 29 instructions for a score, which the portable kernel computes "
+        "faster from 20 on"
+    )
+    assert choose_dialect(call, AUTO) == ("triton", reason)
+    assert choose_dialect(call, ANY) == ("hopper", "")
+
+
+@pytest.mark.parametrize(
+    ("facts", "stays"),
+    [
+        ({}, True),
+        ({"has_score_mod": True, "score_cost": 3.0}, True),
+        ({"has_score_mod": True, "score_cost": 14.0}, False),
+        ({"has_score_mod": True, "reads_by_position": True}, False),
+    ],
+)
+def test_queries_leave_their_registers_to_a_score_mod_that_needs_them(facts, stays):
+    for width, expected in ((128, stays), (64, True)):
+        call = problem(head_dim=width, value_head_dim=width, blocks=MaskBlocks(128, 128, True))
+        call = dataclasses.replace(call, **facts)
+        constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+        assert constants.Q_IN_REGISTERS == expected
+
+
 def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
     """A fact that their templates do not know must be among their obstacles, and then here."""
     known = {
         "device", "dtype", "batch", "query_heads", "kv_heads", "query_len", "key_len", "head_dim",
         "value_head_dim", "scale", "kv_batch_shared", "blocks", "has_score_mod", "mask_reads",
-        "reads_per_element", "has_mask_mod", "has_captured_grads", "returns_max", "large_output",
+        "reads_per_element", "has_mask_mod", "captured_reads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
-            "has_key_slope", "has_key_bend",
+        "reads_by_position", "score_cost", "grad_cost", "has_key_slope", "has_key_bend",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known

@@ -18,14 +18,15 @@ from flexhop.lowering import bits, hopper, hopper_grad, kernels
 from flexhop.lowering.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
-from flexhop.templates import EXTRAS, KERNELS, part, source
+from flexhop.templates import CAPTURED, EXTRAS, KERNELS, part, source
 from tests.problems import problem
 
 FOLDER = Path(kernels.__file__).parents[1] / "templates"
 PARTS = sorted(file.name.removesuffix(".py.jinja") for file in FOLDER.glob("*.py.jinja"))
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
-    "scatter_sites", "draw_kept", "dropped", "output_pointer",
+    "scatter_sites", "draw_kept", "dropped", "output_pointer", "start_sums", "add_captured",
+    "finish_captured", "add_sites", "finish_sites",
 }  # fmt: skip
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
@@ -79,6 +80,11 @@ def rendered(text: str) -> str:
         draw_kept=lambda q_idx, kv_idx: "",
         dropped=lambda value: value,
         output_pointer=lambda: "OUT",
+        start_sums=lambda: "()",
+        add_captured=lambda: "",
+        finish_captured=lambda: "",
+        add_sites=lambda: "pass",
+        finish_sites=lambda: "pass",
     )
     imports = "import triton\nimport triton.language as tl\n"
     if "@gluon.jit" in text:
@@ -142,9 +148,14 @@ def test_what_some_calls_need_reads_no_constants(extra):
     assert _free_names(rendered(part(extra))) == set()
 
 
+def test_gradients_of_captured_tensors_read_no_other_constants():
+    text = rendered(source("hopper_backward", CAPTURED))
+    assert _free_names(text) == _constants("hopper_backward")
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_function_has_a_docstring(kernel):
-    tree = ast.parse(rendered(source(kernel, EXTRAS)))
+    tree = ast.parse(rendered(source(kernel, EXTRAS + CAPTURED)))
     functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != "kernel"]
     assert functions
     assert [f.name for f in functions if not ast.get_docstring(f)] == []

@@ -1,0 +1,117 @@
+"""The Hopper backward kernel with gradients of captured tensors: no spills, few atomic additions.
+
+See test_compiled.py, which holds it without them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat import gluon_versions
+from flexhop.compat.fake_gpu import GPUS
+from flexhop.lowering import hopper_grad
+from flexhop.masks import causal
+from flexhop.offline import generate
+from flexhop.offline.cubin import compile_kernel, product_notes
+from tests.problems import problem
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle()),
+]
+HEADS, LENGTH = 2, 256
+
+# By what reads one entry: a score_mod for a table [HEADS, 2 * LENGTH].
+MODS: dict[str, Callable[..., Any]] = {
+    "head": lambda t: lambda s, b, h, q, k: s + t[h, 0] * (k - q),
+    "key": lambda t: lambda s, b, h, q, k: s + t[h, k],
+    "query": lambda t: lambda s, b, h, q, k: s + t[h, q],
+    "distance": lambda t: lambda s, b, h, q, k: s + t[h, q - k + LENGTH],
+    "bucket": lambda t: lambda s, b, h, q, k: s + t[h, (q - k).clamp(0, 31)],
+    "factor": lambda t: lambda s, b, h, q, k: s * t[h, q - k + LENGTH],
+}
+
+
+class Found(NamedTuple):
+    """What the machine code of one kernel shows."""
+
+    notes: list[str]  # of ptxas, about products that wait for each other
+    local: list[int]  # by step: accesses to local memory
+    additions: list[int]  # by step: atomic additions
+    shared: int
+
+
+def build(width: int, reads: str) -> Found:
+    """Generate and compile the causal kernel."""
+    tensors = [
+        torch.zeros(1, heads, LENGTH, width, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (HEADS, 1, 1)
+    ]
+    score_mod = MODS[reads](torch.zeros(HEADS, 2 * LENGTH, requires_grad=True))
+    mask = flexhop.create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, score_mod, mask, enable_gqa=True, kernel_options=options
+        ),
+        *tensors, grad=True,
+    )  # fmt: skip
+    cubin = compile_kernel(generated.kernel_with("add_captured_grads"), 90)
+    steps = [loop for loop in cubin.loops() if loop.count("HGMMA") in (24, 32, 48)]
+    # With and without the mask, for each consumer; a loop over heads holds one of them.
+    steps = sorted(steps, key=len)[:4]
+    return Found(
+        product_notes(cubin),
+        [step.count("LDL") + step.count("STL") for step in steps],
+        [len(re.findall(r"\b(?:RED|ATOMG)\b", step)) for step in steps],
+        cubin.shared,
+    )
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    """Two compilers; new processes, because a fork of a threaded one can hang."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as executor:
+        yield executor
+
+
+# Atomic additions of a thread in a step. Sums over queries are kept until a head is finished.
+ADDITIONS = {"head": 0, "key": 0, "query": 2, "distance": 4, "bucket": 4, "factor": 4}
+# Of tiles whose consumers share keys: a thread has half as many scores.
+SHARED_ADDITIONS = {"head": 0, "key": 0, "query": 1, "distance": 3, "bucket": 3, "factor": 3}
+# Accesses to local memory in a step where there are some: what does not change waits there while
+# positions are in registers.
+LOCAL = {(128, "head"): 44}
+CASES = [
+    *((64, reads) for reads in ("query", "distance", "factor")),
+    *((128, reads) for reads in MODS),
+    *((256, reads) for reads in ("distance", "factor")),
+]
+
+
+def test_steps_with_captured_gradients(pool):
+    futures = {case: pool.submit(build, *case) for case in CASES}
+    wrong = []
+    for (width, reads), future in futures.items():
+        found = future.result()
+        facts = {"has_score_grad": reads == "factor", "captured_reads": ("distance",)}
+        call = problem(90, width, has_score_mod=True, **facts)
+        tile = hopper_grad.table_tile(call)
+        estimate = hopper_grad.shared_memory(call, tile)
+        assert found.shared <= estimate <= GPUS[(9, 0)].shared_memory
+        wrong += [f"{width} {reads}: {note}" for note in found.notes]
+        if max(found.local) > LOCAL.get((width, reads), 0):
+            wrong.append(f"{width} {reads}: {found.local} accesses to local memory")
+        wanted = SHARED_ADDITIONS if tile.shares_keys else ADDITIONS
+        if set(found.additions) != {wanted[reads]}:
+            wrong.append(f"{width} {reads}: {found.additions} atomic additions")
+    assert wrong == []

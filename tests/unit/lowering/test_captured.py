@@ -1,0 +1,84 @@
+"""Which scores read one entry of a captured tensor is read from the indices of the joint graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexhop.lowering.captured import read_sites, repeats
+from flexhop.ops.args import unpack_sites
+from flexhop.ops.subgraphs import trace_joint
+
+READS = {
+    "head": (
+        lambda s, b, h, q, k, t, which: s + t[h, 0] * (k - q),
+        lambda s, b, h, q, k, t, which: s * t[b, h],
+        lambda s, b, h, q, k, t, which: s + t[0, 0],
+    ),
+    "key": (
+        lambda s, b, h, q, k, t, which: s + t[h, k],
+        lambda s, b, h, q, k, t, which: s * t[h, which[k]],
+    ),
+    "query": (
+        lambda s, b, h, q, k, t, which: s + t[h, q],
+        lambda s, b, h, q, k, t, which: s + t[q, 3],
+    ),
+    "distance": (
+        lambda s, b, h, q, k, t, which: s + t[h, q - k + 63],
+        lambda s, b, h, q, k, t, which: s * t[h, k - q],
+        lambda s, b, h, q, k, t, which: s + t[h, (q - k).abs().clamp(0, 20) // 2],
+        lambda s, b, h, q, k, t, which: s + t[h, 63 + q - k],
+        lambda s, b, h, q, k, t, which: s + t[h, (q + 5) - (k - 3)],
+        lambda s, b, h, q, k, t, which: s + t[(q - k) // 8, which[q - k]],
+        lambda s, b, h, q, k, t, which: s + t[h, ((q - k).float().abs() + 1).log().long()],
+        lambda s, b, h, q, k, t, which: s + t[h, torch.where(q > k, q - k, 0)],
+    ),
+    "score": (
+        lambda s, b, h, q, k, t, which: s + t[q, k],
+        lambda s, b, h, q, k, t, which: s + t[h, q + k],
+        lambda s, b, h, q, k, t, which: s + t[h, 2 * q - k],
+        lambda s, b, h, q, k, t, which: s + t[h, q // 8 - k // 8],
+        lambda s, b, h, q, k, t, which: s + t[q - k, q],
+        lambda s, b, h, q, k, t, which: s + t[h, which[q] - which[k]],
+        lambda s, b, h, q, k, t, which: s + t[h, (s > 0).int()],
+        lambda s, b, h, q, k, t, which: s + t[h, q.bfloat16().long() - k.bfloat16().long()],
+    ),
+}
+CASES = [(by, mod) for by, mods in READS.items() for mod in mods]
+
+
+@pytest.mark.parametrize(("by", "mod"), CASES, ids=[f"{by}{n}" for n, (by, _) in enumerate(CASES)])
+def test_reads(by, mod):
+    table = torch.zeros(64, 128, requires_grad=True)
+    joint = trace_joint(mod, torch.zeros(1, 4, 64, 16), (table, torch.arange(64)))
+    assert read_sites(joint.joint, joint.sites) == (by,)
+
+
+REPEATED = [2, 5, 6, 7]  # of the mods that read by distance: those that clamp, divide or look up
+
+
+@pytest.mark.parametrize("number", range(len(READS["distance"])))
+def test_distances_that_share_an_entry(number):
+    joint = trace_joint(
+        READS["distance"][number], torch.zeros(1, 4, 64, 16),
+        (torch.zeros(64, 128, requires_grad=True), torch.arange(64)),
+    )  # fmt: skip
+    (site,) = unpack_sites(joint.sites)
+    assert repeats(joint.joint, site) == (number in REPEATED)
+
+
+def test_every_site_is_read_by_itself():
+    def score_mod(score, b, h, q_idx, kv_idx, table):
+        return score * table[h] + table[q_idx] * table[kv_idx] + table[q_idx - kv_idx]
+
+    table = torch.zeros(128, requires_grad=True)
+    joint = trace_joint(score_mod, torch.zeros(1, 4, 64, 16), (table,))
+    assert sorted(read_sites(joint.joint, joint.sites)) == ["distance", "head", "key", "query"]
+
+
+def test_no_sites_without_gradients():
+    table = torch.zeros(64)
+    joint = trace_joint(
+        lambda s, b, h, q, k, table: s + table[q], torch.zeros(1, 4, 64, 16), (table,)
+    )
+    assert read_sites(joint.joint, joint.sites) == ()
