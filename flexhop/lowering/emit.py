@@ -192,8 +192,7 @@ class Launch(NamedTuple):
         show_hopper_plan(self.problem, self.options, tile)
         constants = hopper.constants(self.problem, self.options, tile)
         most = hopper.local_memory_limit(self.problem, self.options)
-        line = [self.mods.slope, self.mods.bend]
-        return self._emit_gluon("hopper_forward", inputs, output, constants, line, most)
+        return self._emit_gluon("hopper_forward", inputs, output, constants, self.mods.line, most)
 
     def emit_hopper_backward(
         self,

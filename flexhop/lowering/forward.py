@@ -11,7 +11,7 @@ from flexhop.lowering import backward_hopper, chunked, decode, kernels, splits
 from flexhop.lowering.dialect import choose_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mask_bits import emit_mask_bits
-from flexhop.lowering.mods import lower_mods
+from flexhop.lowering.mods import lower_line, lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
@@ -37,8 +37,10 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     if not kernels.has_tile(kernel, problem):
         return chunked.lower_attention(*operands)
     captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     is_hopper = kernel == "forward" and dialect.name == "hopper"
+    if is_hopper:
+        mods = mods._replace(line=lower_line(device, args.score_mod, score_captures))
+    launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     # First, because the forward kernel may be waited for.
     backward_hopper.prepare_gradients(launch, args)
     return emit_forward(args, launch, "hopper" if is_hopper else kernel)

@@ -174,7 +174,7 @@ class _Derivative:
 
 
 def _add(rules: _Derivative, node: fx.Node, sign: int = 1) -> Slope:
-    if not set(node.kwargs) <= {"alpha"}:
+    if not set(node.kwargs) <= {"alpha"} or _is_size(node.kwargs.get("alpha")):
         return None
     left, right = node.args[:2]
     factor = rules.product(sign, node.kwargs.get("alpha", 1))
@@ -198,14 +198,22 @@ def _negate(rules: _Derivative, node: fx.Node) -> Slope:
 
 def _multiply(rules: _Derivative, node: fx.Node) -> Slope:
     left, right = node.args[:2]
+    if _is_size(left) or _is_size(right):
+        return None
     return rules.sum(rules.product(rules.of(left), right), rules.product(rules.of(right), left))
 
 
 def _divide(rules: _Derivative, node: fx.Node) -> Slope:
     left, right = node.args[:2]
-    if node.kwargs or rules.of(right) != 0:  # a rounding mode
+    has_rounding = bool(node.kwargs)
+    if has_rounding or rules.of(right) != 0 or _is_size(right):
         return None
     return rules.quotient(rules.of(left), right)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a node is a symbolic number, which operators take beside a tensor alone."""
+    return isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), torch.Tensor)
 
 
 def _convert(rules: _Derivative, node: fx.Node) -> Slope:

@@ -55,14 +55,13 @@ class JointFacts(NamedTuple):
 class ModBuffers(NamedTuple):
     """The user functions of one kernel, lowered: scalar buffers for the holes, and facts.
 
-    slope, bend: of the line over keys that score_mod adds (lines.py); 0 if it adds none.
+    line: what lower_line gives, for kernels that may follow it.
     """
 
     score: Any
     mask: Any
-    slope: Any
-    bend: Any
     facts: ModFacts
+    line: tuple[Any, ...] = ()
 
 
 def lower_mods(
@@ -74,25 +73,29 @@ def lower_mods(
 ) -> ModBuffers:
     """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
     score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
-    indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
-    first = inductor.placeholder("score", torch.float32, device)
-    safe_score = wrap_reads(score_graph, _position_ranges(1, sizes))
-    inputs = [first, *indices, *captures[0]]
-    fast_score = float_positions(safe_score)
-    (score_buffer,) = inductor.lower_pointwise(fast_score, inputs, "score_mod")
-    slope_buffer, bend_buffer = _lower_line(safe_score, inputs)
+    first, *indices = _score_inputs(device)
+    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
+    (score_buffer,) = inductor.lower_pointwise(
+        fast_score, [first, *indices, *captures[0]], "score_mod"
+    )
     safe_mask = wrap_reads(mask_graph, _position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
-    return ModBuffers(
-        score_buffer, mask_buffer, slope_buffer, bend_buffer, read_mods(score_graph, mask_graph)
-    )
+    return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
 
 
-def _lower_line(score: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Slope and bend of the line over keys that a score_mod adds."""
-    line = key_line(score) or (None, None)
-    parts = [part or zero(score) for part in line]
-    return [inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in parts]
+def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
+    """Lower slope and bend of the line over keys that a score_mod adds; 0 if it adds none."""
+    graph = inductor.graph_module(score)
+    parts = (part or zero(graph) for part in key_line(graph) or (None, None))
+    safe_parts = [wrap_reads(part, _position_ranges(1)) for part in parts]
+    inputs = [*_score_inputs(device), *captures]
+    return tuple(inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in safe_parts)
+
+
+def _score_inputs(device: torch.device) -> list[Any]:
+    """Score and indices, as the templates name them."""
+    indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
+    return [inductor.placeholder("score", torch.float32, device), *indices]
 
 
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
