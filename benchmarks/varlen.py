@@ -10,21 +10,17 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from benchmarks import area
 from benchmarks.report import cell, row
+from benchmarks.turns import answer, in_turn, wait_for_turn
 from benchmarks.varlen_worker import DIRECTIONS, NAMES, PACKS, Pack, Worker, lengths
-
-READY, ANSWER = "READY", "ANSWER "
 
 
 def table(results: list[dict[str, Any]], names: tuple[str, ...], direction: str) -> str:
@@ -48,61 +44,27 @@ def table(results: list[dict[str, Any]], names: tuple[str, ...], direction: str)
     return "\n".join(lines)
 
 
-class Process(NamedTuple):
-    """A worker, and what it says on standard error."""
-
-    running: subprocess.Popen[str]
-    log: IO[str]
-
-    def wait_for(self, word: str) -> str | None:
-        """The rest of the line that begins with a word; None if the process ends before."""
-        assert self.running.stdout is not None
-        found = (line for line in self.running.stdout if line.startswith(word))
-        return next((line.removeprefix(word) for line in found), None)
-
-    def finish(self) -> dict[str, Any]:
-        """Have it time its row."""
-        assert self.running.stdin is not None
-        try:
-            self.running.stdin.write("\n")
-            self.running.stdin.flush()
-        except BrokenPipeError:
-            answer = None  # it has ended
-        else:
-            answer = self.wait_for(ANSWER)
-        self.running.wait()
-        if answer is not None:
-            return json.loads(answer)
-        self.log.seek(0)
-        last = (self.log.read().strip().splitlines() or ["without a word"])[-1][:200]
-        return {"milliseconds": {}, "errors": {}, "failed": {"flexhop": f"process ended: {last}"}}
-
-
-def start(pack: Pack, names: tuple[str, ...], device: str) -> Process:
-    """A process for one row that has made its first calls."""
-    options = ["--worker", "--device", device, "--rows", f"^{pack.name}$", "--peers", *names[1:]]
-    log = tempfile.TemporaryFile("w+")
-    running = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.varlen", *options],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-    )  # fmt: skip
-    process = Process(running, log)
-    process.wait_for(READY)
-    return process
-
-
 def measure(
-    packs: list[Pack], names: tuple[str, ...], device: str, workers: int
+    packs: list[Pack], names: tuple[str, ...], device: str, at_once: int
 ) -> list[dict[str, Any]]:
     """Results of all rows: they are compiled and checked side by side, and timed alone."""
-    with ThreadPoolExecutor(workers) as pool:
-        processes = list(pool.map(lambda pack: start(pack, names, device), packs))
-    results: list[dict[str, Any]] = []
-    for pack, process in zip(packs, processes, strict=True):
-        scores = pack.heads * sum(n * (n + 1) // 2 for n in lengths(pack))
-        facts = asdict(pack) | {"sequences": len(lengths(pack)), "scores": scores}
-        results.append(facts | process.finish())
-    return results
+    options = ["--worker", "--device", device, "--peers", *names[1:]]
+    commands = [["benchmarks.varlen", *options, "--rows", f"^{pack.name}$"] for pack in packs]
+    answers = in_turn(commands, at_once)
+    return [facts(pack) | result_of(found) for pack, found in zip(packs, answers, strict=True)]
+
+
+def facts(pack: Pack) -> dict[str, Any]:
+    """What the table needs to know of a row beside its times."""
+    scores = pack.heads * sum(n * (n + 1) // 2 for n in lengths(pack))
+    return asdict(pack) | {"sequences": len(lengths(pack)), "scores": scores}
+
+
+def result_of(found: dict[str, Any] | str) -> dict[str, Any]:
+    """What a worker found; its last words are flexhop's failure."""
+    if isinstance(found, dict):
+        return found
+    return {"milliseconds": {}, "errors": {}, "failed": {"flexhop": found}}
 
 
 def main(arguments: list[str]) -> int:
@@ -112,7 +74,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]))
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument(
+        "--at-once", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+        help="rows that are prepared side by side",
+    )  # fmt: skip
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device, names = torch.device(options.device), ("flexhop", *options.peers)
@@ -121,13 +86,12 @@ def main(arguments: list[str]) -> int:
     chosen = chosen if on_gpu else [pack.shrunk() for pack in chosen]
     if options.worker:
         worker = Worker(chosen[0], names, device)
-        print(READY, flush=True)
-        sys.stdin.readline()
-        print(ANSWER + json.dumps(worker.time()), flush=True)
+        wait_for_turn()
+        answer(worker.time())
         return 0
     machine = torch.cuda.get_device_name() if on_gpu else "CPU, tiny shapes: not a measurement"
     print(f"{machine}; torch {torch.__version__}; {'bfloat16' if on_gpu else 'float32'}.")
-    results = measure(chosen, names, options.device, options.workers)
+    results = measure(chosen, names, options.device, options.at_once)
     for direction, words in zip(DIRECTIONS, ("Forward", "Forward and backward"), strict=True):
         print(f"\n{words}:\n\n{table(results, names, direction)}")
     for result in results:

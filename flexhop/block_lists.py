@@ -7,6 +7,8 @@ shape depend on data, so all of it can be traced and captured in a CUDA graph.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -38,23 +40,70 @@ def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     return dense.scatter(-1, target, True)[..., :columns]
 
 
-def ranges_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Mark the visited columns of each row where indices are ranges.
+class BlockRanges(NamedTuple):
+    """Blocks start .. stop - 1 of each row, of which full_count from full_start on are full."""
+
+    start: Tensor
+    stop: Tensor
+    full_start: Tensor
+    full_count: Tensor
+
+
+def find_ranges(
+    seen: tuple[Tensor, Tensor],
+    columns: int,
+    block_size: tuple[int, int],
+    *,
+    full_overhangs: bool = False,
+) -> BlockRanges:
+    """The blocks of a mask whose query i sees the keys first[i] .. end[i] - 1; seen = first, end.
+
+    lists.py.jinja and hopper_common.py.jinja say the same in kernels.
 
     Args:
-        num_blocks: [..., R] int32.
-        indices: [..., R, 3] int32: start, at, gap; entry i is start + i, plus gap from i = at.
-        columns: C.
+        seen: two of [..., M] integers, neither ever decreasing along a row; nothing is seen where
+            both are equal.
+        columns: C, number of blocks of keys.
+        block_size: queries and keys of a block.
+        full_overhangs: whether a row of blocks that overhangs the queries may have full blocks.
 
     Returns:
-        [..., R, C] bool.
+        [..., R] each. Blocks exist and full ones are visited even if ends decrease; then they are
+        the wrong ones.
     """
-    start, at, gap = indices[..., None, :].unbind(-1)
-    column = torch.arange(columns, device=indices.device, dtype=torch.int32)
-    entry = column - start
-    entry = torch.where(entry >= at + gap, entry - gap, entry)
-    is_jumped = (column >= start + at) & (column < start + at + gap)
-    return (entry >= 0) & (entry < num_blocks[..., None]) & ~is_jumped
+    first, end = seen
+    q_size, kv_size = block_size
+    queries = first.size(-1)
+    rows = torch.arange(block_count(queries, q_size), device=first.device)
+    # The ends never decrease: the first and the last query of a block say all about it.
+    top, bottom = rows * q_size, ((rows + 1) * q_size).clamp(max=queries) - 1
+    start = _floor(first[..., top], kv_size).clamp(0, columns)
+    stop = torch.maximum(_ceil(end[..., bottom], kv_size).clamp(0, columns), start)
+    full_start = torch.minimum(torch.maximum(_ceil(first[..., bottom], kv_size), start), stop)
+    full_stop = torch.minimum(_floor(end[..., top], kv_size), stop)
+    count = (full_stop - full_start).clamp(min=0)
+    if not full_overhangs:  # by the definition of a full block
+        count = torch.where(rows < queries // q_size, count, 0)
+    return BlockRanges(start, stop, full_start, count)
+
+
+def ranges_to_dense(
+    seen: tuple[Tensor, Tensor], columns: int, block_size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Mark the partial and the full blocks of each row: [..., R, C] bool; args of find_ranges."""
+    ranges = (t[..., None] for t in find_ranges(seen, columns, block_size))
+    start, stop, full_start, full_count = ranges
+    column = torch.arange(columns, device=start.device)
+    full = (column >= full_start) & (column < full_start + full_count)
+    return (column >= start) & (column < stop) & ~full, full
+
+
+def _floor(value: Tensor, block: int) -> Tensor:
+    return torch.div(value, block, rounding_mode="floor")
+
+
+def _ceil(value: Tensor, block: int) -> Tensor:
+    return _floor(value + block - 1, block)
 
 
 def dense_to_lists(dense: Tensor) -> tuple[Tensor, Tensor]:

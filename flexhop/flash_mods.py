@@ -142,10 +142,23 @@ def window_mask(
         right = None
     if left is None and right is None:
         return None
-    aligned = torch.arange(queries, device=device) + (keys - queries)
-    first = torch.zeros_like(aligned) if left is None else (aligned - left).clamp(0, keys)
-    end = torch.full_like(aligned, keys) if right is None else (aligned + right + 1).clamp(0, keys)
-    return mask_ranges((first, end), keys, _window(keys - queries, left, right))
+    row, column = (torch.arange(n, device=device) for n in (queries, keys))
+    shift = keys - queries
+    by_query = _reached(row + shift, left, right, keys)
+    by_key = _reached(column - shift, right, left, queries)
+    return mask_ranges(by_query, by_key, _window(shift, left, right))
+
+
+def _reached(
+    aligned: Tensor, before: int | None, behind: int | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """First and end of the positions from `before` in front of `aligned` to `behind` behind it."""
+    first, end = torch.zeros_like(aligned), torch.full_like(aligned, length)
+    if before is not None:
+        first = (aligned - before).clamp(0, length)
+    if behind is not None:
+        end = (aligned + behind + 1).clamp(0, length)
+    return first, end
 
 
 def _window(shift: int, left: int | None, right: int | None) -> MaskMod:

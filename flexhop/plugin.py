@@ -45,7 +45,7 @@ def _install_operators() -> None:
         check_function=mods.check_arity,
         check_result=call.check_result,
         check_captures=call.check_captures,
-        on_trace=_install_lowerings,
+        on_trace=_expect_graph,
         index_mode=IndexMode,
     )
     dynamo.register(attention.name(), attention_backward.name(), rules)
@@ -95,6 +95,14 @@ def _read_call(flat_call: tuple[Any, ...]) -> call.Call:
     given = call.Call(*flat_call)
     facts = None if given.mask is None else call.MaskFacts(*given.mask)
     return given._replace(mask=facts)
+
+
+def _expect_graph() -> None:
+    """Called while a graph with one of our operators is traced, which will be lowered soon."""
+    _install_lowerings()
+    from flexhop.lowering import expect_kernels
+
+    expect_kernels()
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Sequence s has the query tokens offsets_q[s] .. offsets_q[s + 1] - 1 and the key tokens
 offsets_k[s] .. offsets_k[s + 1] - 1 of the packed tensors. A query sees one range of keys, so that
-a kernel needs two numbers per query to mask, and none per key.
+a kernel needs two numbers per query to mask, and none per key; backwards, two per key.
 """
 
 from __future__ import annotations

@@ -164,8 +164,10 @@ def _expanded(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
     """Query i sees the keys 0..i. Written by arithmetic: the mask is not evaluated."""
     queries, keys = query.size(2), key.size(2)
-    end = (torch.arange(queries, device=query.device) + 1).clamp(max=keys)
-    return mask_ranges((torch.zeros_like(end), end), keys, causal)
+    row, column = (torch.arange(n, device=query.device) for n in (queries, keys))
+    by_query = torch.zeros_like(row), (row + 1).clamp(max=keys)
+    by_key = column.clamp(max=queries), torch.full_like(column, queries)
+    return mask_ranges(by_query, by_key, causal)
 
 
 def _mask_score(attn_mask: Tensor) -> ScoreMod:

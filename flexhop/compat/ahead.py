@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -22,15 +22,36 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import _load_triton_kernel_from_source
-from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V
+from torch.fx import GraphModule, Node
 
-__all__ = ["finish", "gradient_strides", "is_useful", "stand_ins", "start"]
+from flexhop.compat import shared
+from flexhop.compat.machine_code import compile_by_worker, compile_here
+
+__all__ = [
+    "finish",
+    "gradient_strides",
+    "is_useful",
+    "local_memory",
+    "operand_nodes",
+    "origin",
+    "stand_ins",
+    "start",
+    "traced",
+]
 
 # Workers may be few, and Python waits for them when it ends: so much may be of no use at a time.
 _MOST = 2
 
-_jobs: dict[str, Future[None]] = {}  # when each ends, by the hash of its text
+
+class _Jobs(dict[str, Future[None]]):
+    """When each job ends, by the hash of its text; forgotten when Inductor's caches are."""
+
+    cache_clear = dict.clear
+
+
+_jobs = clear_on_fresh_cache(_Jobs())
 
 
 def is_useful() -> bool:
@@ -40,59 +61,113 @@ def is_useful() -> bool:
     return trains and may and torch.cuda.is_initialized()
 
 
+def traced(name: str) -> GraphModule | None:
+    """A graph of the call that is lowered now, traced for the backward pass; None if unknown."""
+    return shared.found(V.graph.current_node).get(name)
+
+
 def gradient_strides(out: torch.Tensor) -> list[int]:
     """Strides that the gradient of the node's first result, [B, H, M, D], will probably have.
 
     In a model all heads of a row are multiplied by a matrix, whose gradient has them side by side.
-    Of a graph's output AOTAutograd takes the gradient to be contiguous (2.11), or like the output.
+    Of a graph's output AOTAutograd takes the gradient to be contiguous, or like the output (2.13,
+    if sizes are fixed).
     """
     _, heads, rows, columns = out.shape
-    if _is_read_by_row():
-        return [rows * heads * columns, columns, heads * columns, 1]
-    if functorch_config.guess_tangent_strides_as_outputs:
-        return list(out.stride())
+    row = heads * columns
+    readers = _first_result_readers()
+    permuted = _find_permuted(readers, [0, 2, 1, 3])
+    of_tokens = [user for n in readers if _drops_batch(n) for user in n.users]
+    is_packed = (packed := _find_permuted(of_tokens, [1, 0, 2])) is not None
+    by_row = packed if is_packed else permuted
+    if _is_like_output(out, by_row):
+        batch, *others = out.stride()
+        return [heads * others[0] if is_packed else batch, *others]
+    if by_row is not None:
+        return [row if is_packed else rows * row, columns, row, 1]
     return [heads * rows * columns, rows * columns, columns, 1]
 
 
-def _is_read_by_row() -> bool:
-    """Whether what follows reads the first result [B, H, M, D] as [B, M, H, D]."""
+def _is_like_output(out: torch.Tensor, reader: Node | None) -> bool:
+    """Whether a result, or what reads it if that is an output, has a gradient that is like it."""
+    is_output = reader is None or all(n.op == "output" for n in reader.users)
+    is_fixed = not any(isinstance(n, torch.SymInt) for n in (*out.shape, *out.stride()))
+    return functorch_config.guess_tangent_strides_as_outputs and is_output and is_fixed
+
+
+def _first_result_readers() -> list[Node]:
     results = (n for n in V.graph.current_node.users if n.target is operator.getitem)
-    users = (user for result in results if result.args[1] == 0 for user in result.users)
+    return [user for result in results if result.args[1] == 0 for user in result.users]
+
+
+def _find_permuted(readers: Sequence[Node], order: list[int]) -> Node | None:
+    """The first of the nodes that is this permutation."""
     permute = torch.ops.aten.permute.default
-    return any(n.target is permute and list(n.args[1]) == [0, 2, 1, 3] for n in users)
+    return next((n for n in readers if n.target is permute and list(n.args[1]) == order), None)
+
+
+def _drops_batch(node: Node) -> bool:
+    """Whether a node takes away a first dimension of 1."""
+    return node.target is torch.ops.aten.squeeze.dim and node.args[1] == 0
+
+
+def operand_nodes() -> tuple[Any, ...]:
+    """Operands of the node that is lowered, as nodes of its graph."""
+    return V.graph.current_node.args
+
+
+def origin(node: Node) -> Node:
+    """The node whose numbers a node shows in another shape."""
+    aten = torch.ops.aten
+    views = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.alias.default)
+    while node.target in views:
+        (node, *_) = node.all_input_nodes
+    return node
 
 
 @contextmanager
-def stand_ins(layouts: Mapping[str, Any]) -> Iterator[list[Any]]:
+def stand_ins(layouts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Buffers of these layouts, for operands that this graph does not have; gone at the end."""
-    buffers = [ir.InputBuffer(name=f"ahead_{name}", layout=x) for name, x in layouts.items()]
+    buffers = {n: ir.InputBuffer(name=f"ahead_{n}", layout=x) for n, x in layouts.items()}
     known = V.graph.name_to_buffer
-    known.update((buffer.get_name(), buffer) for buffer in buffers)
+    known.update((buffer.get_name(), buffer) for buffer in buffers.values())
     try:
-        yield [ir.TensorBox.create(buffer) for buffer in buffers]
+        yield {name: ir.TensorBox.create(buffer) for name, buffer in buffers.items()}
     finally:
-        for buffer in buffers:
+        for buffer in buffers.values():
             del known[buffer.get_name()]
 
 
 def start(choice: Any) -> None:
     """Begin to compile a choice of a template, unless it was begun before or enough others are."""
-    request = choice.bmreq
     running = [job for job in _jobs.values() if not job.done()]
-    if request.module_cache_key not in _jobs and len(running) < _MOST:
-        source = Path(request.module_path).read_text()
-        job, ended = _submit(request.kernel_name, source), Future[None]()
-        job.add_done_callback(lambda _: ended.set_result(None))  # the kernel itself is not kept
-        _jobs[request.module_cache_key] = ended
+    if choice.bmreq.module_cache_key not in _jobs and len(running) < _MOST:
+        _begin(choice)
 
 
-def _submit(name: str, source: str) -> Future[Any]:
-    """Have a worker compile a kernel, as Inductor has it: Triton's cache tells workers apart from
-    this process, because they may have another ptxas."""
+def _begin(choice: Any) -> None:
+    request = choice.bmreq
+    source = Path(request.module_path).read_text()
+    _jobs[request.module_cache_key] = _submit(request.kernel_name, source)
+
+
+def _submit(name: str, source: str) -> Future[int]:
+    """Compile a kernel as Inductor has it, and measure its local memory.
+
+    In a worker if there are any: Triton's cache tells them apart from this process, because they
+    may have another ptxas.
+    """
+    load = partial(_load_triton_kernel_from_source, name, source)
     folders = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {folder: os.environ[folder] for folder in folders if folder in os.environ}
-    load = partial(_load_triton_kernel_from_source, name, source)
-    return AsyncCompile.process_pool().submit(_worker_compile_triton, load, environment, {})
+    if get_compile_threads() > 1:
+        return AsyncCompile.process_pool().submit(compile_by_worker, load, environment)
+    job: Future[int] = Future()
+    try:
+        job.set_result(compile_here(load))
+    except Exception as error:  # as a worker hands it over
+        job.set_exception(error)
+    return job
 
 
 def finish(choice: Any) -> None:
@@ -103,3 +178,16 @@ def finish(choice: Any) -> None:
     job = _jobs.get(choice.bmreq.module_cache_key)
     if job is not None and AsyncCompile.use_process_pool():
         wait([job])
+
+
+def local_memory(choice: Any) -> int | None:
+    """Bytes of local memory that each thread of a choice's kernel needs; compiles it if need be.
+
+    None where kernels are not compiled now, or this one cannot be, which Inductor will report.
+    """
+    if config.force_disable_caches or not torch.cuda.is_initialized():
+        return None
+    if choice.bmreq.module_cache_key not in _jobs:
+        _begin(choice)
+    job = _jobs[choice.bmreq.module_cache_key]
+    return None if job.exception() is not None else job.result()

@@ -35,6 +35,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
+from flexhop.compat import shared
+
 __all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu"]
 
 GraphModule = torch.fx.GraphModule
@@ -347,9 +349,15 @@ def _move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any
         on_host = isinstance(value, torch.device) and value.type == "cpu"
         return device if on_host else value
 
+    def move_copy(module: GraphModule) -> GraphModule:
+        moved = copy.deepcopy(module)
+        _move_graph(moved, mode, device)
+        return moved
+
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
+                shared.move(node, move_copy)
                 node.args = torch.fx.node.map_aggregate(node.args, move_device)
                 node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move_device)
                 for key in node.meta.keys() & {"val", "example_value"}:

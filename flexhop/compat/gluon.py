@@ -62,8 +62,8 @@ class GluonOverrides(TritonKernelOverrides):
 
     @staticmethod
     def tanh(x: Any) -> str:
-        """Without the branches of CUDA's."""
-        return f"tanh({x})"
+        """Without the branches of CUDA's, in fp32."""
+        return f"tanh({x})" if x.dtype == torch.float32 else str(TritonKernelOverrides.tanh(x))
 
 
 class GluonKernel(inductor.TemplateKernel):

@@ -51,6 +51,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
 from flexhop import debug
+from flexhop.compat import shared
 from flexhop.errors import FlexhopError
 
 __all__ = [
@@ -77,11 +78,13 @@ __all__ = [
     "register_undifferentiable",
     "register_vmap",
     "setup_compilation_env",
+    "share",
     "trace_callable",
     "unwrap_dead",
     "without_modes",
 ]
 
+share = shared.share
 _OPERATORS: dict[str, Operator] = {}
 
 
@@ -158,7 +161,9 @@ def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
         with ctx.redispatch_to_next():
             check(hasattr(ctx, "mode") and ctx.mode.pre_dispatch, *plain)
             for position in op.callable_positions:
-                plain[position] = ctx.functionalize(_maybe_run_with_interpreter(plain[position]))
+                function = plain[position]
+                wrapped = ctx.functionalize(_maybe_run_with_interpreter(function))
+                plain[position] = shared.hand_on(function, wrapped)
             return ctx.wrap_tensors(op(*plain))
 
     op.py_functionalize_impl(rule)
@@ -177,11 +182,14 @@ def register_proxy(
     examples: Callable[..., Sequence[Sequence[Any]]],
     mode_of_mods: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> None:
-    """Write one node whose callables are named submodules, traced on `examples(*operands)`."""
+    """Write one node whose callables are named submodules, traced on `examples(*operands)`.
+
+    Operators whose first callable is the same, and was handed to `share`, know these graphs.
+    """
 
     def rule(mode: ProxyTorchDispatchMode, *operands: Any) -> Any:
         result = op(*operands)
-        traced = list(operands)
+        traced, graphs = list(operands), {}
         for position, name, example in zip(
             op.callable_positions, names, examples(*operands), strict=True
         ):
@@ -190,9 +198,10 @@ def register_proxy(
             debug.show_graph(name.removeprefix("flexhop_"), graph)
             qualified = mode.tracer.get_fresh_qualname(name)
             mode.tracer.root.register_module(qualified, graph)
-            traced[position] = graph
+            traced[position] = graphs[name] = graph
         proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(traced))
         node = mode.tracer.create_proxy("call_function", op, proxies, {}, name=op._name)
+        shared.note(node.node, operands[op.callable_positions[0]], graphs)
         return track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
 
     op.py_impl(ProxyTorchDispatchMode)(rule)

@@ -29,6 +29,7 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
+from flexhop.compat import tanh
 from flexhop.compat.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 from flexhop.compat.location import users_line
 from flexhop.errors import ModLoweringError
@@ -82,9 +83,16 @@ class Subgraphs(list[Any]):
 class TemplateKernel(TritonTemplateKernel):
     """Fills the holes of our templates."""
 
+    overrides = tanh.Overrides
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.extra_template_env_fns += [self.scatter_sites, self.draw_kept, self.dropped]
+
+    @classmethod
+    def gen_common_triton_imports(cls) -> str:
+        """The imports of a generated file."""
+        return super().gen_common_triton_imports() + tanh.IMPORT
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
         """Text of a user function; indices are int32 and scores fp32, which 2.13 wants to know."""
@@ -364,29 +372,6 @@ def call_lowering(op: Any, *args: Any, **kwargs: Any) -> Any:
 def output_meta() -> Any:
     """Fake results of the node that is being lowered."""
     return V.graph.current_node.meta["val"]
-
-
-def register_tanh_approx(op: Any) -> None:
-    """Lower an approximate tanh to one PTX instruction on the GPU, and to tanh elsewhere."""
-
-    def lower(x: Any) -> Any:
-        dtype = torch.float64 if x.get_dtype() == torch.float64 else torch.float32
-        exact = x.get_device().type != "cuda" or dtype == torch.float64
-        loader = x.make_loader()
-
-        def inner(index: Any) -> Any:
-            value = ops.to_dtype(loader(index), dtype)
-            if exact:
-                return ops.tanh(value)
-            return ops.inline_asm_elementwise(
-                value, asm="tanh.approx.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
-            )
-
-        return ir.Pointwise.create(
-            device=x.get_device(), dtype=dtype, inner_fn=inner, ranges=x.get_size()
-        )
-
-    register_lowering(op, type_promotion_kind=None)(lower)
 
 
 def is_autotuning() -> bool:

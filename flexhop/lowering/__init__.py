@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat import gluon_versions, inductor, tanh, warm
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
@@ -16,10 +16,17 @@ from flexhop.ops.forward import attention
 
 def register() -> None:
     """Tell Inductor how our operators are lowered; importing this package imports Inductor."""
-    inductor.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
+    tanh.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
     for operator, lower in (
         (attention, lower_attention),
         (cached_attention, lower_cached_attention),
         (attention_backward, lower_attention_backward),
     ):
         inductor.register_lowering(operator, type_promotion_kind=None)(raised_by_graph(lower))
+
+
+def expect_kernels() -> None:
+    """Prepare to compile Hopper kernels, if the GPU is such; called while graphs are traced."""
+    if torch.cuda.is_initialized() and not gluon_versions.obstacle():
+        if torch.cuda.get_device_capability() == (9, 0):
+            warm.warm_workers()

@@ -13,7 +13,7 @@ from flexhop.lowering import backward_hopper, chunked, exact, kernels
 from flexhop.lowering.captured import read_by, repeats
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import is_additive, lower_joint, lower_mods
+from flexhop.lowering.mods import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
@@ -34,9 +34,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         [args.query, args.key, args.value, args.grad_out]
     )
     args = args._replace(query=query, key=key, value=value)
-    problem = dataclasses.replace(
-        read_problem(args, mods), has_score_grad=not is_additive(args.joint)
-    )
+    problem = dataclasses.replace(read_problem(args, mods), **read_joint(args.joint)._asdict())
     options = user_options(args.options)
     is_hopper = choose_grad_dialect(problem, options).name == "hopper"
     needed = ("grad_query", *kernels.key_value_kernels(problem))
@@ -50,9 +48,10 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     added = backward_hopper.Captured([captured[i] for i in sorted(captured)], sites)
     if is_hopper:
         layouts = (_like(key, 1).layout, _like(value, 2).layout)
-        args = args._replace(grad_out=grad_out)
-        grads = backward_hopper.emit_gradients(launch, args, joint, layouts, added)
-        return (*grads, _captured_grads(args, captured))
+        dense = args._replace(grad_out=grad_out)
+        grads = backward_hopper.emit_gradients(launch, dense, joint, layouts, added)
+        if grads is not None:
+            return (*grads, _captured_grads(args, captured))
 
     delta = _delta(args)
     operands = (query, key, value, inductor.contiguous(args.lse), delta, grad_out)

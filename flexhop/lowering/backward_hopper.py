@@ -6,6 +6,7 @@ in fp32, which is scaled and converted after it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import torch
 from torch import fx
 
 from flexhop.compat import ahead, gluon, inductor
+from flexhop.errors import ModLoweringError
 from flexhop.lowering import hopper_grad, kernels
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import lower_joint
+from flexhop.lowering.mods import joint_outputs, lower_joint, read_joint
 from flexhop.lowering.operands import block_inputs
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.layout import dense_strides
@@ -39,7 +41,7 @@ def emit_gradients(
     joint: Sequence[Any],
     layouts: tuple[Any, Any],
     captured: Captured,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any] | None:
     """Gradients of query, key and value; those of captured tensors are added up.
 
     Args:
@@ -65,6 +67,8 @@ def emit_gradients(
     output = Output(layouts[0], key.get_size(), written)
     lists = block_inputs(args, "q", lse, query)
     grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint, captured.sites)
+    if grad_key is None:
+        return None
     # Read after the kernel, or zeros would be scaled.
     added = inductor.ir.TensorBox(grad_query)
     scaled = inductor.call_lowering(aten.mul.Tensor, added, launch.problem.scale)
@@ -75,54 +79,95 @@ def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
     """Begin to compile the backward kernel, which this forward call will need.
 
     AOTAutograd lowers the backward graph later, so the kernel's operands are foretold. A wrong
-    guess costs the time of a worker, no more. Not foretold: the gradient of a score_mod, lengths
-    that vary, and the layouts of packed sequences and their lists.
+    guess costs the time of a worker, no more. Not foretold: gradients of captured tensors.
 
     Args:
         launch: of the forward call.
         args: query, key and value with storage.
     """
-    problem, sizes = launch.problem, [t.get_size() for t in _tensors(args)]
-    is_packed = problem.blocks is not None and problem.blocks.has_ranges
-    is_fixed = all(inductor.is_constant(n) for size in sizes for n in size)
-    if problem.has_score_mod or is_packed or not is_fixed or not ahead.is_useful():
+    joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
+    if joint is None or len(joint_outputs(joint)) > 1:
         return
-    if choose_grad_dialect(problem, launch.options).name != "hopper":
-        return
-    device = inductor.device_of(args.query)
-    joint = lower_joint(device, _identity_joint(), (), ())
-    with ahead.stand_ins(_foretell_layouts(launch, args)) as operands:
-        lse, _, _, *written = operands
-        inputs = [*_tensors(args), *operands, *block_inputs(args, "q", lse, args.query)]
-        output = Output(_like(args.key), sizes[1], written)
-        launch.start_hopper_backward(inputs, output, joint)
+    problem = dataclasses.replace(launch.problem, **read_joint(joint)._asdict())
+    if choose_grad_dialect(problem, launch.options).name == "hopper":
+        _start_kernel(launch._replace(problem=problem), args, joint)
+
+
+def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) -> None:
+    """Begin to compile the backward kernel of a call, with the gradient of its score_mod."""
+    key: Any = args.key
+    device, captures = inductor.device_of(key), inductor.realize(args.score_captures)
+    try:
+        gradient = lower_joint(device, joint, captures, ())
+    except ModLoweringError:
+        return  # the backward pass will say so, if there is one
+    with (
+        ahead.stand_ins(_foretell_layouts(launch, args)) as operands,
+        ahead.stand_ins(_foretell_lists()) as computed,
+    ):
+        blocks = _as_views_of_tables(args, computed)
+        lists = block_inputs(args._replace(blocks=blocks), "q", operands["lse"], args.query)
+        written = [operands[name] for name in ("grad_query", "grad_value", "counter")]
+        output = Output(_like(key), key.get_size(), written)
+        inputs = [*_tensors(args), *operands.values(), *lists]
+        launch.start_hopper_backward(inputs, output, gradient)
+
+
+def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[Any, ...]:
+    """The block lists, those that this graph computes by their stand-ins.
+
+    The ends of a range that mask_mod reads are lists, too, if queries see the keys that see them.
+    The backward graph then gets them once, and the kernel has one pointer.
+    """
+    nodes = AttentionArgs(*ahead.operand_nodes())
+    tables = {
+        ahead.origin(node): value
+        for node, value in zip(nodes.mask_captures, args.mask_captures, strict=True)
+        if isinstance(node, fx.Node)
+    }
+
+    def find(node: fx.Node, value: Any) -> Any:
+        if node.name not in computed or ahead.origin(node) not in tables:
+            return computed.get(node.name, value)
+        size = inductor.as_expressions(node.meta["val"].shape)
+        return inductor.call_lowering(aten.view.default, tables[ahead.origin(node)], size)
+
+    return tuple(map(find, nodes.blocks, args.blocks))
+
+
+def _foretell_lists() -> dict[str, Any]:
+    """Layouts of the block lists that this graph computes, which the other gets, by node."""
+    computed = (node for node in _list_nodes() if node.op != "placeholder")
+    return {node.name: _layout_of(node.meta["val"]) for node in computed}
+
+
+def _list_nodes() -> tuple[Any, ...]:
+    return AttentionArgs(*ahead.operand_nodes()).blocks
+
+
+def _layout_of(fake: torch.Tensor) -> Any:
+    size, stride = map(inductor.as_expressions, (fake.shape, fake.stride()))
+    return inductor.fixed_layout(fake.device, fake.dtype, size, stride)
 
 
 def _tensors(args: AttentionArgs) -> tuple[Any, Any, Any]:
     return args.query, args.key, args.value
 
 
-def _identity_joint() -> fx.GraphModule:
-    """What the tracer makes of the gradient of no score_mod."""
-    graph = fx.Graph()
-    names = ("score", "b", "h", "q_idx", "kv_idx", "grad_score")
-    graph.output(([graph.placeholder(name) for name in names][-1],))
-    return fx.GraphModule({}, graph)
-
-
 def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
     """Layouts of the kernel's operands that the backward graph will have, in their order."""
     query, _, value = _tensors(args)
     device, dtype = inductor.device_of(query), query.get_dtype()
-    batch, heads, length, _ = (int(n) for n in query.get_size())
+    batch, heads, length, _ = query.get_size()
     tile, blocks = hopper_grad.table_tile(launch.problem), launch.problem.blocks
     rows = length + gluon.fill_up(length, tile.block_m if blocks is None else blocks.q_size)
     statistic = inductor.contiguous_layout(device, torch.float32, [batch, heads, rows])
     out = inductor.output_meta()[0]
+    sizes, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
     return {
         "lse": statistic,
         "delta": statistic,
-        "grad_out": inductor.fixed_layout(device, dtype, out.shape, ahead.gradient_strides(out)),
+        "grad_out": inductor.fixed_layout(device, dtype, sizes, strides),
         "grad_query": inductor.contiguous_layout(device, torch.float32, query.get_size()),
         "grad_value": _like(value),
         "counter": inductor.contiguous_layout(device, torch.int32, [1]),
@@ -131,11 +176,10 @@ def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
 
 def _like(tensor: Any) -> Any:
     """The layout of a tensor's gradient."""
-    size, stride = tensor.get_size(), [int(n) for n in tensor.get_stride()]
+    size, order = tensor.get_size(), [inductor.hint(n) for n in tensor.get_stride()]
     return inductor.fixed_layout(
-        inductor.device_of(tensor), tensor.get_dtype(), size,
-        dense_strides([int(n) for n in size], stride),
-    )  # fmt: skip
+        inductor.device_of(tensor), tensor.get_dtype(), size, dense_strides(size, order)
+    )
 
 
 def _statistics(args: Any, rows: int) -> tuple[Any, Any]:

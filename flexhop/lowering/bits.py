@@ -45,7 +45,7 @@ def stored_blocks(problem: Problem) -> int:
         return 0
     if not problem.mask_reads or problem.mask_uses_head or blocks.per_head:
         return 0
-    if blocks.has_ranges:  # packed sequences, whose mask reads two numbers per query: it is cheap
+    if blocks.has_ranges:  # packed sequences: the kernel makes bits of two numbers per query
         return 0
     if max(problem.head_dim, problem.value_head_dim) > BLOCK:  # whose tiles have 64 keys
         return 0

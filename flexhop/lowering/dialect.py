@@ -32,6 +32,8 @@ def choose_dialect(problem: Problem, options: KernelOptions) -> Dialect:
     reason = _first(hopper.obstacles(problem, options))
     if reason and options.backend == "hopper":
         raise OptionConflictError(first="backend='hopper'", second="this call", reason=reason)
+    if not reason and options.backend == "auto":
+        reason = next(hopper.slower(problem), "")
     return Dialect("triton", reason) if reason else Dialect("hopper", "")
 
 

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexhop.compat import ahead, gluon, inductor
+from flexhop.compat import ahead, gluon, inductor, launcher
 from flexhop.compat.cache_template import CacheTemplate
 from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.mods import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
-from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan
+from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan, show_refusal
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.tiles import Kernel
 from flexhop.ops.dropout import threshold
@@ -184,11 +184,16 @@ class Launch(NamedTuple):
         Args:
             inputs: of its template, the block lists last.
             output: what it stores; sizes are those of query.
+
+        Returns:
+            None if its machine code is refused.
         """
         tile = hopper.table_tile(self.problem)
         show_hopper_plan(self.problem, self.options, tile)
         constants = hopper.constants(self.problem, self.options, tile)
-        return self._emit_gluon("hopper_forward", inputs, output, constants)
+        most = hopper.local_memory_limit(self.problem, self.options)
+        line = [self.mods.slope, self.mods.bend]
+        return self._emit_gluon("hopper_forward", inputs, output, constants, line, most)
 
     def emit_hopper_backward(
         self,
@@ -204,10 +209,14 @@ class Launch(NamedTuple):
             output: what it stores; sizes are those of key.
             joint: the lowered joint graph: its first output, and for `sites` the others.
             sites: captured gradients that it adds up.
+
+        Returns:
+            None if its machine code is refused.
         """
         show_hopper_grad_plan(self.problem)
         constants = hopper_grad.constants(self.problem, hopper_grad.table_tile(self.problem))
-        return self._emit_gluon("hopper_backward", inputs, output, constants, joint, sites)
+        most = hopper_grad.local_memory_limit(self.problem, self.options)
+        return self._emit_gluon("hopper_backward", inputs, output, constants, joint, most, sites)
 
     def start_hopper_backward(
         self, inputs: Sequence[Any], output: Output, joint: Sequence[Any]
@@ -231,15 +240,21 @@ class Launch(NamedTuple):
         )  # fmt: skip
         if error is not None:
             raise error
+        launcher.build(choices[0])
         return choices[0]
 
     def _emit_gluon(
         self, name: str, inputs: Sequence[Any], output: Output, constants: Any,
-        joint: Sequence[Any] = (), sites: Sequence[inductor.ScatterSite] = (),
+        others: Sequence[Any], most: int | None, sites: Sequence[inductor.ScatterSite] = (),
     ) -> Any:  # fmt: skip
-        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *joint], sites)
+        """A kernel's launch, unless its threads need more than `most` bytes of local memory."""
+        subgraphs = inductor.Subgraphs([self.mods.score, self.mods.mask, *others], sites)
         choices = [self._fill_gluon(name, inputs, output, constants, subgraphs)]
         ahead.finish(choices[0])
+        needed = None if most is None else ahead.local_memory(choices[0])
+        if needed is not None and most is not None and needed > most:
+            show_refusal(name, needed, most)
+            return None
         added_to = output.written if sites else ()
         operands = [*inputs, *self.captures, *added_to]
         result = inductor.select(f"flexhop_{name}", choices, operands, output.layout, {})

@@ -39,9 +39,9 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     captures = [*score_captures, *mask_captures]
     launch = Launch(problem, options, mods, captures, seed=seed_input(args))
     is_hopper = kernel == "forward" and dialect.name == "hopper"
-    results = emit_forward(args, launch, "hopper" if is_hopper else kernel)
+    # First, because the forward kernel may be waited for.
     backward_hopper.prepare_gradients(launch, args)
-    return results
+    return emit_forward(args, launch, "hopper" if is_hopper else kernel)
 
 
 def emit_forward(
@@ -68,15 +68,15 @@ def emit_forward(
     lists = block_inputs(args, "kv", lse, query)
     written = [lse, max_scores] if launch.problem.returns_max else [lse]
     inputs, sizes = [*args[:3], lse, written[-1]], query.get_size()
-    output = Output(layout, sizes, written)
+    output, out = Output(layout, sizes, written), None
     if kernel == "decode":
         out = decode.emit_decode(launch, args[:3], lists, output)
     elif kernel == "hopper":
         counter = inductor.zeros([1], torch.int32, device)
-        output = output._replace(written=[*written, counter])
         words = emit_mask_bits(launch, args[:2], lists) or counter  # which is then not read
-        out = launch.emit_hopper([*inputs, words, counter, *lists], output)
-    else:
+        added = output._replace(written=[*written, counter])
+        out = launch.emit_hopper([*inputs, words, counter, *lists], added)
+    if out is None:
         out = launch.emit("forward", [*inputs, *lists], output)
     return out, lse, max_scores
 

@@ -19,8 +19,15 @@ from flexhop.options import KernelOptions
 ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 _ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
 _LARGEST_WIDTH = 256
+# Instructions of score_mod for a score: beyond the first number the portable kernel is
+# faster, beyond the second it needs the registers in which queries would stay.
+_COSTLY_SCORE, _REGISTER_SCORE = 20, 8
+# Kernels with 296 and more had 0.3 to 0.6 times the speed of the portable one.
+_LOCAL_BYTES = 256
 # Barriers, and the numbers of tiles that are handed out.
 _SLACK = 1024
+# A slope is divided by the scale, and must not become infinite.
+_SMALLEST_SCALE = 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class HopperForwardConstants:
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
     HAS_RANGES: bool
+    HAS_SPANS: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     STORED_BLOCKS: int
@@ -82,6 +90,8 @@ class HopperForwardConstants:
     KV_BATCH_SHARED: bool
     HEADS_PER_SECTION: int
     HAS_SCORE_MOD: bool
+    HAS_SLOPE: bool
+    HAS_BEND: bool
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
@@ -99,6 +109,24 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "kernel_options give a tile of the portable kernel"
     if options.prescale_qk:
         yield "it cannot scale query beforehand (prescale_qk)"
+
+
+def slower(problem: Problem) -> Iterator[str]:
+    """Why the portable kernel is likely to be faster, as measured; "hopper" overrules."""
+    if problem.score_cost > _COSTLY_SCORE:
+        yield (
+            f"score_mod takes about {problem.score_cost:.0f} instructions for a score, which the "
+            f"portable kernel computes faster from {_COSTLY_SCORE} on"
+        )
+
+
+def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
+    """Bytes of local memory per thread up to which the kernel is worth it; None: not looked at.
+
+    Compiling is waited for where a score_mod is long enough to need registers.
+    """
+    is_long = problem.score_cost > _REGISTER_SCORE
+    return _LOCAL_BYTES if is_long and options.backend == "auto" else None
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
@@ -165,7 +193,8 @@ def constants(
     """Constants of the kernel."""
     blocks = problem.blocks
     # As in the portable kernel: the scale goes into the exponent where nothing stands in between.
-    scales = problem.has_score_mod or problem.scale <= 0
+    has_slope = problem.has_key_slope and problem.scale > _SMALLEST_SCALE
+    scales = (problem.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = tile.block_n if blocks is None else blocks.kv_size
     return HopperForwardConstants(
         BLOCK_M=tile.block_m,
@@ -180,6 +209,7 @@ def constants(
         TILES_PER_KV_BLOCK=kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
+        HAS_SPANS=blocks is not None and blocks.has_spans,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         STORED_BLOCKS=bits.stored_blocks(problem),
@@ -195,6 +225,8 @@ def constants(
         KV_BATCH_SHARED=problem.kv_batch_shared,
         HEADS_PER_SECTION=kernels.heads_per_section(problem),
         HAS_SCORE_MOD=problem.has_score_mod,
+        HAS_SLOPE=has_slope,
+        HAS_BEND=has_slope and problem.has_key_bend,
         SCALE_SCORES=scales,
         SM_SCALE=problem.scale,
         EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
@@ -204,6 +236,6 @@ def constants(
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
-    """Whether queries stay in registers: faster, unless tables need them to be read into."""
-    widest = 64 if problem.reads_per_element else 128
-    return tile.num_consumers == 2 and problem.head_dim <= widest
+    """Whether queries stay in registers: faster, unless score_mod needs them itself."""
+    needs_many = problem.reads_by_position or problem.score_cost > _REGISTER_SCORE
+    return tile.num_consumers == 2 and problem.head_dim <= (64 if needs_many else 128)

@@ -23,6 +23,10 @@ _LARGEST_OWN = 128
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 8
+_FEWEST_PACKED_HEADS = 16
+_COSTLY_GRAD = 60  # instructions for a score
+# Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
+_LOCAL_BYTES = 288
 # Barriers, statistics of queries, and the numbers of tiles that are handed out.
 _SLACK = 4096
 
@@ -76,6 +80,7 @@ class HopperBackwardConstants:
     TILES_PER_KV_BLOCK: int
     HAS_BLOCKS: bool
     HAS_RANGES: bool
+    HAS_SPANS: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
@@ -117,6 +122,11 @@ def slower(problem: Problem) -> Iterator[str]:
             f"its {tiles} tiles of keys leave some of {problem.device.multiprocessors} "
             "multiprocessors without work"
         )
+    if problem.grad_cost > _COSTLY_GRAD:
+        yield (
+            f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
+            f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
+        )
     if _lacks_registers(problem):
         yield (
             f"with {_LARGEST_OWN} columns it has no registers to keep scores or positions for "
@@ -124,6 +134,16 @@ def slower(problem: Problem) -> Iterator[str]:
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
+
+
+def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
+    """Bytes of local memory per thread up to which the kernel is worth it; None: not looked at.
+
+    Wider heads are not: there the portable kernels compute two more products.
+    """
+    has_derivative = problem.has_score_mod and problem.has_score_grad
+    is_measured = has_derivative and width(problem) <= _LARGEST_OWN
+    return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
 
 
 def num_tiles(problem: Problem) -> int:
@@ -196,6 +216,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
+        HAS_SPANS=blocks is not None and blocks.has_spans,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         CHECK_Q=not problem.is_query_multiple(q_size),
@@ -219,10 +240,12 @@ def _heads_per_section(problem: Problem) -> int:
     """Key heads whose tiles are handed out together, those with the most work first.
 
     As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
-    least a few, so that the last long tiles do not run while most multiprocessors have nothing.
+    least a few, so that the last long tiles do not run while most multiprocessors have nothing:
+    more of packed sequences, of which only those that are being worked on must fit.
     """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4
     per_head = problem.group * problem.query_len * row
-    heads = max(_FEWEST_HEADS, problem.device.l2_bytes // max(1, per_head))
+    fewest = _FEWEST_PACKED_HEADS if problem.is_packed else _FEWEST_HEADS
+    heads = max(fewest, problem.device.l2_bytes // max(1, per_head))
     return min(heads, max(1, problem.batch * problem.kv_heads))

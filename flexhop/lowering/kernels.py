@@ -260,10 +260,14 @@ def _float32_precision(options: KernelOptions) -> str:
 
 
 def heads_per_section(problem: Problem) -> int:
-    """Query heads whose keys and values fill half of the L2 cache together."""
+    """Query heads whose keys and values fill half of the L2 cache together.
+
+    16 of packed sequences: their tiles are unequal, and few last heads leave programs idle.
+    """
     per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
     kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
-    return min(kv_heads * problem.group, max(1, problem.batch * problem.query_heads))
+    heads = max(kv_heads * problem.group, 16 if problem.is_packed else 0)
+    return min(heads, max(1, problem.batch * problem.query_heads))
 
 
 def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:

@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
+from flexhop.lowering.cost import instructions
 from flexhop.lowering.indices import Range, wrap_reads
+from flexhop.lowering.lines import key_line, zero
 from flexhop.lowering.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
@@ -33,16 +35,33 @@ class ModFacts(NamedTuple):
     has_mask_mod: bool
     # Whether score_mod reads captures at indices that depend on both positions.
     reads_per_element: bool
+    # Whether it reads any at an index that depends on a position.
+    reads_by_position: bool
+    score_cost: float  # instructions of score_mod for a score
+    has_key_slope: bool  # whether score_mod adds a line over keys, and one that has a bend
+    has_key_bend: bool
     mask_reads: bool  # whether mask_mod reads captures, and looks at b and at h
     mask_uses_batch: bool
     mask_uses_head: bool
 
 
+class JointFacts(NamedTuple):
+    """What a Problem says about the gradient of score_mod, under its names."""
+
+    has_score_grad: bool  # whether the derivative differs from 1
+    grad_cost: float  # instructions for a score
+
+
 class ModBuffers(NamedTuple):
-    """The user functions of one kernel, lowered: scalar buffers for the holes, and facts."""
+    """The user functions of one kernel, lowered: scalar buffers for the holes, and facts.
+
+    slope, bend: of the line over keys that score_mod adds (lines.py); 0 if it adds none.
+    """
 
     score: Any
     mask: Any
+    slope: Any
+    bend: Any
     facts: ModFacts
 
 
@@ -57,25 +76,47 @@ def lower_mods(
     score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
     indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
     first = inductor.placeholder("score", torch.float32, device)
-    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
-    (score_buffer,) = inductor.lower_pointwise(
-        fast_score, [first, *indices, *captures[0]], "score_mod"
-    )
+    safe_score = wrap_reads(score_graph, _position_ranges(1, sizes))
+    inputs = [first, *indices, *captures[0]]
+    fast_score = float_positions(safe_score)
+    (score_buffer,) = inductor.lower_pointwise(fast_score, inputs, "score_mod")
+    slope_buffer, bend_buffer = _lower_line(safe_score, inputs)
     safe_mask = wrap_reads(mask_graph, _position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
-    return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
+    return ModBuffers(
+        score_buffer, mask_buffer, slope_buffer, bend_buffer, read_mods(score_graph, mask_graph)
+    )
+
+
+def _lower_line(score: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Slope and bend of the line over keys that a score_mod adds."""
+    line = key_line(score) or (None, None)
+    parts = [part or zero(score) for part in line]
+    return [inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in parts]
 
 
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     """The facts of both user functions."""
+    reads = read_positions(score)
+    line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
-        reads_per_element=reads_per_element(score),
+        reads_per_element=any(map(all, reads)),
+        reads_by_position=any(map(any, reads)),
+        score_cost=instructions(score),
+        has_key_slope=line is not None,
+        has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
         mask_uses_batch=_is_used(mask, 0),
         mask_uses_head=_is_used(mask, 1),
     )
+
+
+def read_joint(joint: Any) -> JointFacts:
+    """The facts of a joint graph."""
+    graph = inductor.graph_module(joint)
+    return JointFacts(not _is_additive(graph), instructions(graph))
 
 
 def _is_used(graph: fx.GraphModule, number: int) -> bool:
@@ -121,9 +162,9 @@ def _output(graph: fx.GraphModule) -> Any:
     return _value_of(result)
 
 
-def _outputs(graph: fx.Graph) -> Sequence[Any]:
-    """What a graph with several outputs returns."""
-    return cast("Sequence[Any]", graph.output_node().args[0])
+def joint_outputs(joint: Any) -> Sequence[Any]:
+    """What a joint graph returns: the gradient of the score, then what its sites need."""
+    return cast("Sequence[Any]", inductor.graph_module(joint).graph.output_node().args[0])
 
 
 def _value_of(result: Any) -> Any:
@@ -138,11 +179,10 @@ def is_identity(graph: fx.GraphModule) -> bool:
     return _output(graph) is graph.graph.find_nodes(op="placeholder")[0]
 
 
-def is_additive(joint: Any) -> bool:
+def _is_additive(joint: fx.GraphModule) -> bool:
     """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
-    graph = inductor.graph_module(joint).graph
-    result = _value_of(_outputs(graph)[0])
-    return result is graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
+    result = _value_of(joint_outputs(joint)[0])
+    return result is joint.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 
 
 def is_all_true(graph: fx.GraphModule) -> bool:
@@ -158,14 +198,14 @@ def is_all_true(graph: fx.GraphModule) -> bool:
 def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
     """Whether a site's indices depend on q_idx, and on kv_idx."""
     graph = inductor.graph_module(joint).graph
-    outputs = _outputs(graph)
+    outputs = joint_outputs(joint)
     return _positions_of(graph, [outputs[i] for i in site.indices])
 
 
-def reads_per_element(score: fx.GraphModule) -> bool:
-    """Whether a score_mod reads a captured tensor at indices that depend on both positions."""
+def read_positions(score: fx.GraphModule) -> list[tuple[bool, bool]]:
+    """Of all reads of captured tensors: do indices depend on q_idx, and on kv_idx?"""
     reads = score.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    return any(all(_positions_of(score.graph, list(read.args[1]))) for read in reads)
+    return [_positions_of(score.graph, list(read.args[1])) for read in reads]
 
 
 def _positions_of(graph: fx.Graph, roots: Sequence[Any]) -> tuple[bool, bool]:

@@ -191,18 +191,18 @@ def benchmark_inputs(
 ) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
-    Random contents would read outside the tensors. A range is of the first block alone: how many
-    blocks there are is not to be seen from its tensors.
+    Random contents would read outside the tensors. Ranges hold the first key alone: how many there
+    are is not to be seen from these tensors.
     """
 
     def counts(buffer: Any) -> torch.Tensor:
         columns = inductor.hint(inputs[first_list + 1].get_size()[-1])
-        return _sized(buffer).fill_(1 if has_ranges else columns)
+        return _sized(buffer).fill_(0 if has_ranges else columns)
 
     def indices(buffer: Any) -> torch.Tensor:
         target = _sized(buffer)
         if has_ranges:
-            return target.zero_()
+            return target.fill_(1)
         return target.copy_(torch.arange(target.shape[-1], device=target.device).expand_as(target))
 
     def none(buffer: Any) -> torch.Tensor:
@@ -211,8 +211,8 @@ def benchmark_inputs(
     return {
         first_list: counts,
         first_list + 1: indices,
-        first_list + 2: none,
-        first_list + 3: none,
+        first_list + 2: counts if has_ranges else none,
+        first_list + 3: indices if has_ranges else none,
     }
 
 

@@ -119,6 +119,12 @@ def show_hopper_grad_plan(problem: Problem) -> None:
     debug.show("kernel", "backward", lambda: str(plan_hopper_grad(problem)))
 
 
+def show_refusal(name: str, needed: int, most: int) -> None:
+    """Print that the machine code of a Hopper kernel is refused, if FLEXHOP_DEBUG asks for it."""
+    words = f"refused: {needed} bytes of local memory per thread, of which {most} are as fast"
+    debug.show("kernel", name, lambda: f"{words} as the portable kernels, which serve this call")
+
+
 def show_plan(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> None:
     """Print the plan of a candidate if FLEXHOP_DEBUG asks for kernels."""
     debug.show("kernel", kernel, lambda: str(plan_kernel(kernel, problem, options, tile)))

@@ -36,7 +36,7 @@ class Device:
 class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
-    has_ranges: whether rows are ranges of blocks instead of lists. per_batch: as per_head.
+    has_ranges: whether rows are ranges of keys instead of lists of blocks. per_batch: as per_head.
     """
 
     q_size: int
@@ -45,6 +45,11 @@ class MaskBlocks:
     per_head: bool = False
     has_ranges: bool = False
     per_batch: bool = False
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether ranges of keys are the whole mask, so that mask_mod need not be asked."""
+        return self.has_ranges and self.has_full
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,12 +77,15 @@ class Problem:
     """One call as plain values.
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key; mask_reads: whether mask_mod reads captured tensors; mask_uses_batch, mask_uses_head:
-    whether it looks at b, and at h; has_score_grad: whether the derivative of score_mod differs
-    from 1; captured_reads: its reads of captured tensors that need gradients; bulk_obstacle: why
-    the tensor memory accelerator cannot copy the operands, if it cannot. Lengths are hints: the
-    sizes seen at this compile; what must hold for every size is in `is_query_multiple` and
-    `is_key_multiple` (is the length known to be a multiple of n?).
+    key, reads_by_position: on one of them; has_key_slope, has_key_bend: whether it adds a line
+    over keys, and one that has a bend (lowering/lines.py); score_cost, grad_cost: instructions
+    that score_mod and its gradient take for each score; mask_reads: whether mask_mod reads
+    captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b, and at h;
+    has_score_grad: whether the derivative of score_mod differs from 1; captured_reads: its reads
+    of captured tensors that need gradients; bulk_obstacle: why the tensor memory accelerator
+    cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile; what
+    must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length known
+    to be a multiple of n?).
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
     is_deterministic: whether results must be the same in every run. cache: None unless key and
     value are read from one; with pages, key_len is what the widest sequence has room for.
@@ -105,6 +113,11 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    reads_by_position: bool = False
+    score_cost: float = 0.0
+    grad_cost: float = 0.0
+    has_key_slope: bool = False
+    has_key_bend: bool = False
     mask_uses_batch: bool = False
     mask_uses_head: bool = False
     dropout_p: float = 0.0
@@ -117,6 +130,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the batch may be sequences one after the other: then it is one, with ranges."""
+        return self.batch == 1 and self.blocks is not None and self.blocks.has_ranges
 
     @property
     def has_captured_grads(self) -> bool:

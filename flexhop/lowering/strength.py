@@ -3,10 +3,12 @@
 `slope * (kv_idx - q_idx)` subtracts integers for every score and converts each difference to a
 float, and the conversion is as slow as an exponential. Converting the two positions first gives
 the same value (both are below 2**24, the integers that fp32 holds exactly) with one conversion per
-row and column.
+row and column. The same holds for the magnitude of a difference, and integers beside positions.
 """
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -15,6 +17,8 @@ aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 _FLOAT_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 _DIFFERENCES = (aten.sub.Tensor, aten.add.Tensor)
+_MAGNITUDES = (aten.abs.default, aten.neg.default)
+_LARGEST = 2**23
 
 
 def float_positions(graph: fx.GraphModule) -> fx.GraphModule:
@@ -46,19 +50,35 @@ def _is_position(node: object) -> bool:
 
 
 def _convert_operands(graph: fx.Graph, user: fx.Node, position: int) -> None:
-    difference = user.args[position]
-    if not isinstance(difference, fx.Node) or difference.target not in _DIFFERENCES:
-        return
-    if not all(_is_position(operand) for operand in difference.args) or difference.kwargs:
+    value = user.args[position]
+    if not isinstance(value, fx.Node) or not _is_distance(value):
         return
     with graph.inserting_before(user):
-        floats = [
-            graph.call_function(convert, (operand, torch.float32)) for operand in difference.args
-        ]
-        new = graph.call_function(difference.target, tuple(floats))
-    for node in (*floats, new):
-        node.meta["val"] = difference.meta["val"].to(torch.float32)
+        new = _as_float(graph, value)
     if user.target is convert:
         user.replace_all_uses_with(new)
     else:
         user.update_arg(position, new)
+
+
+def _is_distance(node: fx.Node) -> bool:
+    """A difference or sum of positions and small integers, or its magnitude."""
+    is_either = node.target in (*_DIFFERENCES, *_MAGNITUDES) and not node.kwargs
+    return is_either and all(map(_is_term, node.args))
+
+
+def _is_term(operand: Any) -> bool:
+    if isinstance(operand, int):
+        return abs(operand) < _LARGEST
+    return _is_position(operand) or (isinstance(operand, fx.Node) and _is_distance(operand))
+
+
+def _as_float(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A distance, or a position, computed in fp32."""
+    if _is_position(node):
+        new = graph.call_function(convert, (node, torch.float32))
+    else:
+        operands = [_as_float(graph, x) if isinstance(x, fx.Node) else x for x in node.args]
+        new = graph.call_function(cast("Any", node.target), tuple(operands))
+    new.meta["val"] = node.meta["val"].to(torch.float32)
+    return new

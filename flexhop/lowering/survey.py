@@ -14,7 +14,7 @@ from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.captured import read_sites
 from flexhop.lowering.kernels import forward_kernel
-from flexhop.lowering.mods import is_additive, read_mods
+from flexhop.lowering.mods import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan, plan_backward, plan_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
@@ -63,7 +63,7 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     problem = dataclasses.replace(
         problem,
         captured_reads=read_sites(joint.joint, joint.sites) if joint else (),
-        has_score_grad=joint is None or not is_additive(joint.joint),
+        **({} if joint is None else read_joint(joint.joint)._asdict()),
     )
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it

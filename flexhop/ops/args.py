@@ -19,8 +19,8 @@ class BlockTensors(NamedTuple):
     """The block lists of one mask, every pair present.
 
     A pair that the mask lacks repeats another pair; `Options` says which pairs are real. All are
-    int32; counts are [B', H', rows], indices [B', H', rows, columns], B' and H' broadcast; or
-    [B', H', rows, 3], if `Options` says that they are ranges (block_ranges.RangeLists).
+    int32; counts are [B', H', rows], indices [B', H', rows, columns], B' and H' broadcast. If
+    `Options` says that the mask has ranges, they are first and end instead (packing.RangeMask).
     """
 
     kv_num_blocks: Tensor

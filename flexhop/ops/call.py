@@ -32,7 +32,7 @@ class MaskFacts(NamedTuple):
     has_full_blocks: bool
     has_q_blocks: bool
     is_sliced: bool = False  # whether its mask_mod was lost by slicing
-    has_ranges: bool = False  # whether indices are ranges (block_ranges.RangeLists)
+    has_ranges: bool = False  # whether it is ranges of keys (packing.RangeMask)
 
 
 class Mistake(NamedTuple):

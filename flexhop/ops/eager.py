@@ -196,12 +196,16 @@ def listed_blocks(args: AttentionArgs | BackwardArgs) -> Grids:
     if not args.blocks:
         return Grids()
     blocks = BlockTensors(*args.blocks)
-    columns = block_count(args.key.size(2), int(args.options["kv_block_size"]))
-    to_dense = ranges_to_dense if args.options.get("has_ranges") else lists_to_dense
-    partial = to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)
+    size = int(args.options["q_block_size"]), int(args.options["kv_block_size"])
+    columns = block_count(args.key.size(2), size[1])
+    if args.options.get("has_ranges"):
+        seen = blocks.kv_num_blocks, blocks.kv_indices.squeeze(-1)
+        partial, full = ranges_to_dense(seen, columns, size)
+        return Grids(partial, full) if args.options["has_full_blocks"] else Grids(partial | full)
+    partial = lists_to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)
     if not args.options["has_full_blocks"]:
         return Grids(partial)
-    full = to_dense(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
+    full = lists_to_dense(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
     return Grids(partial, full)
 
 

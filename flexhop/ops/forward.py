@@ -77,6 +77,7 @@ def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, args.options)
     joint = trace_joint(args.score_mod, args.query, args.score_captures)
+    hop.share(joint.score_mod)  # the forward lowering looks at the backward operator's graphs
     fixed = args._replace(
         query=None, key=None, value=None, score_mod=joint.score_mod, score_captures=()
     )

@@ -6,23 +6,28 @@ import functools
 from importlib.resources import files
 
 _CACHED = ("cached_keys", "cached_sums", "halves")
+_BY_QUERY = ("key_blocks", "lists", "tile", "mods")
+_BY_KEY = ("query_blocks", "lists", "tile", "mods")
 # Every kernel is its own file, then the device functions it calls.
 _PARTS = {
-    "forward": ("forward", "attend", "keys", "lists", "tile", "mods"),
-    "decode": ("decode", "attend", "keys", "lists", "tile", "mods"),
-    "cached_forward": ("forward", "attend", *_CACHED, "lists", "tile", "mods", "key_mods"),
-    "cached_decode": ("decode", "attend", *_CACHED, "lists", "tile", "mods", "key_mods"),
+    "forward": ("forward", "attend", "keys", *_BY_QUERY),
+    "decode": ("decode", "attend", "keys", *_BY_QUERY),
+    "cached_forward": ("forward", "attend", *_CACHED, *_BY_QUERY, "key_mods"),
+    "cached_decode": ("decode", "attend", *_CACHED, *_BY_QUERY, "key_mods"),
     "decode_combine": ("decode_combine",),
     "mask_bits": ("mask_bits", "lists", "tile", "mods"),
-    "grad_query": ("grad_query", "grad_tile", "lists", "tile", "mods", "mod_grads"),
-    "grad_key_value": ("grad_key_value", "grad_tile", "lists", "tile", "mods", "mod_grads"),
+    "grad_query": ("grad_query", "grad_tile", *_BY_QUERY, "mod_grads"),
+    "grad_key_value": ("grad_key_value", "grad_tile", *_BY_KEY, "mod_grads"),
     "hopper_forward": (
         "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_bits", "hopper_weights", "hopper_store", "hopper_tile", "hopper_common", "mods",
+        "hopper_line", "hopper_bits", "hopper_spans", "hopper_weights", "hopper_store",
+        "hopper_tile",
+        "hopper_common", "mods",
     ),
     "hopper_backward": (
         "hopper_backward", "hopper_grad_produce", "hopper_grad_consume", "hopper_grad_step",
-        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_tile", "hopper_common", "mods",
+        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_tile", "hopper_spans",
+        "hopper_common", "mods",
         "mod_grads",
     ),
 }  # fmt: skip

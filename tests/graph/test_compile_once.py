@@ -10,6 +10,8 @@ from torch._inductor.codegen.triton import TritonScheduling
 
 import flexhop
 from flexhop.compat import ahead, gluon_versions
+from flexhop.errors import ModLoweringError
+from flexhop.lowering import backward_hopper
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate
 
@@ -56,6 +58,27 @@ def _without_hash(source: str) -> str:
 
 DOCUMENT = torch.arange(1024) // 100
 OFFSETS = torch.tensor([0, 300, 1024], dtype=torch.int32)
+SLOPES = torch.tensor([0.5, 0.25])
+LEARNED = torch.tensor([0.5, 0.25], requires_grad=True)
+BIAS = torch.randn(2, 2047)
+
+
+def _shifted(score: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+    return score + m
+
+
+def _alibi(score: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+    return score + SLOPES[h] * (n - m)
+
+
+def _capped(score: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+    return 20.0 * torch.tanh(score / 20.0)
+
+
+def _biased(score: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+    return torch.nn.functional.softplus(score) * BIAS[h, m - n + 1023]
+
+
 EARLY: dict[str, dict[str, Any]] = {
     "dense": {"mask": None},
     "causal": {},
@@ -66,6 +89,13 @@ EARLY: dict[str, dict[str, Any]] = {
     "columns 256": {"columns": 256},
     "narrow values": {"value_columns": 64},
     "heads inside": {"is_transposed": True},
+    "shifted": {"score": _shifted},
+    "alibi": {"score": _alibi},
+    "capped, documents": {
+        "score": _capped,
+        "mask": lambda b, h, m, n: (m >= n) & (DOCUMENT[m] == DOCUMENT[n]),
+    },
+    "softplus and a table": {"score": _biased},
     "in a model": {"is_transposed": True, "is_projected": True},
     "in a model, other layout": {"is_projected": True},
 }
@@ -91,14 +121,14 @@ def test_backward_kernel_is_foretold(case: str, monkeypatch: pytest.MonkeyPatch)
     started, finished = _watch(monkeypatch)
     query, key, value = _operands(**EARLY[case])
     mod = EARLY[case].get("mask", causal)
-    sizes = (query.size(2), key.size(2))
+    sizes, score = (query.size(2), key.size(2)), EARLY[case].get("score")
     mask = flexhop.create_block_mask(mod, None, None, *sizes, "cpu") if mod else None
     options = flexhop.KernelOptions(backend="hopper")
     weight = torch.randn(value.size(3) * 2, 64, dtype=torch.bfloat16)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = flexhop.flex_attention(
-            q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+            q, k, v, score, block_mask=mask, enable_gqa=True, kernel_options=options
         )
         if not EARLY[case].get("is_projected"):
             return out
@@ -119,19 +149,62 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _scored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     options = flexhop.KernelOptions(backend="hopper")
-    return flexhop.flex_attention(q, k, v, lambda s, b, h, m, n: s + m, kernel_options=options)
+    return flexhop.flex_attention(q, k, v, kernel_options=options)
 
 
-@pytest.mark.parametrize("call", [_packed, _scored])
-def test_what_cannot_be_foretold_is_not_begun(
-    call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("call", [_packed, _dense])
+def test_packed_and_varying_lengths_are_foretold(
+    call: Callable[..., torch.Tensor],
+    is_transposed: bool,
+    is_dynamic: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
-    generate(call, *_operands(), grad=True)
+    operands = _operands(is_transposed=is_transposed)
+    for tensor in operands:
+        if is_dynamic:
+            torch._dynamo.mark_dynamic(tensor, 2)
+    generate(call, *operands, grad=True)
+    assert len(started) == 1
+    assert finished[-1] == started[0]
+
+
+def _learned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    options = flexhop.KernelOptions(backend="hopper")
+    return flexhop.flex_attention(
+        q, k, v, lambda s, b, h, m, n: s + LEARNED[h] * (n - m), kernel_options=options
+    )
+
+
+def test_what_cannot_be_foretold_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a captured tensor."""
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+    started, finished = _watch(monkeypatch)
+    generate(_learned, *_operands(), grad=True)
+    assert started == []
+    assert finished
+
+
+def test_gradient_without_kernel_is_left_to_the_backward_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward pass whose backward pass never runs must not fail for its sake."""
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+
+    def refuse(*_: Any) -> list[Any]:
+        raise ModLoweringError(mod="a", operation="b", location="c", reason="d")
+
+    started, finished = _watch(monkeypatch)
+    monkeypatch.setattr(backward_hopper, "lower_joint", refuse)
+    generate(_dense, *_operands(), grad=True)
     assert started == []
     assert len(finished) == 2
 

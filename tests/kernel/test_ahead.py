@@ -1,16 +1,19 @@
 """The backward kernel of Hopper GPUs: what one worker compiles ahead, the others find."""
 
+import importlib
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
 import flexhop
-from flexhop.compat import ahead, gluon_versions
+from flexhop.compat import ahead, gluon_versions, launcher
 from flexhop.offline import Kernel, generate
 
 
@@ -78,6 +81,14 @@ def test_one_text_is_begun_once(begun: list[tuple[str, str]]) -> None:
     assert len(begun) == 1
 
 
+def test_it_is_begun_again_when_caches_are_emptied() -> None:
+    job: Future[None] = Future()
+    job.set_result(None)
+    ahead._jobs["text"] = job
+    with fresh_cache():
+        assert "text" not in ahead._jobs
+
+
 class _Pool:
     """What `finish` asks Inductor's pool of workers."""
 
@@ -129,3 +140,36 @@ def test_nothing_is_begun_without_a_gpu() -> None:
     before = dict(ahead._jobs)
     _generate()
     assert ahead._jobs == before
+
+
+def test_launcher_is_built_for_the_kernel(
+    begun: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread builds is what Triton asks its cache for when the kernel is there."""
+    if not launcher.is_needed():
+        pytest.skip("this Triton has one launcher for all kernels")
+    kernels: list[Any] = []
+    texts: list[str] = []
+    note = kernels.append
+    monkeypatch.setattr(launcher, "build", lambda choice: note(launcher.kernel_of(choice)))
+    driver = launcher._driver()
+
+    def build(*, src: str, **_: Any) -> Any:
+        texts.append(src)
+        return SimpleNamespace(launch=None)
+
+    monkeypatch.setattr(driver, "compile_module_from_src", build)
+    monkeypatch.setattr(driver, "library_dirs", list)  # there is no libcuda
+    _generate()
+    assert len(kernels) == 3  # the foretold one is filled twice
+    for kernel in kernels:
+        (config,) = kernel.configs
+        meta = kernel._create_compile_meta(config)
+        gluon = importlib.import_module("triton.experimental.gluon._runtime")
+        source = gluon.GluonASTSource(
+            kernel.fn, meta["signature"], meta["constants"], meta["configs"][0]
+        )
+        launcher._build(kernel)
+        driver.CudaLauncher(source, launcher._METADATA)
+        early, asked = texts[-2:]
+        assert early == asked

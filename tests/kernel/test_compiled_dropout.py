@@ -78,4 +78,4 @@ def test_exact_sums_fit(architecture):
     assert "add_exactly" in kernel.functions
     cubin = compile_kernel(kernel, architecture)
     assert cubin.shared <= GPUS[divmod(architecture, 10)].shared_memory
-    assert cubin.spills <= (2 if architecture == 90 else 0)  # the tile that was fastest there
+    assert not cubin.spills

@@ -1,11 +1,11 @@
-"""Block lists of masks whose queries see one range of keys, against the dense definition."""
+"""Blocks of masks whose queries see one range of keys, against the dense definition."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexhop.block_lists import lists_to_dense, ranges_to_dense
-from flexhop.block_ranges import list_ranges, list_rows
+from flexhop.block_lists import find_ranges, lists_to_dense, ranges_to_dense
+from flexhop.block_ranges import list_rows
 from flexhop.mask_creation import create_block_mask
 
 
@@ -21,14 +21,23 @@ def ranges(draw_steps: list[tuple[int, int]], keys: int) -> tuple[torch.Tensor, 
     return torch.tensor(first), torch.tensor(end)
 
 
+def seen_by_keys(
+    seen: tuple[torch.Tensor, torch.Tensor], keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The queries that see each key: from the first that ends behind it to the last that begins
+    before."""
+    key = torch.arange(keys)
+    first, end = seen
+    return torch.searchsorted(end, key, right=True), torch.searchsorted(first, key, right=True)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=70),
     keys=st.integers(1, 90),
     block=st.tuples(st.sampled_from([4, 16]), st.sampled_from([8, 16])),
-    has_full=st.booleans(),
 )
-def test_the_lists_are_those_of_the_dense_mask(steps, keys, block, has_full):
+def test_the_blocks_are_those_of_the_dense_mask(steps, keys, block):
     first, end = ranges(steps, keys)
     queries = len(steps)
 
@@ -36,50 +45,33 @@ def test_the_lists_are_those_of_the_dense_mask(steps, keys, block, has_full):
         return (k >= first[q]) & (k < end[q])
 
     expected = create_block_mask(mask, None, None, queries, keys, "cpu", block)
-    partial, full = expected._dense()
-    sides = list_ranges((first, end), keys, block, has_full=has_full)
-    grids = ((partial, full), (partial.mT, full.mT))
-    for lists, (some, every) in zip(sides, grids, strict=True):
-        columns = some.shape[-1]
-        listed = ranges_to_dense(lists.num_blocks, lists.indices, columns)
-        listed_full = ranges_to_dense(lists.full_num_blocks, lists.full_indices, columns)
-        assert not (listed & listed_full).any()
-        # A block whose rows see nothing may be listed: its mask hides everything.
-        assert not ((some | every)[0, 0] & ~(listed | listed_full)).any()
-        # An overhanging column of keys is never full in the dense mask, nor here.
-        assert torch.equal(listed_full, every[0, 0] if has_full else torch.zeros_like(listed))
+    some, every = (grid[0, 0] for grid in expected._dense())
+    by_row = ranges_to_dense((first, end), some.size(1), block)
+    seen = seen_by_keys((first, end), keys)
+    by_column = ranges_to_dense(seen, some.size(0), block[::-1])
+    for (partial, full), turn in ((by_row, False), (by_column, True)):
+        visited = (some | every).mT if turn else some | every
+        assert not (partial & full).any()
+        # A block whose rows see nothing may be visited: its mask hides everything.
+        assert not (visited & ~(partial | full)).any()
+        # What overhangs is never full in the dense mask, nor here.
+        assert torch.equal(full, every.mT if turn else every)
 
 
 def test_ends_that_decrease_stay_within_the_grid():
     first = torch.tensor([50, 3, 70, 0] * 8)
     end = torch.tensor([10, 90, 2, 64] * 8)
-    for lists, columns in zip(
-        list_ranges((first, end), 80, (8, 16), has_full=True), (5, 4), strict=True
-    ):
-        for counts, indices in (
-            (lists.num_blocks, lists.indices), (lists.full_num_blocks, lists.full_indices)
-        ):  # fmt: skip
-            start, at, gap = indices.unbind(-1)
-            last = counts - 1
-            final = start + last + torch.where(last >= at, gap, 0)
-            assert (counts >= 0).all() and (gap >= 0).all()
-            assert ((start >= 0) & (final < columns))[counts > 0].all()
+    for columns in (2, 5, 9):
+        start, stop, full_start, full_count = find_ranges((first, end), columns, (8, 16))
+        assert ((start >= 0) & (start <= stop) & (stop <= columns)).all()
+        assert ((full_start >= start) & (full_count >= 0)).all()
+        assert (full_start + full_count <= stop).all()
 
 
-def test_ranges_say_what_lists_say():
+def test_lists_say_what_ranges_say():
     first = torch.tensor([0, 0, 1, 5, 5, 9, 30, 30, 31, 60, 62, 62] * 1)
     end = torch.tensor([4, 40, 40, 41, 45, 45, 60, 60, 80, 80, 80, 80])
-    by_row, _ = list_ranges((first, end), 80, (2, 8), has_full=True)
+    grids = ranges_to_dense((first, end), 10, (2, 8))
     lists = list_rows((first[None], end[None]), 80, (2, 8), 10)
-    for ranges, listed in zip(
-        (by_row[:2], by_row[2:]), ((lists[0][0], lists[1][0]), (lists[2][0], lists[3][0])),
-        strict=True,
-    ):  # fmt: skip
-        assert torch.equal(ranges[0], listed[0])
-        assert torch.equal(ranges_to_dense(*ranges, 10), lists_to_dense(*listed, 10))
-
-
-def test_memory_grows_with_the_blocks():
-    first = torch.arange(1 << 16)
-    lists, _ = list_ranges((first // 2, first + 1), 1 << 16, (128, 128), has_full=True)
-    assert sum(t.numel() for t in lists) == 8 * 512
+    for grid, listed in zip(grids, (lists[:2], lists[2:]), strict=True):
+        assert torch.equal(grid, lists_to_dense(*listed, 10)[0])

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import flexhop
 from flexhop import errors
+from flexhop.block_lists import find_ranges
 from flexhop.varlen import Packing, Window, pack_mask
 from tests.varlen_cases import (
     CASES,
@@ -64,16 +67,44 @@ def test_new_lengths_need_no_new_graph():
     assert len(graphs) == 1
 
 
-def test_a_million_tokens_need_few_blocks():
+def test_a_million_tokens_need_few_numbers_and_visit_few_blocks():
     """Lists of blocks, one column for each block of keys, would be 2 GiB."""
     lengths = [1000] * 2000
     cut = offsets(tuple(lengths))
     total = sum(lengths)
     _, mask = pack_mask(total, total, Packing(cut, cut, None, Window(None, 0)), None)
-    tensors = [t for t in mask if isinstance(t, torch.Tensor)]
-    assert sum(t.numel() * 4 for t in tensors) < 2 << 20
-    visited = mask.kv_num_blocks + mask.full_kv_num_blocks
-    assert 1 <= int(visited.min()) and int(visited.max()) <= 9
+    memory = {t.untyped_storage() for t in mask if isinstance(t, torch.Tensor)}
+    distinct = {storage.data_ptr(): storage.nbytes() for storage in memory}
+    assert sum(distinct.values()) == 4 * 4 * total  # two for each query, two for each key
+    for ends in ((mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices)):
+        seen = ends[0][0, 0], ends[1][0, 0, :, 0]
+        start, stop, _, _ = find_ranges(seen, total // 128, mask.BLOCK_SIZE)
+        assert 1 <= int((stop - start).min()) and int((stop - start).max()) <= 9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5),
+    reach=st.tuples(*[st.one_of(st.none(), st.integers(-2, 4))] * 2),
+    bottom_right=st.booleans(),
+    used=st.one_of(st.none(), st.integers(0, 3)),
+    behind=st.tuples(st.integers(0, 2), st.integers(1, 2)),
+)
+def test_keys_know_which_queries_see_them(lengths, reach, bottom_right, used, behind):
+    """The same from both sides; tokens behind the last sequence see nothing and are not seen."""
+    cuts = [offsets(tuple(pair[side] for pair in lengths)) for side in (0, 1)]
+    queries, keys = (int(cut[-1]) + more + 1 for cut, more in zip(cuts, behind, strict=True))
+    used_k = None if used is None else torch.full((len(lengths),), used)
+    packing = Packing(*cuts, used_k, Window(*reach, bottom_right))
+    _, mask = pack_mask(queries, keys, packing, None)
+    row, column = torch.arange(queries), torch.arange(keys)
+    first, end = mask.kv_num_blocks[0, 0, :, None], mask.kv_indices[0, 0]
+    from_queries = (column >= first) & (column < end)
+    first, end = mask.q_num_blocks[0, 0, :, None], mask.q_indices[0, 0]
+    assert torch.equal(from_queries, ((row >= first) & (row < end)).mT)
+    ends = (mask.kv_indices[..., 0], mask.q_indices[..., 0])
+    for table in (mask.kv_num_blocks, mask.q_num_blocks, *ends):
+        assert (table.diff() >= 0).all()
 
 
 def bad_calls():

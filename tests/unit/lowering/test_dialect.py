@@ -33,6 +33,7 @@ def _a_checked_triton(monkeypatch):
         {"blocks": MaskBlocks(256, 512, True), "has_mask_mod": True},
         {"dtype": torch.float16, "kv_heads": 2},
         {"has_score_mod": True, "reads_per_element": True},
+        {"has_score_mod": True, "score_cost": 15.0},
         {"kv_batch_shared": True},
         {"returns_max": True},
     ],
@@ -255,6 +256,11 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
             "what stands around it takes long beside fewer than 1024 queries",
         ),
         (
+            {"has_score_mod": True, "grad_cost": 86.0},
+            "the gradient of score_mod takes about 86 instructions for a score, which the "
+            "portable kernels compute faster from 60 on",
+        ),
+        (
             {
                 "head_dim": 128,
                 "has_score_mod": True,
@@ -305,6 +311,33 @@ def test_sections_of_the_backward_kernel_have_eight_heads_or_fill_the_cache():
         assert constants.HEADS_PER_SECTION == heads
 
 
+def test_where_the_portable_forward_kernel_is_faster():
+    call = problem(has_score_mod=True, score_cost=29.0)
+    reason = (
+        "score_mod takes about 29 instructions for a score, which the portable kernel computes "
+        "faster from 20 on"
+    )
+    assert choose_dialect(call, AUTO) == ("triton", reason)
+    assert choose_dialect(call, ANY) == ("hopper", "")
+
+
+@pytest.mark.parametrize(
+    ("facts", "stays"),
+    [
+        ({}, True),
+        ({"has_score_mod": True, "score_cost": 3.0}, True),
+        ({"has_score_mod": True, "score_cost": 14.0}, False),
+        ({"has_score_mod": True, "reads_by_position": True}, False),
+    ],
+)
+def test_queries_leave_their_registers_to_a_score_mod_that_needs_them(facts, stays):
+    for width, expected in ((128, stays), (64, True)):
+        call = problem(head_dim=width, value_head_dim=width, blocks=MaskBlocks(128, 128, True))
+        call = dataclasses.replace(call, **facts)
+        constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+        assert constants.Q_IN_REGISTERS == expected
+
+
 def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
     """A fact that their templates do not know must be among their obstacles, and then here."""
     known = {
@@ -313,6 +346,14 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "reads_per_element", "has_mask_mod", "captured_reads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
+        "reads_by_position", "score_cost", "grad_cost", "has_key_slope", "has_key_bend",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known
+
+
+@pytest.mark.parametrize(("scale", "follows"), [(0.1, True), (1e-7, False), (-0.1, False)])
+def test_lines_are_followed_where_the_scale_divides_their_slopes(scale, follows):
+    call = problem(90, 128, has_score_mod=True, has_key_slope=True, scale=scale)
+    constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+    assert (constants.HAS_SLOPE, constants.SCALE_SCORES) == (follows, not follows)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexhop.errors import TileError, TileResourceError
-from flexhop.lowering import kernels
+from flexhop.lowering import hopper_grad, kernels
 from flexhop.lowering.problem import MaskBlocks, round_head_dim
 from flexhop.lowering.tiles import table_tile
 from flexhop.options import KernelOptions, Tile
@@ -91,6 +91,16 @@ def test_sections_hold_whole_groups_and_fit_half_of_the_cache():
     assert kernels.constants("forward", small, PLAIN, Tile(64, 64))["HEADS_PER_SECTION"] == 16
     long = problem(query_heads=8, kv_heads=2, key_len=1 << 20)
     assert kernels.constants("forward", long, PLAIN, Tile(64, 64))["HEADS_PER_SECTION"] == 4
+
+
+def test_sections_of_packed_sequences_hold_many_heads():
+    ranges = MaskBlocks(128, 128, has_full=True, has_ranges=True)
+    facts = {"query_heads": 48, "kv_heads": 48, "query_len": 1 << 20, "key_len": 1 << 20}
+    packed = problem(batch=1, blocks=ranges, **facts)
+    assert kernels.heads_per_section(packed) == 16
+    assert hopper_grad.constants(packed, hopper_grad.table_tile(packed)).HEADS_PER_SECTION == 16
+    batch = problem(batch=2, blocks=ranges, **facts)
+    assert kernels.heads_per_section(batch) == 1
 
 
 @pytest.mark.parametrize("kernel", ALL_KERNELS)

@@ -1,0 +1,53 @@
+"""Inductor: what the machine code of a kernel is like, before it is chosen.
+
+ptxas moves to local memory what it has no registers for, and says nothing. Names are the same in
+torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import triton
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+__all__ = ["compile_by_worker", "compile_here", "local_bytes"]
+
+_STACK = re.compile(r"\bSTACK:(\d+)")
+
+
+def compile_by_worker(load: Callable[[], Any], environment: Mapping[str, str]) -> int:
+    """Compile a kernel as Inductor has it, in a worker: bytes of local memory of each thread.
+
+    Args:
+        load: makes Inductor's kernel from its text.
+        environment: variables that the worker must have.
+    """
+    kernel, _ = _worker_compile_triton(load, dict(environment), {})
+    return _largest(kernel)
+
+
+def compile_here(load: Callable[[], Any]) -> int:
+    """The same in this process, where Inductor will find the kernel compiled."""
+    kernel = load()
+    kernel.precompile(warm_cache_only=True)
+    return _largest(kernel)
+
+
+def _largest(kernel: Any) -> int:
+    return max(local_bytes(result.kernel.asm["cubin"]) for result in kernel.compile_results)
+
+
+def local_bytes(cubin: bytes) -> int:
+    """Bytes of local memory per thread: spills, and arrays that no register could hold."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool: Any = triton.knobs.nvidia.cuobjdump
+        command = [tool.path, "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return max(map(int, _STACK.findall(done.stdout)))

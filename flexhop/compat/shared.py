@@ -1,0 +1,56 @@
+"""What the operators of one call know of each other in traced graphs.
+
+AOTAutograd traces the forward and the backward pass into one graph before it lowers either, and
+parts them. The graphs of the user's functions that were traced for both stand in the metadata of
+both operators' nodes, so that the forward lowering can see what the backward pass will compute.
+Nodes keep their metadata in 2.11 to 2.15; where they do not, nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+__all__ = ["Graphs", "found", "hand_on", "move", "note", "share"]
+
+_KEY = "flexhop_shared"
+
+
+class Graphs(dict[str, GraphModule]):
+    """Traced graphs of one call by name. Stored with a graph they are nothing."""
+
+    def __reduce__(self) -> tuple[Callable[[], Graphs], tuple[()]]:
+        """Pickle as an empty one."""
+        return Graphs, ()
+
+
+def share(function: Any) -> None:
+    """Let calls of operators that are handed `function` know of each other."""
+    setattr(function, _KEY, Graphs())
+
+
+def hand_on(function: Any, wrapped: Any) -> Any:
+    """`wrapped`, known as the function that it wraps."""
+    if (graphs := getattr(function, _KEY, None)) is not None:
+        setattr(wrapped, _KEY, graphs)
+    return wrapped
+
+
+def note(node: Node, function: Any, traced: dict[str, GraphModule]) -> None:
+    """Add the graphs of an operator's node to those of the calls that share `function`."""
+    if (graphs := getattr(function, _KEY, None)) is not None:
+        graphs.update(traced)
+        node.meta[_KEY] = graphs
+
+
+def found(node: Node) -> Graphs:
+    """The graphs of the call that a node is of; none if the node came from elsewhere."""
+    return node.meta.get(_KEY, Graphs())
+
+
+def move(node: Node, copied: Callable[[GraphModule], GraphModule]) -> None:
+    """Give a node graphs of its own, made by `copied`."""
+    if _KEY in node.meta:
+        node.meta[_KEY] = Graphs((n, copied(graph)) for n, graph in found(node).items())

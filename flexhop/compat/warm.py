@@ -1,0 +1,57 @@
+"""Inductor's workers: import what Hopper kernels need, before the first of them is compiled.
+
+The first compilation in a worker begins with imports, and with building Triton's interface to the
+driver: 0.3 s on top of a kernel that takes two. Jobs go round, so that nearly every kernel of a
+first call meets a worker that never compiled anything. Here all of them import while Dynamo traces
+the graph. Inductor ends workers that had nothing to do for a minute, hence once every half minute.
+Names are the same in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from importlib import import_module
+
+import torch
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+from flexhop.compat import launcher
+
+__all__ = ["warm_workers"]
+
+_NEEDED = (
+    "triton.compiler.code_generator",
+    "torch._inductor.runtime.triton_heuristics",
+    "flexhop.compat.gluon_runtime",
+)
+_last: list[float] = []  # when workers were warmed last
+
+
+def warm_workers() -> None:
+    """Have all workers import what a kernel imports; nothing without workers."""
+    if get_compile_threads() <= 1:
+        return
+    now = time.monotonic()
+    if _last and now - _last[-1] < config.quiesce_async_compile_time / 2:
+        return
+    _last[:] = [now]
+    # As Inductor sets it when it makes its first kernel: workers look there, too.
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
+    launcher.build_driver()
+    AsyncCompile.use_process_pool()  # asks whether workers are there, and must be asked first
+    for _ in range(get_compile_threads()):
+        AsyncCompile.process_pool().submit(prepare_worker)
+
+
+def prepare_worker() -> None:
+    """Import, in a worker, and let it never search again what it has now for garbage.
+
+    That is all of PyTorch, and the first kernel made it search: 0.15 s.
+    """
+    for module in _NEEDED:
+        import_module(module)
+    gc.freeze()

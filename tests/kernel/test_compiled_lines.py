@@ -1,0 +1,102 @@
+"""score_mods that add a line over keys, as machine code: what they cost a step without a mask."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat import gluon_versions
+from flexhop.masks import causal
+from flexhop.offline import generate
+from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle()),
+]
+SLOPES = torch.tensor([0.5, 0.25])
+SCORES = 64  # of a thread in a step of 64 x 128
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def distance(score, b, h, q_idx, kv_idx):
+    return score - SLOPES[h] * (q_idx - kv_idx).abs()
+
+
+def build(score_mod: Any, width: int) -> Cubin:
+    """The causal Hopper kernel with a score_mod."""
+    inputs = [torch.zeros(1, 2, 512, width, dtype=torch.bfloat16) for _ in range(3)]
+    mask = flexhop.create_block_mask(causal, None, None, 512, 512, "cpu")
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, mask, kernel_options=options),
+        *inputs,
+    )
+    return compile_kernel(generated.kernel_with("consume"), 90)
+
+
+def loops_of(cubin: Cubin, width: int) -> list[str]:
+    """The loops of both consumers, with a mask and without, the shortest first."""
+    return sorted((x for x in cubin.loops() if x.count("HGMMA") == 8 + width // 16), key=len)
+
+
+def full_loops(cubin: Cubin, width: int) -> list[str]:
+    """The loops without a mask, one of each consumer."""
+    return loops_of(cubin, width)[:2]
+
+
+def instructions(loop: str) -> list[str]:
+    """One a line, without labels."""
+    return [line for line in loop.splitlines() if ";" in line]
+
+
+def longest_skip(loop: str) -> int:
+    """How many instructions a jump forward leaves out at most."""
+    lines = loop.splitlines()
+    labels = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    jumps = [
+        (n, m[1]) for n, line in enumerate(lines) if (m := re.search(r"BRA.*(\.L_x_\d+)", line))
+    ]
+    return max(labels.get(target, n) - n for n, target in jumps)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_line_takes_one_instruction_for_each_score(width):
+    plain, line = (
+        [instructions(x) for x in full_loops(build(mod, width), width)] for mod in (None, alibi)
+    )
+    for without, having in zip(plain, line, strict=True):
+        # Besides: which block is next, the mod at the first key, and the row's numbers.
+        assert SCORES <= len(having) - len(without) <= SCORES + 45
+        assert sum("I2F" in x for x in having) <= 1, "the first key alone becomes a float"
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_nothing_is_waited_for_before_the_products(width):
+    cubin = build(alibi, width)
+    assert (cubin.spills, product_notes(cubin)) == (0, [])
+    for step in map(instructions, full_loops(cubin, width)):
+        loads = [n for n, x in enumerate(step) if "LDG" in x]
+        products = [n for n, x in enumerate(step) if "HGMMA" in x]
+        assert loads
+        assert loads[0] > products[0]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_step_without_the_bend_leaves_out_what_a_bend_needs(width):
+    plain = full_loops(build(None, width), width)
+    # The mod is asked about each key under a branch.
+    both = loops_of(build(distance, width), width)
+    bent = [loop for loop in both if longest_skip(loop) > 4 * SCORES][:2]
+    for without, having in zip(plain, bent, strict=True):
+        assert "IABS" not in having, "distances are subtracted as floats"
+        more = len(instructions(having)) - longest_skip(having) - len(instructions(without))
+        # Besides what a line needs: the corners of the tile, and two branches.
+        assert SCORES <= more <= SCORES + 90

@@ -1,0 +1,115 @@
+"""The guard: kernels whose machine code spills in earnest are not chosen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.codecache import _load_triton_kernel_from_source
+
+import flexhop
+from flexhop import debug
+from flexhop.compat import ahead, gluon_versions, machine_code
+from flexhop.lowering import hopper, hopper_grad
+from flexhop.offline import Generated, Kernel, generate
+from flexhop.options import KernelOptions
+from tests.problems import problem
+
+pytestmark = pytest.mark.skipif(gluon_versions.obstacle() != "", reason="no Hopper kernels")
+
+
+def swish(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * torch.sigmoid(score)
+
+
+def cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 30 * torch.tanh(score / 30)
+
+
+def made(score_mod: Callable[..., Any], backend: str) -> Generated:
+    """The kernels of a call that the Hopper kernels are fast enough for."""
+    inputs = [
+        torch.zeros(2, 16, 1024, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+    options = KernelOptions(backend=backend)
+    return generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, kernel_options=options),
+        *inputs, grad=True,
+    )  # fmt: skip
+
+
+def is_hopper(found: Generated) -> list[bool]:
+    """Of the forward kernel, and the backward kernels."""
+    templates = [kernel.is_gluon for kernel in found.templates]
+    return [templates[0], all(templates[1:])]
+
+
+@pytest.mark.parametrize(
+    ("needed", "backend", "expected"),
+    [
+        (10_000, "auto", [False, False]),
+        (270, "auto", [False, True]),
+        (0, "auto", [True, True]),
+        (None, "auto", [True, True]),  # it cannot be compiled here
+        (10_000, "hopper", [True, True]),
+    ],
+)
+def test_a_kernel_that_spills_in_earnest_is_refused(
+    needed: int | None, backend: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
+    assert is_hopper(made(swish, backend)) == expected
+
+
+def test_a_refusal_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ahead, "local_memory", lambda choice: 1000)
+    monkeypatch.setattr(debug, "wanted", lambda: frozenset({"kernel"}))
+    made(swish, "auto")
+    printed = "".join(capfd.readouterr())
+    for name, most in (("hopper_forward", 256), ("hopper_backward", 288)):
+        assert re.search(rf"{name}[^\n]*\n?[^\n]*refused: 1000 bytes .* {most} are", printed)
+
+
+def test_functions_of_a_few_instructions_are_not_waited_for() -> None:
+    options, forced = KernelOptions(), KernelOptions(backend="hopper")
+    wide = problem(head_dim=256, value_head_dim=256, has_score_mod=True, has_score_grad=True)
+    short = problem(has_score_mod=True, score_cost=3.0)
+    long = problem(has_score_mod=True, score_cost=14.0, has_score_grad=True)
+    assert hopper.local_memory_limit(short, options) is None
+    assert hopper_grad.local_memory_limit(short, options) is None
+    assert hopper_grad.local_memory_limit(wide, options) is None
+    assert hopper.local_memory_limit(long, options) == 256
+    assert hopper_grad.local_memory_limit(long, options) == 288
+    assert hopper.local_memory_limit(long, forced) is None
+    assert hopper_grad.local_memory_limit(long, forced) is None
+
+
+def _measure(kernel: Kernel, cache: str, by_worker: bool) -> int:
+    """Compile for a GPU that is not there."""
+    from torch._inductor.runtime import triton_helpers
+
+    triton_helpers.set_driver_to_gpu = lambda: None
+    load = partial(_load_triton_kernel_from_source, kernel.name, kernel.source)
+    if by_worker:
+        return machine_code.compile_by_worker(load, {"TRITON_CACHE_DIR": cache})
+    return machine_code.compile_here(load)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_worker", [False, True])
+def test_local_memory_is_read_from_machine_code(by_worker: bool, tmp_path: Path) -> None:
+    kernels = [made(mod, "hopper").kernel_with("differentiate") for mod in (swish, cap)]
+    found = []
+    for kernel in kernels:
+        with ProcessPoolExecutor(1, get_context("spawn")) as worker:
+            found.append(worker.submit(_measure, kernel, str(tmp_path), by_worker).result())
+    assert found[0] > 288 > found[1] > 0

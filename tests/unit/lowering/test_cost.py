@@ -1,0 +1,57 @@
+"""The estimate of a user function's instructions."""
+
+import pytest
+import torch
+
+from flexhop import mods
+from flexhop.lowering.cost import instructions
+from flexhop.ops.subgraphs import trace_joint, trace_score
+
+QUERY = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
+SLOPES, TABLE = torch.ones(2), torch.ones(64)
+
+
+def cost(score_mod) -> float:
+    return instructions(trace_score(score_mod, QUERY, ()))
+
+
+def grad_cost(score_mod) -> float:
+    return instructions(trace_joint(score_mod, QUERY, ()).joint)
+
+
+def test_what_hangs_on_a_row_costs_nothing_and_on_a_column_half():
+    assert cost(lambda s, b, h, q, k: s) == 0
+    assert cost(lambda s, b, h, q, k: s + torch.sin(q.float())) == 1
+    assert cost(lambda s, b, h, q, k: s + torch.sin(SLOPES[h])) == 1
+    by_key = cost(lambda s, b, h, q, k: s + torch.sin(TABLE[k]))
+    by_score = cost(lambda s, b, h, q, k: s + torch.sin(TABLE[k] + q))
+    assert 40 < by_key < 50
+    assert by_score > by_key + 40
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "fewest", "most"),
+    [  # counted in the machine code of the Hopper kernel (div: 14, remainder: 15, exact tanh: 14)
+        (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), 2, 6),
+        (lambda s, b, h, q, k: s / (1 + (q - k).abs()), 9, 16),
+        (lambda s, b, h, q, k: torch.where((q - k) % 7 == 0, s, s * 0.5), 9, 18),
+        (mods.softcap(30.0), 10, 18),
+        (mods.softcap(30.0, approximate=True), 2, 8),
+        (lambda s, b, h, q, k: torch.erf(s), 21, 40),
+        (lambda s, b, h, q, k: torch.sin(s), 60, 110),
+        (lambda s, b, h, q, k: s * torch.pow(0.99, (q - k).abs().float()), 40, 90),
+        (lambda s, b, h, q, k: s * s**2, 2, 6),
+    ],
+)
+def test_single_functions(score_mod, fewest, most):
+    assert fewest <= cost(score_mod) <= most
+
+
+def test_the_gradient_is_counted_with_the_gradient_it_gets():
+    assert grad_cost(lambda s, b, h, q, k: s + SLOPES[h] * (k - q)) == 0
+    assert grad_cost(lambda s, b, h, q, k: s * SLOPES[h]) == 1
+    assert 60 < grad_cost(lambda s, b, h, q, k: torch.sin(s)) < 120
+
+
+def test_an_unknown_operator_counts_as_one():
+    assert cost(lambda s, b, h, q, k: torch.heaviside(s, s)) == 1

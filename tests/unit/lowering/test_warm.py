@@ -1,0 +1,108 @@
+"""Inductor's workers import what Hopper kernels need while Dynamo traces."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flexhop import lowering
+from flexhop.compat import gluon_versions, launcher, warm
+
+
+class _Workers:
+    """What is asked of Inductor's pool, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def use_process_pool(self) -> bool:
+        self.asked.append("ready")
+        return False
+
+    def process_pool(self) -> SimpleNamespace:
+        return SimpleNamespace(submit=self.submit)
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        self.asked.append(job)
+        return Future()
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> _Workers:
+    """Three workers and a Hopper GPU."""
+    pool = _Workers()
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    monkeypatch.setattr(warm, "AsyncCompile", pool)
+    monkeypatch.setattr(warm, "get_compile_threads", lambda: 3)
+    monkeypatch.setattr(warm, "_last", [])
+    monkeypatch.setattr(launcher, "build_driver", lambda: pool.asked.append("driver"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
+    return pool
+
+
+def test_every_worker_imports(workers: _Workers) -> None:
+    """Behind the question whether the pool is ready, which would wait for the imports."""
+    lowering.expect_kernels()
+    assert workers.asked == ["driver", "ready", *[warm.prepare_worker] * 3]
+
+
+def test_workers_that_inductor_may_have_ended_import_again(
+    workers: _Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([100.0, 129.0, 131.0])
+    monkeypatch.setattr(warm, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    asked = []
+    for _ in range(3):
+        lowering.expect_kernels()
+        asked.append(workers.asked.count(warm.prepare_worker))
+    assert asked == [3, 3, 6]
+
+
+def _forbid_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "get_compile_threads", lambda: 1)
+
+
+def _older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+
+
+def _unknown_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "not checked")
+
+
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+@pytest.mark.parametrize("without", [_forbid_workers, _older_gpu, _unknown_triton, _no_gpu])
+def test_nothing_is_imported_in_vain(
+    without: Callable[[pytest.MonkeyPatch], None],
+    workers: _Workers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without(monkeypatch)
+    lowering.expect_kernels()
+    assert workers.asked == []
+
+
+def test_a_worker_has_what_a_kernel_imports() -> None:
+    """Later imports of a generated kernel find everything there."""
+    if obstacle := gluon_versions.obstacle():
+        pytest.skip(obstacle)
+    text = (
+        "import sys; from flexhop.compat import gluon, warm; warm.prepare_worker(); "
+        "before = set(sys.modules); exec(gluon._IMPORTS); print(set(sys.modules) - before); "
+        "import gc; print(gc.get_freeze_count() > 0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False
+    )
+    assert result.stdout.split() == ["set()", "True"], result.stderr
