@@ -142,7 +142,8 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
     Wider heads are not: there the portable kernels compute two more products.
     """
     has_derivative = problem.has_score_mod and problem.has_score_grad
-    is_measured = has_derivative and width(problem) <= _LARGEST_OWN
+    needs_registers = has_derivative or problem.has_captured_grads
+    is_measured = needs_registers and width(problem) <= _LARGEST_OWN
     return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
 
 

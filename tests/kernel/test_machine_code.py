@@ -87,6 +87,8 @@ def test_functions_of_a_few_instructions_are_not_waited_for() -> None:
     assert hopper.local_memory_limit(short, options) is None
     assert hopper_grad.local_memory_limit(short, options) is None
     assert hopper_grad.local_memory_limit(wide, options) is None
+    learned = problem(has_score_mod=True, captured_reads=("head",))
+    assert hopper_grad.local_memory_limit(learned, options) == 288
     assert hopper.local_memory_limit(long, options) == 256
     assert hopper_grad.local_memory_limit(long, options) == 288
     assert hopper.local_memory_limit(long, forced) is None
