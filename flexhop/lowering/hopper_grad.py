@@ -129,8 +129,8 @@ def slower(problem: Problem) -> Iterator[str]:
         )
     if _lacks_registers(problem):
         yield (
-            f"with {_LARGEST_OWN} columns it has no registers to keep scores for gradients of "
-            "captured tensors, and its tiles of 64 keys are slow"
+            f"with {_LARGEST_OWN} columns it has no registers to keep scores or positions for "
+            "gradients of captured tensors, and its tiles of 64 keys are slow"
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
@@ -142,7 +142,8 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
     Wider heads are not: there the portable kernels compute two more products.
     """
     has_derivative = problem.has_score_mod and problem.has_score_grad
-    is_measured = has_derivative and width(problem) <= _LARGEST_OWN
+    needs_registers = has_derivative or problem.has_captured_grads
+    is_measured = needs_registers and width(problem) <= _LARGEST_OWN
     return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
 
 
@@ -165,9 +166,13 @@ def table_tile(problem: Problem) -> HopperGradTile:
 
 
 def _lacks_registers(problem: Problem) -> bool:
-    """Whether scores, which gradients of captured tensors are computed of, would be spilled."""
-    keeps_scores = problem.has_captured_grads and problem.has_score_grad
-    return keeps_scores and width(problem) == _LARGEST_OWN
+    """Whether scores or positions, of which gradients of captured tensors are, would be spilled.
+
+    Positions of packed sequences are read from tables, and then kept.
+    """
+    is_packed = problem.blocks is not None and problem.blocks.has_ranges
+    keeps = problem.has_captured_grads and (problem.has_score_grad or is_packed)
+    return keeps and width(problem) == _LARGEST_OWN
 
 
 def width(problem: Problem) -> int:

@@ -68,6 +68,21 @@ def test_a_kernel_that_spills_in_earnest_is_refused(
     assert is_hopper(made(swish, backend)) == expected
 
 
+@pytest.mark.parametrize(
+    ("needed", "function"), [(0, "add_captured_grads"), (300, "tl.atomic_add")]
+)
+def test_captured_tensors_get_their_gradients_either_way(
+    needed: int, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
+    table = torch.zeros(16, 1024, requires_grad=True)
+    found = made(lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx], "auto")
+    backward = [k for k in found.templates[1:] if function in k.source]
+    assert [k.is_gluon for k in backward] == [needed == 0]
+    # The sums, in fp64 because many scores read one entry.
+    assert "*fp64" in backward[0].meta["signature"].values()
+
+
 def test_a_refusal_is_shown(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +102,8 @@ def test_functions_of_a_few_instructions_are_not_waited_for() -> None:
     assert hopper.local_memory_limit(short, options) is None
     assert hopper_grad.local_memory_limit(short, options) is None
     assert hopper_grad.local_memory_limit(wide, options) is None
+    learned = problem(has_score_mod=True, captured_reads=("head",))
+    assert hopper_grad.local_memory_limit(learned, options) == 288
     assert hopper.local_memory_limit(long, options) == 256
     assert hopper_grad.local_memory_limit(long, options) == 288
     assert hopper.local_memory_limit(long, forced) is None

@@ -267,8 +267,8 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
                 "has_score_grad": True,
                 "captured_reads": ("head",),
             },
-            "with 128 columns it has no registers to keep scores for gradients of captured "
-            "tensors, and its tiles of 64 keys are slow",
+            "with 128 columns it has no registers to keep scores or positions for gradients of "
+            "captured tensors, and its tiles of 64 keys are slow",
         ),
     ],
 )
