@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,6 +161,10 @@ def _truncate(values: Tensor) -> Tensor:
     return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
+# How plain PyTorch rounds in between, see dense_attention.
+Formula = Literal["plain", "fused", "online"]
+
+
 class Dense(NamedTuple):
     """Every score of a call at once, and what follows from them.
 
@@ -192,7 +196,7 @@ def dense_attention(
     scale: float,
     *,
     truncates: bool = False,
-    is_fused: bool = False,
+    formula: Formula = "plain",
 ) -> Dense:
     """Attention as the field writes it: every score at once, in the dtype of query.
 
@@ -204,10 +208,12 @@ def dense_attention(
         visible: which keys a query sees, bool, broadcasts to [B, Hq, M, N].
         scale: multiplies the products before score_mod.
         truncates: see Budget.
-        is_fused: products of 16-bit matrices stay in fp32, as in one kernel; only the weights and
-            out are rounded.
+        formula: "fused": products of 16-bit matrices stay in fp32, as in one kernel; only the
+            weights and out are rounded. "online": the same, with weights that are rounded before
+            they are divided by their sum, which a kernel knows last.
     """
-    product = Truncated.apply if truncates else exact_product if is_fused else torch.matmul
+    is_plain = formula == "plain"
+    product = Truncated.apply if truncates else torch.matmul if is_plain else exact_product
     group = query.size(1) // key.size(1)
     batch = query.size(0)
     key, value = (
@@ -225,8 +231,10 @@ def dense_attention(
         weights = torch.exp(scores - shift[..., None])
         total = weights.sum(-1)
         safe = torch.where(seen, total, 1.0)
-        out = product((weights / safe[..., None]).to(query.dtype), value).to(query.dtype)
-        lse = torch.where(seen, shift + torch.log(safe), -INF)
+        one, safe = torch.ones_like(safe)[..., None], safe[..., None]
+        before, after = (one, safe) if formula == "online" else (safe, one)
+        out = (product((weights / before).to(query.dtype), value) / after).to(query.dtype)
+        lse = torch.where(seen, shift + torch.log(safe[..., 0]), -INF)
     return Dense(key, value, scores, out, lse, largest, product)
 
 

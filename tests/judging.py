@@ -15,6 +15,7 @@ from flexhop.errors import EagerWarning
 from tests.budgets import (
     Budget,
     Dense,
+    Formula,
     assert_within_budget,
     dense_attention,
     dense_backward,
@@ -68,7 +69,7 @@ def gold_outcome(case: Case, inputs: Inputs) -> Outcome:
 
 
 def reference_outcome(
-    case: Case, inputs: Inputs, *, truncates: bool = False, is_fused: bool = False
+    case: Case, inputs: Inputs, *, truncates: bool = False, formula: Formula = "plain"
 ) -> Outcome:
     """Plain PyTorch in the dtype of the case; the last two as for `dense_attention`."""
     copies = copy_inputs(case, inputs)
@@ -78,7 +79,7 @@ def reference_outcome(
     score_mod = case.score(copies.captures) if case.score is not None else None
     dense = dense_attention(
         copies.query, copies.key, copies.value, score_mod, _visible(case, copies, scores), scale,
-        truncates=truncates, is_fused=is_fused,
+        truncates=truncates, formula=formula,
     )  # fmt: skip
     dense_backward(dense, *_loss_gradients(case, copies, dense))
     result = (dense.out, flexhop.AuxOutput(dense.lse, dense.largest))
@@ -128,8 +129,8 @@ def assert_case(
     others = []
     if case.dtype in (torch.bfloat16, torch.float16):
         # delta comes from the rounded out: where its terms cancel, plain PyTorch can be exact by
-        # luck, and the formula is as far off as the kernel.
-        others = [reference_outcome(case, inputs, is_fused=True)]
+        # luck, and a formula that rounds as kernels do is as far off as the kernel.
+        others = [reference_outcome(case, inputs, formula=f) for f in ("fused", "online")]
     unseen = _unseen(case, reference)
     for name, actual in outcome.tensors.items():
         leaf = name.removeprefix("grad_")

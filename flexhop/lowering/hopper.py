@@ -19,9 +19,9 @@ from flexhop.options import KernelOptions
 ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 _ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
 _LARGEST_WIDTH = 256
-# Instructions of score_mod for a score: beyond the first number the portable kernel is
-# faster, beyond the second it needs the registers in which queries would stay.
-_COSTLY_SCORE, _REGISTER_SCORE = 20, 8
+# Instructions of score_mod for a score beyond which the portable kernel is faster, at 128 columns
+# and at other widths, and beyond which score_mod needs the registers where queries would stay.
+_COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 13, 20, 8
 # Kernels with 296 and more had 0.3 to 0.6 times the speed of the portable one.
 _LOCAL_BYTES = 256
 # Barriers, and the numbers of tiles that are handed out.
@@ -113,10 +113,12 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
 
 def slower(problem: Problem) -> Iterator[str]:
     """Why the portable kernel is likely to be faster, as measured; "hopper" overrules."""
-    if problem.score_cost > _COSTLY_SCORE:
+    width = max(round_width(problem.head_dim), round_width(problem.value_head_dim))
+    most = _COSTLY_SCORE_128 if width == 128 else _COSTLY_SCORE
+    if problem.score_cost > most:
         yield (
             f"score_mod takes about {problem.score_cost:.0f} instructions for a score, which the "
-            f"portable kernel computes faster from {_COSTLY_SCORE} on"
+            f"portable kernel computes faster beyond {most}"
         )
 
 

@@ -132,6 +132,8 @@ def slower(problem: Problem) -> Iterator[str]:
             f"with {_LARGEST_OWN} columns it has no registers to keep scores or positions for "
             "gradients of captured tensors, and its tiles of 64 keys are slow"
         )
+    elif _is_packed(problem) and problem.has_captured_grads:
+        yield "gradients of captured tensors of packed sequences have not been timed on it"
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
 
@@ -170,9 +172,12 @@ def _lacks_registers(problem: Problem) -> bool:
 
     Positions of packed sequences are read from tables, and then kept.
     """
-    is_packed = problem.blocks is not None and problem.blocks.has_ranges
-    keeps = problem.has_captured_grads and (problem.has_score_grad or is_packed)
+    keeps = problem.has_captured_grads and (problem.has_score_grad or _is_packed(problem))
     return keeps and width(problem) == _LARGEST_OWN
+
+
+def _is_packed(problem: Problem) -> bool:
+    return problem.blocks is not None and problem.blocks.has_ranges
 
 
 def width(problem: Problem) -> int:

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import flexhop
 from flexhop.masks import causal
 from flexhop.options import KernelOptions
-from tests.budgets import assert_within_budget, dense_attention, dense_backward
+from tests.budgets import Formula, assert_within_budget, dense_attention, dense_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,20 +137,21 @@ def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool,
     visible = position[:, None] >= (position if is_causal else 0)
     gold = dense_run(leaves, reads, visible, grad_out.double())
     # delta comes from the rounded out: where its terms cancel, one formula can be exact by luck.
-    references = [dense_run(leaves, reads, visible, grad_out, is_fused=x) for x in (False, True)]
+    formulas: tuple[Formula, ...] = ("plain", "fused", "online")
+    references = [dense_run(leaves, reads, visible, grad_out, formula) for formula in formulas]
     names = ("query", "key", "value", "table")
     for name, actual, *others in zip(names, found, gold, *references, strict=True):
         assert_within_budget(actual, *others, name=name, captured=name == "table")
 
 
 def dense_run(
-    leaves: list[Tensor], reads: Any, visible: Tensor, grad_out: Tensor, *, is_fused: bool = False
+    leaves: list[Tensor], reads: Any, visible: Tensor, grad_out: Tensor, formula: Formula = "plain"
 ) -> list[Tensor | None]:
     """Gradients of plain PyTorch, in fp64 if grad_out is."""
     wide = grad_out.dtype == torch.float64
     copies = [(t.detach().double() if wide else t.detach()).requires_grad_() for t in leaves]
     scale = leaves[0].size(-1) ** -0.5
-    dense = dense_attention(*copies[:3], reads(copies[3]), visible, scale, is_fused=is_fused)
+    dense = dense_attention(*copies[:3], reads(copies[3]), visible, scale, formula=formula)
     dense_backward(dense, grad_out, None)
     return [copy.grad for copy in copies]
 

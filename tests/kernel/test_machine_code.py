@@ -29,6 +29,10 @@ def swish(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score * torch.sigmoid(score)
 
 
+def fade(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score / (1 + (q_idx - kv_idx).abs())
+
+
 def cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return 30 * torch.tanh(score / 30)
 
@@ -65,7 +69,7 @@ def test_a_kernel_that_spills_in_earnest_is_refused(
     needed: int | None, backend: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
-    assert is_hopper(made(swish, backend)) == expected
+    assert is_hopper(made(fade, backend)) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_a_refusal_is_shown(
 ) -> None:
     monkeypatch.setattr(ahead, "local_memory", lambda choice: 1000)
     monkeypatch.setattr(debug, "wanted", lambda: frozenset({"kernel"}))
-    made(swish, "auto")
+    made(fade, "auto")
     printed = "".join(capfd.readouterr())
     for name, most in (("hopper_forward", 256), ("hopper_backward", 288)):
         assert re.search(rf"{name}[^\n]*\n?[^\n]*refused: 1000 bytes .* {most} are", printed)

@@ -270,6 +270,14 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
             "with 128 columns it has no registers to keep scores or positions for gradients of "
             "captured tensors, and its tiles of 64 keys are slow",
         ),
+        (
+            {
+                "has_score_mod": True,
+                "captured_reads": ("head",),
+                "blocks": MaskBlocks(128, 128, True, has_ranges=True),
+            },
+            "gradients of captured tensors of packed sequences have not been timed on it",
+        ),
     ],
 )
 def test_where_the_portable_backward_kernels_are_faster(facts, reason):
@@ -311,11 +319,12 @@ def test_sections_of_the_backward_kernel_have_eight_heads_or_fill_the_cache():
         assert constants.HEADS_PER_SECTION == heads
 
 
-def test_where_the_portable_forward_kernel_is_faster():
-    call = problem(has_score_mod=True, score_cost=29.0)
+@pytest.mark.parametrize(("width", "cost", "most"), [(64, 29.0, 20), (128, 14.0, 13)])
+def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
+    call = problem(head_dim=width, value_head_dim=width, has_score_mod=True, score_cost=cost)
     reason = (
-        "score_mod takes about 29 instructions for a score, which the portable kernel computes "
-        "faster from 20 on"
+        f"score_mod takes about {cost:.0f} instructions for a score, which the portable kernel "
+        f"computes faster beyond {most}"
     )
     assert choose_dialect(call, AUTO) == ("triton", reason)
     assert choose_dialect(call, ANY) == ("hopper", "")
