@@ -79,6 +79,7 @@ class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
     Under vmap, also in a graph that has been rewritten, it is one that the batching rule can do.
+    So are conversions in such a graph.
     """
 
     def __torch_function__(
@@ -98,4 +99,6 @@ class IndexMode(TorchFunctionMode):
                 return _read(tensor, _spell_out(items, tensor.dim()))
         if func is torch.ops.aten.index.Tensor and all(map(_is_index_tensor, args[1])):
             return vmapped.index(*args)
+        if func is torch.ops.prims.convert_element_type.default:
+            return vmapped.convert(*args)
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Reading with index tensors under `torch.vmap`."""
+"""Reading with index tensors, and conversions, under `torch.vmap`."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
         tensor = tensor.movedim(order, list(range(len(order))))
         indices = [indices[number] for number in order]
     return torch.ops.aten.index.Tensor(tensor, list(indices))
+
+
+def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`prims.convert_element_type` under any number of vmaps, for which it has no batching rule.
+
+    PyTorch (2.11 to 2.15) would compute one element after the other, and warn.
+    """
+    if is_batchedtensor(tensor):
+        return tensor.to(dtype)
+    return torch.ops.prims.convert_element_type.default(tensor, dtype)

@@ -73,3 +73,14 @@ def test_reads_in_the_creation_of_a_compiled_mask():
         ).kv_num_blocks  # fmt: skip
 
     assert torch.equal(compiled(create)(), create())
+
+
+def test_conversions_of_a_compiled_mod_are_not_computed_one_by_one(recwarn):
+    """prims.convert_element_type has no batching rule: PyTorch warns of that, and is slow."""
+    q, k, v = (torch.randn(1, 2, 24, 8, requires_grad=True) for _ in range(3))
+
+    def call(q, k, v):
+        return flexhop.flex_attention(q, k, v, lambda s, b, h, m, n: s - 0.1 * (m - n).float())
+
+    torch.compile(call, fullgraph=True)(q, k, v).sum().backward()
+    assert not [w for w in recwarn if "batching rule" in str(w.message)]
