@@ -6,18 +6,14 @@ torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import triton
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
-__all__ = ["compile_by_worker", "compile_here", "local_bytes"]
+from flexhop.compat.nvidia_tools import resource_usage
 
-_STACK = re.compile(r"\bSTACK:(\d+)")
+__all__ = ["compile_by_worker", "compile_here"]
 
 
 def compile_by_worker(load: Callable[[], Any], environment: Mapping[str, str]) -> int:
@@ -39,15 +35,5 @@ def compile_here(load: Callable[[], Any]) -> int:
 
 
 def _largest(kernel: Any) -> int:
-    return max(local_bytes(result.kernel.asm["cubin"]) for result in kernel.compile_results)
-
-
-def local_bytes(cubin: bytes) -> int:
-    """Bytes of local memory per thread: spills, and arrays that no register could hold."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool: Any = triton.knobs.nvidia.cuobjdump
-        command = [tool.path, "--dump-resource-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return max(map(int, _STACK.findall(done.stdout)))
+    cubins = (result.kernel.asm["cubin"] for result in kernel.compile_results)
+    return max(resource_usage(cubin)["STACK"] for cubin in cubins)

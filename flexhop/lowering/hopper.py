@@ -113,8 +113,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
 
 def slower(problem: Problem) -> Iterator[str]:
     """Why the portable kernel is likely to be faster, as measured; "hopper" overrules."""
-    width = max(round_width(problem.head_dim), round_width(problem.value_head_dim))
-    most = _COSTLY_SCORE_128 if width == 128 else _COSTLY_SCORE
+    most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.score_cost > most:
         yield (
             f"score_mod takes about {problem.score_cost:.0f} instructions for a score, which the "
@@ -158,7 +157,7 @@ def block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> It
 
 def table_tile(problem: Problem) -> HopperTile:
     """The tile for the head sizes and the mask."""
-    width = max(round_width(problem.head_dim), round_width(problem.value_head_dim))
+    width = wider(problem)
     # Three consumers hold 192 queries, which no usual block of a mask is a multiple of.
     is_dense = problem.blocks is None and not problem.has_score_mod
     tile = HopperTile(
@@ -169,6 +168,11 @@ def table_tile(problem: Problem) -> HopperTile:
     while tile.num_slots > 2 and shared_memory(problem, tile) > problem.device.shared_memory:
         tile = dataclasses.replace(tile, num_slots=tile.num_slots - 1)
     return tile
+
+
+def wider(problem: Problem) -> int:
+    """Width of the wider tile: of queries and keys, or of values."""
+    return max(round_width(problem.head_dim), round_width(problem.value_head_dim))
 
 
 def round_width(size: int) -> int:

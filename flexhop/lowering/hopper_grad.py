@@ -132,7 +132,7 @@ def slower(problem: Problem) -> Iterator[str]:
             f"with {_LARGEST_OWN} columns it has no registers to keep scores or positions for "
             "gradients of captured tensors, and its tiles of 64 keys are slow"
         )
-    elif _is_packed(problem) and problem.has_captured_grads:
+    elif _has_ranges(problem) and problem.has_captured_grads:
         yield "gradients of captured tensors of packed sequences have not been timed on it"
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
@@ -172,17 +172,17 @@ def _lacks_registers(problem: Problem) -> bool:
 
     Positions of packed sequences are read from tables, and then kept.
     """
-    keeps = problem.has_captured_grads and (problem.has_score_grad or _is_packed(problem))
+    keeps = problem.has_captured_grads and (problem.has_score_grad or _has_ranges(problem))
     return keeps and width(problem) == _LARGEST_OWN
 
 
-def _is_packed(problem: Problem) -> bool:
+def _has_ranges(problem: Problem) -> bool:
     return problem.blocks is not None and problem.blocks.has_ranges
 
 
 def width(problem: Problem) -> int:
     """Width of the tiles of all operands: 64, 128 or 256 columns."""
-    return hopper.round_width(max(problem.head_dim, problem.value_head_dim))
+    return hopper.wider(problem)
 
 
 def shared_memory(problem: Problem, tile: HopperGradTile) -> int:

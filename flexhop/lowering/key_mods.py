@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
+from flexhop.lowering.graphs import reaches, returning
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -69,40 +70,14 @@ def _factor(graph: fx.GraphModule, x: fx.Node, result: Any) -> fx.GraphModule | 
         return None
     left, right = result.args[:2]
     for one, other in ((left, right), (right, left)):
-        if _value_of(one) is x and not _reaches(other, x):
+        if _value_of(one) is x and not reaches(other, (x,)):
             return _graph_of(graph, other)
     return None
 
 
-def _reaches(node: Any, root: fx.Node) -> bool:
-    pending: list[Any] = [node]
-    seen: set[fx.Node] = set()
-    while pending:
-        current = pending.pop()
-        if current is root:
-            return True
-        if isinstance(current, fx.Node) and current not in seen:
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return False
-
-
 def _graph_of(graph: fx.GraphModule, factor: Any) -> fx.GraphModule:
     """The function (b, h, kv_idx, *captures) -> factor, fp32."""
-    part = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    part.graph_copy(graph.graph, known)
-    x = graph.graph.find_nodes(op="placeholder")[0]
-    example = x.meta["val"]
-    if isinstance(factor, fx.Node):
-        result = part.call_function(convert, (known[factor], torch.float32))
-    else:
-        options = {"dtype": torch.float32, "device": example.device}
-        result = part.call_function(aten.full.default, ([], factor), options)
-    result.meta["val"] = example
-    part.output(result)
-    module = fx.GraphModule(graph, part)
-    module.graph.eliminate_dead_code()
-    module.graph.erase_node(known[x])
+    module = returning(graph, graph.graph, factor)
+    module.graph.erase_node(module.graph.find_nodes(op="placeholder")[0])
     module.recompile()
     return module

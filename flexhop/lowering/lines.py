@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from flexhop.lowering.graphs import reaches, returning
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
@@ -52,13 +53,13 @@ def key_line(score: fx.GraphModule) -> Line | None:
         return None
     rules = _Derivative(graph, kv_idx)
     slope = rules.of(result)
-    if slope is None or _reaches(slope, (first, kv_idx), rules.sides):
+    if slope is None or reaches(slope, (first, kv_idx), rules.sides):
         return None
     bends = [side.args[0] for side in rules.sides]
     if len(bends) > 1 or not all(_is_plane(graph, bend, (first, q_idx, kv_idx)) for bend in bends):
         return None
     return Line(
-        _returning(score, graph, slope), _returning(score, graph, bends[0]) if bends else None
+        returning(score, graph, slope), returning(score, graph, bends[0]) if bends else None
     )
 
 
@@ -66,45 +67,14 @@ def zero(score: fx.GraphModule) -> fx.GraphModule:
     """The number 0, as a function of the inputs of a score_mod."""
     graph = fx.Graph()
     graph.graph_copy(score.graph, {})
-    return _returning(score, graph, 0.0)
+    return returning(score, graph, 0.0)
 
 
 def _is_plane(graph: fx.Graph, value: Any, inputs: Sequence[fx.Node]) -> bool:
     """Whether a node is a linear function of q_idx and kv_idx, and not one of the score."""
     slopes = [_Derivative(graph, root).of(value) for root in inputs[1:]]
-    known = all(s is not None and not _reaches(s, inputs) for s in slopes)
-    return known and not _reaches(value, inputs[:1])
-
-
-def _returning(score: fx.GraphModule, graph: fx.Graph, value: Slope) -> fx.GraphModule:
-    """The function of a copy of `graph` with another result, in fp32."""
-    copied, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    copied.graph_copy(graph, known)
-    example = graph.find_nodes(op="placeholder")[0].meta["val"]
-    if isinstance(value, fx.Node):
-        result = copied.call_function(convert.default, (known[value], torch.float32))
-    else:
-        options = {"dtype": torch.float32, "device": example.device}
-        result = copied.call_function(aten.full.default, ([], float(value)), options)
-    result.meta["val"] = example
-    copied.output(result)
-    module = fx.GraphModule(score, copied)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
-
-
-def _reaches(node: Any, roots: Sequence[fx.Node], but: Sequence[fx.Node] = ()) -> bool:
-    """Whether a node is computed from one of `roots`, other than through nodes of `but`."""
-    pending, seen = [node], set[Any](but)
-    while pending:
-        current = pending.pop()
-        if current in roots:
-            return True
-        if isinstance(current, fx.Node) and current not in seen:
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return False
+    known = all(s is not None and not reaches(s, inputs) for s in slopes)
+    return known and not reaches(value, inputs[:1])
 
 
 class _Derivative:
@@ -130,7 +100,7 @@ class _Derivative:
         return self.found[value]
 
     def _of_node(self, node: fx.Node) -> Slope:
-        if not _reaches(node, (self.root,)):
+        if not reaches(node, (self.root,)):
             return 0
         rule = _RULES.get(getattr(node.target, "overloadpacket", None))
         example = node.meta.get("val")

@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from flexhop.compat.nvidia_tools import find_tool, resource_usage, run_tool
 from flexhop.offline.kernel import Kernel
 
 __all__ = ["ARCHITECTURES", "Cubin", "compile_kernel", "compile_source", "product_notes"]
@@ -173,10 +172,7 @@ def _position(key: Any) -> tuple[int, ...]:
 
 def _inspect(compiled: CompiledKernel, architecture: int) -> Cubin:
     binary, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    usage = _run_tool("cuobjdump", binary, "--dump-resource-usage")
-    counts = {
-        name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)
-    }
+    counts = resource_usage(binary)
     return Cubin(
         name=compiled.metadata.name,
         architecture=architecture,
@@ -200,7 +196,7 @@ def product_notes(cubin: Cubin) -> list[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(cubin.ptx)
         file.flush()
-        command = [_find_tool("ptxas"), "-v", f"--gpu-name={architecture}", "-o", os.devnull]
+        command = [find_tool("ptxas"), "-v", f"--gpu-name={architecture}", "-o", os.devnull]
         done = subprocess.run([*command, file.name], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"ptxas failed: {done.stderr.strip()}")
@@ -208,26 +204,5 @@ def product_notes(cubin: Cubin) -> list[str]:
 
 
 def _sass(binary: bytes) -> str:
-    text = _run_tool("nvdisasm", binary, "--print-code", "--no-dataflow")
+    text = run_tool("nvdisasm", binary, "--print-code", "--no-dataflow")
     return "\n".join(line for line in text.splitlines() if line.strip())
-
-
-def _run_tool(name: str, binary: bytes, *options: str) -> str:
-    """Run one of NVIDIA's tools on a cubin."""
-    tool = _find_tool(name)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        done = subprocess.run([tool, *options, file.name], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} {' '.join(options)} failed: {done.stderr.strip()}")
-    return done.stdout
-
-
-def _find_tool(name: str) -> str:
-    """One of NVIDIA's tools; they come with Triton's wheel or the CUDA toolkit."""
-    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    tool = str(bundled) if bundled.exists() else shutil.which(name)
-    if tool is None:
-        raise FileNotFoundError(f"{name} is neither in Triton's package nor on PATH.")
-    return tool
