@@ -303,8 +303,10 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         )
     if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
         notes.append(
-            "The gradient of query is added up in fp32 in no fixed order: its last bits differ "
-            "from run to run. torch.use_deterministic_algorithms(True) takes the portable kernels."
+            "The gradient of query is added up in fp32 in the order of the keys."
+            if args.options.get("deterministic")
+            else "The gradient of query is added up in fp32 in no fixed order: its last bits "
+            "differ from run to run. torch.use_deterministic_algorithms(True) orders them."
         )
     if found.joint is not None and mask is not None and not args.options["has_q_blocks"]:
         notes.append("The mask has no query lists: the backward pass raises an error.")

@@ -172,4 +172,9 @@ def suits_bulk_copies(value: Any) -> bool:
 def fill_up(length: Any, multiple: int) -> Any:
     """What is missing from a length to the next multiple."""
     length = sympy.sympify(length)
-    return FloorDiv(length + multiple - 1, multiple) * multiple - length
+    return count_blocks(length, multiple) * multiple - length
+
+
+def count_blocks(length: Any, size: int) -> Any:
+    """Blocks of `size` rows that hold `length` of them."""
+    return FloorDiv(length + size - 1, size)

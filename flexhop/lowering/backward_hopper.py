@@ -16,6 +16,7 @@ from torch import fx
 from flexhop.compat import ahead, gluon, inductor
 from flexhop.errors import ModLoweringError
 from flexhop.lowering import hopper_grad, kernels
+from flexhop.lowering.add_order import emit_order, order_size
 from flexhop.lowering.dialect import choose_grad_dialect
 from flexhop.lowering.emit import Launch, Output
 from flexhop.lowering.mods import joint_outputs, lower_joint, read_joint
@@ -61,11 +62,13 @@ def emit_gradients(
     lse, delta = _statistics(args, tile.block_m if blocks is None else blocks.q_size)
     grad_query = inductor.zeros(query.get_size(), torch.float32, device)
     grad_value = inductor.empty(layouts[1].size, layouts[1].stride, value.get_dtype(), device)
-    counter = inductor.zeros([1], torch.int32, device)
-    inputs = [query, key, value, lse, delta, grad_out, grad_query, grad_value, counter]
+    counter = inductor.zeros([_counters(launch, lse.get_size())], torch.int32, device)
+    lists, order = block_inputs(args, "q", lse, query), query
+    if _needs_order(launch):
+        order = emit_order(launch.problem, (query, key), lists)
+    inputs = [query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order]
     written = [grad_query, grad_value, counter, *captured.sums]
     output = Output(layouts[0], key.get_size(), written)
-    lists = block_inputs(args, "q", lse, query)
     grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint, captured.sites)
     if grad_key is None:
         return None
@@ -73,6 +76,22 @@ def emit_gradients(
     added = inductor.ir.TensorBox(grad_query)
     scaled = inductor.call_lowering(aten.mul.Tensor, added, launch.problem.scale)
     return inductor.call_lowering(convert, scaled, query.get_dtype()), grad_key, grad_value
+
+
+def _counters(launch: Launch, statistic: Sequence[Any]) -> Any:
+    """Tiles that are handed out, and, where sums have an order, whose turn it is.
+
+    That is one number per tile of queries.
+    """
+    if not launch.problem.is_deterministic:
+        return 1
+    batch, heads, rows = statistic
+    return 1 + batch * heads * rows // hopper_grad.table_tile(launch.problem).block_m
+
+
+def _needs_order(launch: Launch) -> bool:
+    """Whether the order of sums is to be computed; without a mask tiles just follow each other."""
+    return launch.problem.is_deterministic and launch.problem.blocks is not None
 
 
 def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
@@ -109,7 +128,8 @@ def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) ->
         lists = block_inputs(args._replace(blocks=blocks), "q", operands["lse"], args.query)
         written = [operands[name] for name in ("grad_query", "grad_value", "counter")]
         output = Output(_like(key), key.get_size(), written)
-        inputs = [*_tensors(args), *operands.values(), *lists]
+        order = [] if _needs_order(launch) else [args.query]
+        inputs = [*_tensors(args), *operands.values(), *order, *lists]
         launch.start_hopper_backward(inputs, output, gradient)
 
 
@@ -156,7 +176,7 @@ def _tensors(args: AttentionArgs) -> tuple[Any, Any, Any]:
 
 def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
     """Layouts of the kernel's operands that the backward graph will have, in their order."""
-    query, _, value = _tensors(args)
+    query, key, value = _tensors(args)
     device, dtype = inductor.device_of(query), query.get_dtype()
     batch, heads, length, _ = query.get_size()
     tile, blocks = hopper_grad.table_tile(launch.problem), launch.problem.blocks
@@ -164,14 +184,19 @@ def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
     statistic = inductor.contiguous_layout(device, torch.float32, [batch, heads, rows])
     out = inductor.output_meta()[0]
     sizes, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
-    return {
+    counters = _counters(launch, [batch, heads, rows])
+    foretold = {
         "lse": statistic,
         "delta": statistic,
         "grad_out": inductor.fixed_layout(device, dtype, sizes, strides),
         "grad_query": inductor.contiguous_layout(device, torch.float32, query.get_size()),
         "grad_value": _like(value),
-        "counter": inductor.contiguous_layout(device, torch.int32, [1]),
+        "counter": inductor.contiguous_layout(device, torch.int32, [counters]),
     }
+    if _needs_order(launch):
+        size = order_size(launch.problem, query, key)
+        foretold["order"] = inductor.contiguous_layout(device, torch.int32, size)
+    return foretold
 
 
 def _like(tensor: Any) -> Any:

@@ -23,7 +23,7 @@ _LARGEST_OWN = 128
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 8
-_FEWEST_PACKED_HEADS = 16
+_MORE_HEADS = 16
 _COSTLY_GRAD = 60  # instructions for a score
 # Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
@@ -92,6 +92,8 @@ class HopperBackwardConstants:
     GQA_GROUP: int
     KV_BATCH_SHARED: bool
     HEADS_PER_SECTION: int
+    IS_DETERMINISTIC: bool
+    HAS_ADDERS: bool
     HAS_SCORE_MOD: bool
     HAS_SCORE_GRAD: bool
     SCALE_SCORES: bool
@@ -104,8 +106,11 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     yield from hopper.operand_obstacles(problem, _LARGEST_WIDTH)
     if problem.head_dim % _COLUMNS or problem.value_head_dim % _COLUMNS:
         yield f"it takes head sizes that are multiples of {_COLUMNS}"
-    if problem.is_deterministic:
-        yield "it adds to the gradient of query in no fixed order, and determinism is asked for"
+    if problem.is_deterministic and problem.has_captured_grads:
+        yield (
+            "it adds up gradients of captured tensors in no fixed order, "
+            "and determinism is asked for"
+        )
     if "score" in problem.captured_reads:
         yield "single scores read entries of a captured tensor that needs a gradient"
     tile = table_tile(problem)
@@ -234,6 +239,8 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         GQA_GROUP=problem.group,
         KV_BATCH_SHARED=problem.kv_batch_shared,
         HEADS_PER_SECTION=_heads_per_section(problem),
+        IS_DETERMINISTIC=problem.is_deterministic,
+        HAS_ADDERS=_has_adders(problem, tile),
         HAS_SCORE_MOD=problem.has_score_mod,
         HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
         SCALE_SCORES=scales,
@@ -242,16 +249,28 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
     )
 
 
+def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
+    """Whether other warps than the consumers add to the gradient of query.
+
+    Consumers that share keys add one stripe after the other, for which they wait longer then; and
+    gradients of captured tensors leave them no registers to wait where others have some.
+    """
+    adds_fast = not tile.shares_keys and not problem.has_captured_grads
+    return problem.is_deterministic or adds_fast
+
+
 def _heads_per_section(problem: Problem) -> int:
     """Key heads whose tiles are handed out together, those with the most work first.
 
     As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
     least a few, so that the last long tiles do not run while most multiprocessors have nothing:
-    more of packed sequences, of which only those that are being worked on must fit.
+    more of packed sequences, of which only those that are being worked on must fit; and more where
+    tiles of one head wait for each other.
     """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4
     per_head = problem.group * problem.query_len * row
-    fewest = _FEWEST_PACKED_HEADS if problem.is_packed else _FEWEST_HEADS
+    has_many = problem.is_packed or problem.is_deterministic
+    fewest = _MORE_HEADS if has_many else _FEWEST_HEADS
     heads = max(fewest, problem.device.l2_bytes // max(1, per_head))
     return min(heads, max(1, problem.batch * problem.kv_heads))

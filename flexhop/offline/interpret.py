@@ -24,6 +24,8 @@ __all__ = ["Memory", "OutOfBoundsError", "interpret", "load", "run_kernel"]
 
 # One numpy operation costs the same for few elements and for many, so blocks are large.
 _BLOCK_ELEMENTS = 1 << 15
+# Inductor leaves the mask out where a length is a multiple of the largest block that it tries.
+_LARGEST = {"x": 4096, "y": 1024, "z": 1024}
 
 
 def interpret(
@@ -145,6 +147,9 @@ def _blocks(kernel: Kernel, named: dict[str, Any]) -> dict[str, int]:
         length = named.get(f"{axis}numel", kernel.size_hints.get(axis))
         if length is not None:
             block = min(1 << (max(int(length), 1) - 1).bit_length(), left)
+            largest = _LARGEST.get(axis, block)
+            if int(length) % largest == 0 and int(length) % block:
+                block = largest
             left = max(left // block, 1)
             blocks[f"{axis.upper()}BLOCK"] = block
     missing = [name for name in kernel.constexprs if name not in blocks]

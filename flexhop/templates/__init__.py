@@ -16,6 +16,7 @@ _PARTS = {
     "cached_decode": ("decode", "attend", *_CACHED, *_BY_QUERY, "key_mods"),
     "decode_combine": ("decode_combine",),
     "mask_bits": ("mask_bits", "lists", "tile", "mods"),
+    "add_order": ("add_order", "query_blocks", "lists"),
     "grad_query": ("grad_query", "grad_tile", *_BY_QUERY, "mod_grads"),
     "grad_key_value": ("grad_key_value", "grad_tile", *_BY_KEY, "mod_grads"),
     "hopper_forward": (
@@ -26,8 +27,8 @@ _PARTS = {
     ),
     "hopper_backward": (
         "hopper_backward", "hopper_grad_produce", "hopper_grad_consume", "hopper_grad_step",
-        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_tile", "hopper_spans",
-        "hopper_common", "mods",
+        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_store", "hopper_grad_tile",
+        "hopper_turns", "hopper_order", "hopper_spans", "hopper_common", "mods",
         "mod_grads",
     ),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 
 import flexhop
 from flexhop.compat import ahead, gluon_versions, launcher
+from flexhop.masks import causal
 from flexhop.offline import Kernel, generate
 
 
@@ -36,13 +37,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return handed
 
 
-def _generate() -> Kernel:
+def _generate(mask: flexhop.BlockMask | None = None, *, is_deterministic: bool = False) -> Kernel:
     inputs = [
         torch.randn(1, 1, 128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
-    options = flexhop.KernelOptions(backend="hopper")
+    options = flexhop.KernelOptions(backend="hopper", deterministic=is_deterministic)
     generated = generate(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, kernel_options=options),
+        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=True,
     )  # fmt: skip
     return generated.kernel_with("differentiate")
@@ -64,8 +65,13 @@ def _compile(name: str, source: str, cache: str) -> str:
     return " ".join(found)
 
 
-def test_workers_find_the_kernel(begun: list[tuple[str, str]], tmp_path: Path) -> None:
-    kernel = _generate()
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_workers_find_the_kernel(
+    has_mask: bool, is_deterministic: bool, begun: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    mask = flexhop.create_block_mask(causal, None, None, 128, 128, "cpu") if has_mask else None
+    kernel = _generate(mask, is_deterministic=is_deterministic)
     (early,) = begun
     found = []
     for text in (early, (kernel.name, kernel.source)):

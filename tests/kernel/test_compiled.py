@@ -423,7 +423,9 @@ class HopperBackward(NamedTuple):
     in_loops: int  # spills between products of one step
 
 
-def build_hopper_backward(width: int, length: int, is_causal: bool) -> HopperBackward:
+def build_hopper_backward(
+    width: int, length: int, is_causal: bool, is_deterministic: bool
+) -> HopperBackward:
     """Generate and compile the Hopper backward kernel of one problem."""
     inputs = [
         torch.zeros(1, heads, length, width, dtype=torch.bfloat16, requires_grad=True)
@@ -432,7 +434,7 @@ def build_hopper_backward(width: int, length: int, is_causal: bool) -> HopperBac
     mask = None
     if is_causal:
         mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
-    options = flexhop.KernelOptions(backend="hopper")
+    options = flexhop.KernelOptions(backend="hopper", deterministic=is_deterministic)
     generated = generate(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
@@ -451,12 +453,16 @@ def build_hopper_backward(width: int, length: int, is_causal: bool) -> HopperBac
 # Instructions of the five products of a step, by width, and what was seen of loads from and stores
 # to local memory in it: at 64 columns a tile of 128 queries takes every register.
 GRAD_PRODUCTS = {64: 32, 128: 32, 256: 48}
+# The last of a key: whether gradients are deterministic.
 GRADIENTS = {
-    (64, 1024, False): 0,
-    (64, 1024, True): 21,  # with Triton 3.6; 17 with 3.7
-    (128, 1024, False): 0,
-    (128, 1000, True): 0,
-    (256, 1024, True): 0,
+    (64, 1024, False, False): 0,
+    (64, 1024, True, False): 18,
+    (64, 1024, True, True): 31,
+    (128, 1024, False, True): 0,
+    (128, 1000, True, False): 0,
+    (128, 1000, True, True): 0,
+    (256, 1024, True, False): 0,
+    (256, 1024, True, True): 0,
 }
 
 

@@ -212,7 +212,7 @@ def test_sinks_are_accepted_and_checked():
 
 
 @pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
-def test_one_hopper_kernel_computes_all_gradients_in_no_fixed_order():
+def test_one_hopper_kernel_computes_all_gradients():
     query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     report = flexhop.explain(query, query, query, capability=(9, 0))
     (backward,) = report.backward
@@ -220,6 +220,18 @@ def test_one_hopper_kernel_computes_all_gradients_in_no_fixed_order():
     assert any("no fixed order" in note for note in report.notes)
     options = flexhop.KernelOptions(deterministic=True)
     report = flexhop.explain(query, query, query, capability=(9, 0), kernel_options=options)
+    assert [part.kernel for part in report.backward] == ["backward"]
+    assert not any("no fixed order" in note for note in report.notes)
+    assert any("in the order of the keys" in note for note in report.notes)
+
+
+@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
+    query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    slopes = torch.zeros(8, requires_grad=True)
+    report = flexhop.explain(
+        query, query, query, lambda s, b, h, q, k: s + slopes[h] * (k - q), capability=(9, 0),
+        kernel_options=flexhop.KernelOptions(deterministic=True),
+    )  # fmt: skip
     assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
     assert "determinism is asked for" in report.backward[0].reason
-    assert not any("no fixed order" in note for note in report.notes)

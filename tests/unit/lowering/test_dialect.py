@@ -216,8 +216,9 @@ def test_the_hopper_backward_kernel_serves(facts):
         ({"head_dim": 100}, {}, "it takes head sizes that are multiples of 8"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
-            {"is_deterministic": True}, {},
-            "it adds to the gradient of query in no fixed order, and determinism is asked for",
+            {"is_deterministic": True, "captured_reads": ("head",)}, {},
+            "it adds up gradients of captured tensors in no fixed order, "
+            "and determinism is asked for",
         ),
         ({"dropout_p": 0.1}, {}, "it does not draw the random numbers of dropout"),
         (

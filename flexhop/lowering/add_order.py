@@ -1,0 +1,97 @@
+"""Emit the kernel that says in which order tiles of keys add to the gradient of query.
+
+Sums that must be the same in every run have a fixed order: that of the keys. How many tiles add to
+a block of queries before one of them does follows from the lists of all that come before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import gluon, inductor
+from flexhop.lowering import hopper_grad
+from flexhop.lowering.problem import Problem
+from flexhop.templates import source
+
+_WARPS = 4
+_ROWS = 64
+_COLUMNS = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AddOrderConstants:
+    """Constants of add_order.py.jinja."""
+
+    ROWS: int
+    COLUMNS: int
+    HEADS: int
+    SPARSE_Q_BLOCK_SIZE: int
+    SPARSE_KV_BLOCK_SIZE: int
+    TILES_PER_KV_BLOCK: int
+    HAS_FULL_BLOCKS: bool
+    HAS_RANGES: bool
+
+
+def constants(problem: Problem) -> AddOrderConstants:
+    """Constants of the kernel for a problem with blocks."""
+    blocks = problem.blocks
+    assert blocks is not None
+    tile = hopper_grad.table_tile(problem)
+    return AddOrderConstants(
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        HEADS=problem.query_heads if blocks.per_head else 1,
+        SPARSE_Q_BLOCK_SIZE=blocks.q_size,
+        SPARSE_KV_BLOCK_SIZE=blocks.kv_size,
+        TILES_PER_KV_BLOCK=blocks.kv_size // tile.block_n,
+        HAS_FULL_BLOCKS=blocks.has_full,
+        HAS_RANGES=blocks.has_ranges,
+    )
+
+
+def _grid(batch: Any, columns: Any, meta: dict[str, Any]) -> tuple[Any, int, int]:
+    """One program per block of queries and one more, head and batch, on one axis."""
+    return (batch * meta["HEADS"] * columns, 1, 1)
+
+
+_TEMPLATE = inductor.make_template("flexhop_add_order", _grid, source("add_order"))
+
+
+def order_size(problem: Problem, query: Any, key: Any) -> list[Any]:
+    """Sizes of what is computed: [B or 1, Hq or 1, tiles of keys or 1, blocks of queries + 1]."""
+    blocks = problem.blocks
+    assert blocks is not None
+    made = constants(problem)
+    rows = gluon.count_blocks(key.get_size()[2], blocks.kv_size) * made.TILES_PER_KV_BLOCK
+    columns = gluon.count_blocks(query.get_size()[2], blocks.q_size) + 1
+    batch = query.get_size()[0] if blocks.per_batch else 1
+    return [batch, made.HEADS, 1 if blocks.has_ranges else rows, columns]
+
+
+def emit_order(problem: Problem, operands: Sequence[Any], lists: Sequence[Any]) -> Any:
+    """Emit the kernel; int32 with sizes `order_size`.
+
+    Args:
+        problem: of the call, with blocks.
+        operands: query and key.
+        lists: block lists of the keys.
+    """
+    query, key = operands
+    size = order_size(problem, query, key)
+    layout = inductor.contiguous_layout(inductor.device_of(query), torch.int32, size)
+    inputs = [query, key, *lists]
+    choices: list[Any] = []
+    error = _TEMPLATE.maybe_append_choice(
+        choices, input_nodes=inputs, layout=layout, subgraphs=inductor.Subgraphs([]),
+        mutated_inputs=[], call_sizes=[size[0], size[3]], num_stages=1, num_warps=_WARPS,
+        **dataclasses.asdict(constants(problem)),
+    )  # fmt: skip
+    if error is not None:
+        raise error
+    result = inductor.select("flexhop_add_order", choices, inputs, layout, {})
+    inductor.note_subgraphs(result, [], inductor.Subgraphs([]))
+    return inductor.realize([result])[0]
