@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "load_async", "store_async", "tanh"]
+__all__ = ["add_async", "load_async", "set_aside", "store_async", "take_back", "tanh"]
 
 
 class _SourceByDialect:
@@ -82,3 +82,24 @@ def tanh(x):
         }""",
         "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+# Of scores [64, 64] as a product leaves them: four neighbours for each lane, then its next four.
+_ASIDE = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0],
+         [0, 8], [0, 16], [0, 32]]
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def set_aside(memory, x):
+    """Keep scores [64, 64] in shared memory [1, 1, 64, 64], where each thread finds its own."""
+    memory._reinterpret(gl.float32, [64, 64], _ASIDE).store(x)
+
+
+@gluon.jit
+def take_back(memory, layout: gl.constexpr):
+    """What was set aside, as new values: what was computed of them before is computed again."""
+    return memory._reinterpret(gl.float32, [64, 64], _ASIDE).load(layout)

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
-from flexhop.lowering.cost import instructions
+from flexhop.lowering.cost import has_functions, instructions
+from flexhop.lowering.graphs import reaches
 from flexhop.lowering.indices import Range, wrap_reads
 from flexhop.lowering.lines import key_line, zero
 from flexhop.lowering.strength import float_positions
@@ -50,6 +51,8 @@ class JointFacts(NamedTuple):
 
     has_score_grad: bool  # whether the derivative differs from 1
     grad_cost: float  # instructions for a score
+    grad_reads_score: bool  # whether it or a captured tensor's gradient depends on the score
+    grad_has_functions: bool  # whether they take more than sums and products
 
 
 class ModBuffers(NamedTuple):
@@ -119,7 +122,11 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
 def read_joint(joint: Any) -> JointFacts:
     """The facts of a joint graph."""
     graph = inductor.graph_module(joint)
-    return JointFacts(not _is_additive(graph), instructions(graph))
+    score = graph.graph.find_nodes(op="placeholder")[:1]
+    reads_score = any(reaches(output, score) for output in joint_outputs(graph))
+    return JointFacts(
+        not _is_additive(graph), instructions(graph), reads_score, has_functions(graph)
+    )
 
 
 def _is_used(graph: fx.GraphModule, number: int) -> bool:

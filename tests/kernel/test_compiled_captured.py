@@ -37,6 +37,9 @@ MODS: dict[str, Callable[..., Any]] = {
     "distance": lambda t: lambda s, b, h, q, k: s + t[h, q - k + LENGTH],
     "bucket": lambda t: lambda s, b, h, q, k: s + t[h, (q - k).clamp(0, 31)],
     "factor": lambda t: lambda s, b, h, q, k: s * t[h, q - k + LENGTH],
+    "temperature": lambda t: lambda s, b, h, q, k: s * t[h, 0],
+    "scaled": lambda t: lambda s, b, h, q, k: s * t[h, q],
+    "cap": lambda t: lambda s, b, h, q, k: t[h, 0] * torch.tanh(s / t[h, 0]),
 }
 
 
@@ -86,6 +89,7 @@ def pool() -> Iterator[Executor]:
 
 # Atomic additions of a thread in a step. Sums over queries are kept until a head is finished.
 ADDITIONS = {"head": 0, "key": 0, "query": 2, "distance": 4, "bucket": 4, "factor": 4}
+ADDITIONS |= {"temperature": 0, "scaled": 2, "cap": 0}
 # Of tiles whose consumers share keys: a thread has half as many scores.
 SHARED_ADDITIONS = {"head": 0, "key": 0, "query": 1, "distance": 3, "bucket": 3, "factor": 3}
 # Accesses to local memory in a step where there are some: what does not change waits there while
@@ -95,6 +99,9 @@ LOCAL = {
     (128, "head"): 35,  # 24 with 3.6; of 800
     (128, "distance"): 1,  # 0 with 3.6
     (128, "bucket"): 2,
+    (128, "temperature"): 2,  # of 700
+    (128, "scaled"): 20,  # of 900
+    (128, "cap"): 50,  # of 2100
     (256, "factor"): 1,
 }
 CASES = [
@@ -109,7 +116,9 @@ def test_steps_with_captured_gradients(pool):
     wrong = []
     for (width, reads), future in futures.items():
         found = future.result()
-        facts = {"has_score_grad": reads == "factor", "captured_reads": ("distance",)}
+        by = "distance" if reads in ("distance", "bucket", "factor") else "head"
+        needs_score = reads in ("factor", "temperature", "scaled", "cap")
+        facts = {"has_score_grad": needs_score, "captured_reads": (by,)}
         call = problem(90, width, has_score_mod=True, **facts)
         tile = hopper_grad.table_tile(call)
         estimate = hopper_grad.shared_memory(call, tile)
