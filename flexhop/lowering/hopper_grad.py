@@ -128,8 +128,6 @@ def slower(problem: Problem) -> Iterator[str]:
             f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
             f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
         )
-    if _has_ranges(problem) and problem.has_captured_grads:
-        yield "gradients of captured tensors of packed sequences have not been timed on it"
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
 
@@ -188,10 +186,6 @@ def _lacks_registers(problem: Problem) -> bool:
     """
     keeps = problem.has_score_grad and "distance" in problem.captured_reads
     return keeps and width(problem) == _LARGEST_OWN
-
-
-def _has_ranges(problem: Problem) -> bool:
-    return problem.blocks is not None and problem.blocks.has_ranges
 
 
 def width(problem: Problem) -> int:

@@ -79,6 +79,42 @@ def build(width: int, reads: str) -> Found:
     )
 
 
+class PackedSteps(NamedTuple):
+    """Loads and accesses to local memory by step, of the kernels of packed sequences."""
+
+    loads: list[int]
+    local: list[int]
+
+
+def build_packed(width: int) -> tuple[PackedSteps, PackedSteps]:
+    """Forward and backward kernel of causal packed sequences with a learned slope per head."""
+    tensors = [
+        torch.zeros(4 * LENGTH, HEADS, width, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    slopes, cut = torch.zeros(HEADS, requires_grad=True), torch.tensor([0, 300, 4 * LENGTH])
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate(
+        lambda q, k, v: flexhop.varlen_attention(
+            q, k, v, cut, score_mod=lambda s, b, h, m, n: s + slopes[h] * (n - m), is_causal=True,
+            kernel_options=options,
+        ),
+        *tensors, grad=True,
+    )  # fmt: skip
+    found: list[PackedSteps] = []
+    for function, products in (
+        ("consume", 8 + width // 16),
+        ("add_captured_grads", 16 + width // 8),
+    ):
+        cubin = compile_kernel(generated.kernel_with(function), 90)
+        assert product_notes(cubin) == []
+        steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == products]
+        steps = sorted(steps, key=len)[:4]
+        local = [step.count("LDL") + step.count("STL") for step in steps]
+        found.append(PackedSteps([step.count("LDG") for step in steps], local))
+    return found[0], found[1]
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
     """Two compilers; new processes, because a fork of a threaded one can hang."""
@@ -130,3 +166,12 @@ def test_steps_with_captured_gradients(pool):
         if set(found.additions) != {wanted[reads]}:
             wrong.append(f"{width} {reads}: {found.additions} atomic additions")
     assert wrong == []
+
+
+@pytest.mark.parametrize(("width", "most"), [(64, 0), (128, 30)])
+def test_slopes_of_packed_sequences_read_no_positions(pool, width, most):
+    """Loads are those of slopes; local memory: 26 of 850 instructions at 128 columns."""
+    for steps, allowed in zip(pool.submit(build_packed, width).result(), (0, most), strict=True):
+        assert steps.loads, "no step was found"
+        assert max(steps.loads) <= 1
+        assert max(steps.local) <= allowed

@@ -192,6 +192,12 @@ ANY = KernelOptions(backend="hopper")
         {"has_score_mod": True, "captured_reads": ("head", "key", "query", "distance")},
         {"head_dim": 128, "has_score_mod": True, "captured_reads": ("distance",)},
         {
+            "head_dim": 128,
+            "has_score_mod": True,
+            "captured_reads": ("head", "query", "distance"),
+            "blocks": MaskBlocks(128, 128, True, has_ranges=True),
+        },
+        {
             "head_dim": 256,
             "has_score_mod": True,
             "has_score_grad": True,
@@ -259,14 +265,6 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
             {"has_score_mod": True, "grad_cost": 86.0},
             "the gradient of score_mod takes about 86 instructions for a score, which the "
             "portable kernels compute faster from 60 on",
-        ),
-        (
-            {
-                "has_score_mod": True,
-                "captured_reads": ("head",),
-                "blocks": MaskBlocks(128, 128, True, has_ranges=True),
-            },
-            "gradients of captured tensors of packed sequences have not been timed on it",
         ),
     ],
 )
