@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.bounded import bounded
 from flexhop.mods import MaskMod, ScoreMod, and_masks
 
 
@@ -29,7 +30,7 @@ class Window(NamedTuple):
 
 
 class RowTables(NamedTuple):
-    """[M] int32 each, by query token of the packed tensor."""
+    """By query token of the packed tensor, [M] int32 each; and what holds for all of them."""
 
     sequence: Tensor
     position: Tensor  # in its sequence; that of a neighbour where there is no such query
@@ -37,6 +38,7 @@ class RowTables(NamedTuple):
     last_key: Tensor  # the last position of a key in its sequence, 0 if there is none
     first: Tensor  # the keys that it sees, first .. end - 1, in the packed tensor
     end: Tensor
+    is_alike: bool = False  # whether queries and keys are cut at the same tokens
 
 
 def tabulate_rows(
@@ -78,7 +80,8 @@ def tabulate_rows(
         key_start + torch.where(exists, seen_from, nothing),
         key_start + torch.where(exists, seen_to, nothing),
     )  # fmt: skip
-    return RowTables(*(table.to(torch.int32) for table in tables))
+    is_alike = offsets_q is offsets_k
+    return RowTables(*(table.to(torch.int32) for table in tables), is_alike=is_alike)
 
 
 def _lengths(offsets: Tensor, used: Tensor | None) -> Tensor:
@@ -114,8 +117,10 @@ def _localize(tables: RowTables) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
     start, last = tables.key_start, tables.last_key
 
     def localize(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        key = torch.minimum((kv_idx - start[q_idx]).clamp(min=0), last[q_idx])
-        return sequence[q_idx], position[q_idx], key
+        query = position[q_idx]
+        # Cut alike, so that kernels know how far the key is ahead.
+        place = query + (kv_idx - q_idx) if tables.is_alike else kv_idx - start[q_idx]
+        return sequence[q_idx], query, bounded(place, last[q_idx])
 
     return localize
 

@@ -30,7 +30,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
-from flexhop.compat.gluon_runtime import add_async, load_async, store_async, tanh
+from flexhop.compat.gluon_runtime import (
+    add_async, load_async, set_aside, store_async, take_back, tanh,
+)
 """
 
 

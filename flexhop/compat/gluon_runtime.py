@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "load_async", "store_async", "tanh"]
+__all__ = ["add_async", "load_async", "set_aside", "store_async", "take_back", "tanh"]
 
 
 class _SourceByDialect:
@@ -60,17 +60,46 @@ def tanh(x):
 
     CUDA's own function branches, and so would every one of a thread's scores for itself.
     """
-    exponential = gl.exp2(x * 2.885390081777927)  # 2 log2 e: exp(2 x)
-    reciprocal = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [exponential + 1.0],
-        dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-    # Near 0 the difference from 1 has no digits left: the series there, to x ** 7, below 0.2.
-    square = x * x
-    series = (-17.0 / 315.0 * square + 2.0 / 15.0) * square - 1.0 / 3.0
-    # As text, because LLVM's vectoriser would pack the comparisons of a thread into bits first.
+    # As one text: LLVM takes as long for a kernel as it has instructions, and its vectoriser would
+    # pack the comparisons of a thread into bits. Far from 0 it is 1 - 2 / (exp(2 x) + 1), and the
+    # first factor 2 log2 e. Below 0.2 that has too few digits: there it is the series to x ** 7.
     return gl.inline_asm_elementwise(
-        "{ .reg .pred near; setp.lt.f32 near, $1, 0f3D23D70A; selp.f32 $0, $2, $3, near; }",
-        "=f,f,f,f", [square, x + x * (square * series), 1.0 - 2.0 * reciprocal],
-        dtype=gl.float32, is_pure=True, pack=1,
+        """{
+        .reg .f32 far, near, square;
+        .reg .pred is_near;
+        mul.f32 far, $1, 0f4038AA3B;
+        ex2.approx.ftz.f32 far, far;
+        add.f32 far, far, 0f3F800000;
+        rcp.approx.ftz.f32 far, far;
+        fma.rn.f32 far, far, 0fC0000000, 0f3F800000;
+        mul.f32 square, $1, $1;
+        fma.rn.f32 near, square, 0fBD5D0DD1, 0f3E088889;
+        fma.rn.f32 near, near, square, 0fBEAAAAAB;
+        mul.f32 near, near, square;
+        fma.rn.f32 near, near, $1, $1;
+        setp.lt.f32 is_near, square, 0f3D23D70A;
+        selp.f32 $0, near, far, is_near;
+        }""",
+        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+# Of scores [64, 64] as a product leaves them: four neighbours for each lane, then its next four.
+_ASIDE = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0],
+         [0, 8], [0, 16], [0, 32]]
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def set_aside(memory, x):
+    """Keep scores [64, 64] in shared memory [1, 1, 64, 64], where each thread finds its own."""
+    memory._reinterpret(gl.float32, [64, 64], _ASIDE).store(x)
+
+
+@gluon.jit
+def take_back(memory, layout: gl.constexpr):
+    """What was set aside, as new values: what was computed of them before is computed again."""
+    return memory._reinterpret(gl.float32, [64, 64], _ASIDE).load(layout)

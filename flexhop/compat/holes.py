@@ -25,7 +25,7 @@ class ScatterSite(NamedTuple):
     dtype: str  # of the buffer, as Triton writes it
     is_large: bool  # whether offsets can exceed int32
     by_distance: bool = False  # whether indices depend on positions by q_idx - kv_idx alone
-    repeats: bool = False  # and whether different distances may have the same indices
+    repeats: bool = False  # and whether different distances, or queries, may have the same indices
     row: Expr | None = None  # stride of the rows of lowering/exact.py, if it holds such sums
 
 

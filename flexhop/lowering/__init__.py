@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from flexhop.bounded import BOUNDED
 from flexhop.compat import gluon_versions, inductor, tanh, warm
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
 from flexhop.lowering.forward import lower_attention
+from flexhop.lowering.relative import lower_bounded
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
@@ -17,6 +19,7 @@ from flexhop.ops.forward import attention
 def register() -> None:
     """Tell Inductor how our operators are lowered; importing this package imports Inductor."""
     tanh.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
+    inductor.register_lowering(BOUNDED, type_promotion_kind=None)(lower_bounded)
     for operator, lower in (
         (attention, lower_attention),
         (cached_attention, lower_cached_attention),

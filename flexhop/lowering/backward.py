@@ -152,7 +152,7 @@ def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.Scatt
         uses_q_idx=by not in ("head", "key"),
         uses_kv_idx=by not in ("head", "query"),
         by_distance=by == "distance",
-        repeats=by == "distance" and repeats(args.joint, site),
+        repeats=by in ("distance", "query") and repeats(args.joint, site),
         dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
         is_large=not inductor.fits_int32(buffer.get_numel()),
         row=row,

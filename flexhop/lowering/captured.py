@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from flexhop.compat import inductor
 from flexhop.lowering.mods import index_dependence
 from flexhop.lowering.problem import ReadBy
+from flexhop.lowering.relative import graph_of
 from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
@@ -38,8 +38,11 @@ def read_by(joint: Any, site: Site) -> ReadBy:
 
 
 def repeats(joint: Any, site: Site) -> bool:
-    """Whether pairs at different distances may read one entry: no index is a distance itself."""
-    graph = inductor.graph_module(joint).graph
+    """Whether pairs at different distances may read one entry: no index is a distance itself.
+
+    And whether different queries may, where reads hang on these: none is the query itself.
+    """
+    graph = graph_of(joint).graph
     *_, q_idx, _ = graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
     # A distance grows by one with the query, and stays if both move.
     return not {1, -1} & set(_moves_of(graph, site, {q_idx: 1}))
@@ -47,7 +50,7 @@ def repeats(joint: Any, site: Site) -> bool:
 
 def _follows_distance(joint: Any, site: Site) -> bool:
     """Whether the indices of a site stay as they are when query and key move on by one."""
-    graph = inductor.graph_module(joint).graph
+    graph = graph_of(joint).graph
     score, *_, q_idx, kv_idx = graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
     return not any(_moves_of(graph, site, {q_idx: 1, kv_idx: 1, score: None}, unknown=1))
 

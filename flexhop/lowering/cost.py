@@ -22,7 +22,7 @@ _INSTRUCTIONS: dict[str, float] = {
     "maximum": 3, "minimum": 3, "clamp": 4, "convert_element_type": 2, "_to_copy": 2, "index": 3,
     "exp": 4, "exp2": 3, "log": 10, "log2": 8, "log10": 10, "sqrt": 6, "rsqrt": 4,
     "reciprocal": 8, "div": 9, "sigmoid": 13, "silu": 14, "tanh": 12, "erf": 29, "gelu": 33,
-    "gelu_backward": 45,
+    "gelu_backward": 45, "tanh_approx": 4,
     "expm1": 20, "log1p": 40, "softplus": 50, "log_sigmoid_forward": 50, "logaddexp": 55,
     "mish": 65, "atan": 25, "atan2": 45, "asin": 25, "acos": 25, "sinh": 25, "cosh": 20,
     "asinh": 50, "acosh": 50, "atanh": 50, "erfinv": 40, "erfc": 60, "sin": 85, "cos": 85,
@@ -31,6 +31,7 @@ _INSTRUCTIONS: dict[str, float] = {
 }  # fmt: skip
 # Where the other operand is a number of the program.
 _BY_NUMBER = {"div": 2.0, "floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
+_FUNCTION = 4  # instructions from which something is more than a sum or a product
 _SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that are not computed by logarithms
 
 
@@ -46,6 +47,12 @@ def instructions(graph: fx.GraphModule) -> float:
             differs[node] = _Differs(by_query, by_key)
             total += _instructions_of(node) * (1.0 if by_query and by_key else 0.5 * by_key)
     return total
+
+
+def has_functions(graph: fx.GraphModule) -> bool:
+    """Whether a joint graph computes more than sums and products for each score."""
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    return any(_instructions_of(node) >= _FUNCTION for node in nodes)
 
 
 class _Differs(NamedTuple):

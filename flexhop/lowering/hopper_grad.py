@@ -22,8 +22,8 @@ _LARGEST_OWN = 128
 # Rows of 8 elements are 16 bytes, which the gradients' own memory needs as well.
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
-_FEWEST_HEADS = 8
-_MORE_HEADS = 16
+_FEWEST_HEADS = 16
+_FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions for a score
 # Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
@@ -96,6 +96,7 @@ class HopperBackwardConstants:
     HAS_ADDERS: bool
     HAS_SCORE_MOD: bool
     HAS_SCORE_GRAD: bool
+    SETS_ASIDE: bool
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
@@ -132,13 +133,6 @@ def slower(problem: Problem) -> Iterator[str]:
             f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
             f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
         )
-    if _lacks_registers(problem):
-        yield (
-            f"with {_LARGEST_OWN} columns it has no registers to keep scores or positions for "
-            "gradients of captured tensors, and its tiles of 64 keys are slow"
-        )
-    elif _has_ranges(problem) and problem.has_captured_grads:
-        yield "gradients of captured tensors of packed sequences have not been timed on it"
     if problem.query_len < _FEWEST_QUERIES:
         yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
 
@@ -172,17 +166,31 @@ def table_tile(problem: Problem) -> HopperGradTile:
     return HopperGradTile(block_m=64, num_slots=2)
 
 
-def _lacks_registers(problem: Problem) -> bool:
-    """Whether scores or positions, of which gradients of captured tensors are, would be spilled.
+def _sets_aside(problem: Problem, tile: HopperGradTile) -> bool:
+    """Whether scores wait in shared memory until gradients are computed from them.
 
-    Positions of packed sequences are read from tables, and then kept.
+    A thread of 128 columns has no registers for them. They lie where a consumer stages its part of
+    the gradient of query, which is as many numbers.
     """
-    keeps = problem.has_captured_grads and (problem.has_score_grad or _has_ranges(problem))
+    # What score_mod made of a score is then computed again, which costs more than what registers
+    # lack if it took functions. With gradients of captured tensors they lack far more.
+    is_cheap = problem.has_captured_grads or not problem.grad_has_functions
+    return (
+        problem.has_score_mod
+        and problem.grad_reads_score
+        and is_cheap
+        and width(problem) == _LARGEST_OWN
+        and not tile.shares_keys
+    )
+
+
+def _lacks_registers(problem: Problem) -> bool:
+    """Whether sums over pairs that are as far apart need registers beside scores.
+
+    At 128 columns these are then shared by the consumers, which have half as many.
+    """
+    keeps = problem.has_score_grad and "distance" in problem.captured_reads
     return keeps and width(problem) == _LARGEST_OWN
-
-
-def _has_ranges(problem: Problem) -> bool:
-    return problem.blocks is not None and problem.blocks.has_ranges
 
 
 def width(problem: Problem) -> int:
@@ -243,6 +251,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         HAS_ADDERS=_has_adders(problem, tile),
         HAS_SCORE_MOD=problem.has_score_mod,
         HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
+        SETS_ASIDE=_sets_aside(problem, tile),
         SCALE_SCORES=scales,
         SM_SCALE=problem.scale,
         EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
@@ -253,10 +262,10 @@ def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
     """Whether other warps than the consumers add to the gradient of query.
 
     Consumers that share keys add one stripe after the other, for which they wait longer then; and
-    gradients of captured tensors leave them no registers to wait where others have some.
+    those that lack registers have none to wait where others have some.
     """
-    adds_fast = not tile.shares_keys and not problem.has_captured_grads
-    return problem.is_deterministic or adds_fast
+    has_registers = not problem.has_captured_grads and not _sets_aside(problem, tile)
+    return problem.is_deterministic or (has_registers and not tile.shares_keys)
 
 
 def _heads_per_section(problem: Problem) -> int:
@@ -264,13 +273,13 @@ def _heads_per_section(problem: Problem) -> int:
 
     As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
     least a few, so that the last long tiles do not run while most multiprocessors have nothing:
-    more of packed sequences, of which only those that are being worked on must fit; and more where
-    tiles of one head wait for each other.
+    fewer of wide heads, where 32 took half as long again, but as many of packed sequences, of
+    which only those that are being worked on must fit.
     """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4
     per_head = problem.group * problem.query_len * row
-    has_many = problem.is_packed or problem.is_deterministic
-    fewest = _MORE_HEADS if has_many else _FEWEST_HEADS
+    is_wide = width(problem) > _LARGEST_OWN and not problem.is_packed
+    fewest = _FEWEST_WIDE_HEADS if is_wide else _FEWEST_HEADS
     heads = max(fewest, problem.device.l2_bytes // max(1, per_head))
     return min(heads, max(1, problem.batch * problem.kv_heads))

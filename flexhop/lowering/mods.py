@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
-from flexhop.lowering.cost import instructions
+from flexhop.lowering.cost import has_functions, instructions
+from flexhop.lowering.graphs import reaches
 from flexhop.lowering.indices import Range, wrap_reads
 from flexhop.lowering.lines import key_line, zero
+from flexhop.lowering.relative import graph_of
 from flexhop.lowering.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
@@ -50,6 +52,8 @@ class JointFacts(NamedTuple):
 
     has_score_grad: bool  # whether the derivative differs from 1
     grad_cost: float  # instructions for a score
+    grad_reads_score: bool  # whether it or a captured tensor's gradient depends on the score
+    grad_has_functions: bool  # whether they take more than sums and products
 
 
 class ModBuffers(NamedTuple):
@@ -72,7 +76,7 @@ def lower_mods(
     sizes: Sequence[Any] | None = None,
 ) -> ModBuffers:
     """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
-    score_graph, mask_graph = inductor.graph_module(score), inductor.graph_module(mask)
+    score_graph, mask_graph = graph_of(score), graph_of(mask)
     first, *indices = _score_inputs(device)
     fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
     (score_buffer,) = inductor.lower_pointwise(
@@ -85,7 +89,7 @@ def lower_mods(
 
 def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
     """Lower slope and bend of the line over keys that a score_mod adds; 0 if it adds none."""
-    graph = inductor.graph_module(score)
+    graph = graph_of(score)
     parts = (part or zero(graph) for part in key_line(graph) or (None, None))
     safe_parts = [wrap_reads(part, _position_ranges(1)) for part in parts]
     inputs = [*_score_inputs(device), *captures]
@@ -100,6 +104,7 @@ def _score_inputs(device: torch.device) -> list[Any]:
 
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     """The facts of both user functions."""
+    score, mask = graph_of(score), graph_of(mask)
     reads = read_positions(score)
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
@@ -118,8 +123,12 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
 
 def read_joint(joint: Any) -> JointFacts:
     """The facts of a joint graph."""
-    graph = inductor.graph_module(joint)
-    return JointFacts(not _is_additive(graph), instructions(graph))
+    graph = graph_of(joint)
+    score = graph.graph.find_nodes(op="placeholder")[:1]
+    reads_score = any(reaches(output, score) for output in joint_outputs(graph))
+    return JointFacts(
+        not _is_additive(graph), instructions(graph), reads_score, has_functions(graph)
+    )
 
 
 def _is_used(graph: fx.GraphModule, number: int) -> bool:
@@ -152,7 +161,7 @@ def lower_joint(
         inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device)
         for n in names
     ]
-    graph = wrap_reads(inductor.graph_module(joint), _position_ranges(1), sites)
+    graph = wrap_reads(graph_of(joint), _position_ranges(1), sites)
     return inductor.lower_pointwise(
         float_positions(graph), [*inputs, *captures], "the gradient of score_mod"
     )
@@ -167,7 +176,7 @@ def _output(graph: fx.GraphModule) -> Any:
 
 def joint_outputs(joint: Any) -> Sequence[Any]:
     """What a joint graph returns: the gradient of the score, then what its sites need."""
-    return cast("Sequence[Any]", inductor.graph_module(joint).graph.output_node().args[0])
+    return cast("Sequence[Any]", graph_of(joint).graph.output_node().args[0])
 
 
 def _value_of(result: Any) -> Any:
@@ -200,7 +209,7 @@ def is_all_true(graph: fx.GraphModule) -> bool:
 
 def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
     """Whether a site's indices depend on q_idx, and on kv_idx."""
-    graph = inductor.graph_module(joint).graph
+    graph = graph_of(joint).graph
     outputs = joint_outputs(joint)
     return _positions_of(graph, [outputs[i] for i in site.indices])
 

@@ -81,11 +81,12 @@ class Problem:
     over keys, and one that has a bend (lowering/lines.py); score_cost, grad_cost: instructions
     that score_mod and its gradient take for each score; mask_reads: whether mask_mod reads
     captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b, and at h;
-    has_score_grad: whether the derivative of score_mod differs from 1; captured_reads: its reads
-    of captured tensors that need gradients; bulk_obstacle: why the tensor memory accelerator
-    cannot copy the operands, if it cannot. Lengths are hints: the sizes seen at this compile; what
-    must hold for every size is in `is_query_multiple` and `is_key_multiple` (is the length known
-    to be a multiple of n?).
+    has_score_grad: whether the derivative of score_mod differs from 1; grad_reads_score: whether
+    it, or the gradient of a captured tensor, depends on the score; grad_has_functions: whether
+    these take more than sums and products; captured_reads: its reads of captured tensors that need
+    gradients; bulk_obstacle: why the tensor memory accelerator cannot copy the operands, if it
+    cannot. Lengths are hints: the sizes seen at this compile; what must hold for every size is in
+    `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
     is_deterministic: whether results must be the same in every run. cache: None unless key and
     value are read from one; with pages, key_len is what the widest sequence has room for.
@@ -113,6 +114,8 @@ class Problem:
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     has_score_grad: bool = True
+    grad_reads_score: bool = True
+    grad_has_functions: bool = False
     reads_by_position: bool = False
     score_cost: float = 0.0
     grad_cost: float = 0.0

@@ -53,12 +53,14 @@ def attend(mask: Any, score_mod: Any = None, options: KernelOptions = HOPPER) ->
     return call
 
 
-def judge(found: tuple[Tensor, ...], tensors: list[Tensor], visible: Tensor) -> None:
+def judge(
+    found: tuple[Tensor, ...], tensors: list[Tensor], visible: Tensor, score_mod: Any = None
+) -> None:
     """Every gradient against fp64, in units of the error of plain PyTorch."""
     runs = []
     for dtype in (torch.float64, torch.bfloat16):
         leaves = [t.detach().to(dtype).requires_grad_() for t in tensors[:3]]
-        dense = dense_attention(*leaves, None, visible, tensors[0].size(-1) ** -0.5)
+        dense = dense_attention(*leaves, score_mod, visible, tensors[0].size(-1) ** -0.5)
         dense_backward(dense, tensors[3].to(dtype), None)
         runs.append([leaf.grad for leaf in leaves])
     for name, actual, gold, reference in zip(("q", "k", "v"), found, *runs, strict=True):
@@ -108,7 +110,25 @@ def read_thrice(table: Any) -> Any:
     )
 
 
-READS = [read_head, read_key, read_query, read_distance, read_bucket, read_thrice]
+def read_factor(table: Any) -> Any:
+    """By head, and by query: scores wait in shared memory for the gradient."""
+    return lambda s, b, h, q, k: s * (1 + 0.2 * table[h, 0] + 0.1 * table[h, q])
+
+
+def read_shared(table: Any) -> Any:
+    """Queries share entries."""
+    return lambda s, b, h, q, k: s * 0.5 + table[h, q // 50]
+
+
+def read_cap(table: Any) -> Any:
+    """A soft-cap of its own for every head."""
+    return lambda s, b, h, q, k: (2 + table[h, 0].abs()) * torch.tanh(s / (2 + table[h, 0].abs()))
+
+
+READS = [
+    *(read_head, read_key, read_query, read_distance, read_bucket, read_thrice),
+    *(read_factor, read_shared, read_cap),
+]
 
 
 @pytest.mark.parametrize("reads", READS, ids=lambda f: f.__name__)
@@ -142,6 +162,26 @@ def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool,
     names = ("query", "key", "value", "table")
     for name, actual, *others in zip(names, found, gold, *references, strict=True):
         assert_within_budget(actual, *others, name=name, captured=name == "table")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [512, 1000])
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_gradients_of_a_polynomial(width: int, length: int, is_causal: bool):
+    """Of sums and products of scores, which wait in shared memory at 128 columns."""
+    mask = None
+    if is_causal:
+        mask = flexhop.create_block_mask(causal, None, None, length, length, "cuda")
+    tensors = operands(width, length)
+
+    def power(score: Tensor, *indices: Tensor) -> Tensor:
+        return ((score * 0.05 + 0.3) * score + 0.5) * score + score * score * 0.1
+
+    call = torch.compile(attend(mask, power), fullgraph=True)
+    found, codes = run_and_get_code(gradients, call, tensors)
+    assert any("def differentiate" in code for code in codes), "not the Hopper kernel"
+    position = torch.arange(length, device="cuda")
+    judge(found, tensors, position[:, None] >= (position if is_causal else 0), power)
 
 
 def dense_run(

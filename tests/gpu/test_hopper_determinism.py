@@ -93,6 +93,22 @@ def test_gradients_repeat_and_are_right(width: int, name: str, length: int, kv_h
     assert_repeats(call, tensors, first)
 
 
+@pytest.mark.parametrize("length", [512, 1000])
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_that_need_the_scores(width: int, length: int):
+    """They wait in shared memory at 128 columns, where sums are handed over, too."""
+
+    def power(score: Tensor, *indices: Tensor) -> Tensor:
+        return ((score * 0.05 + 0.3) * score + 0.5) * score
+
+    tensors = operands(width, length)
+    call = torch.compile(attend(make_mask("causal", length, 4), power, EXACT), fullgraph=True)
+    first, codes = run_and_get_code(gradients, call, tensors)
+    assert any("def add_in_turn" in code for code in codes), "not the Hopper kernel"
+    judge(first, tensors, visible_of("causal", length, 4), power)
+    assert_repeats(call, tensors, first)
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("width", [64, 128, 192])
 def test_with_more_tiles_than_programs(width: int, name: str):

@@ -130,6 +130,52 @@ def test_gradients_of_either_backward_kernel(name, width, backend):
     assert any("def differentiate" in code for code in codes) == (backend == "hopper")
 
 
+# By what reads one entry of a table [2048, heads].
+LEARNED = {
+    "slope": lambda t: lambda s, b, h, q, k: s + t[0, h] * 0.05 * (k - q),
+    "slope_of_a_sequence": lambda t: lambda s, b, h, q, k: s + t[b, h] * 0.05 * (k - q),
+    "temperature": lambda t: lambda s, b, h, q, k: s * (1 + 0.2 * t[0, h]),
+    "temperature_of_a_query": lambda t: lambda s, b, h, q, k: s * (1 + 0.2 * t[q, h]),
+    "distance": lambda t: lambda s, b, h, q, k: s + t[q - k + 1023, h],
+    "bucket": lambda t: lambda s, b, h, q, k: s + t[((q - k) // 3).clamp(-20, 100) + 20, h],
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_learned_tables(name, causal, width, backend):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = Packed((300, 0, 65, 129, 1, 333), heads=8, kv_heads=4, head_dim=width, causal=causal)
+    made = make_operands(case, torch.bfloat16, "cuda")
+    table = torch.randn(2048, 8, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    operands = dataclasses.replace(made, slopes=table.requires_grad_())
+    at = sequence_and_place(case.queries, sum(case.queries), "cuda")
+    options = flexhop.KernelOptions(backend=backend)
+
+    def call(query, key, value, table, cut):
+        return flexhop.varlen_attention(
+            query, key, value, cut, score_mod=LEARNED[name](table), is_causal=causal,
+            enable_gqa=True, kernel_options=options,
+        )  # fmt: skip
+
+    def run():
+        out = torch.compile(call, fullgraph=True)(*call_arguments(case, operands)[:5])
+        (out * operands.grad).sum().backward()
+        return out
+
+    def of_packed(leaves):
+        local, (sequence, place) = LEARNED[name](leaves["slopes"]), at
+        return lambda s, b, h, q, k: local(s, sequence[q], h, place[q], place[k])
+
+    out, codes = run_and_get_code(run)
+    assert any("def add_captured_grads" in code for code in codes) == (backend == "hopper")
+    found = {"out": out} | {name: leaf.grad for name, leaf in operands.leaves.items()}
+    judge(found, operands.leaves, visible_keys(case), of_packed, operands.grad, width**-0.5)
+
+
 def test_new_lengths_run_the_same_kernels():
     call = torch.compile(packed_call(LONG), fullgraph=True, dynamic=True)
     for lengths in ((1000, 48, 1200), (500, 3, 900), (129,) * 9):

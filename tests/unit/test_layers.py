@@ -30,7 +30,8 @@ LAW: dict[str, set[str]] = {
     "sinks": set(),
     "caches": {"pages", "key_mods", "ops"},
     "paged": {"block_mask", "mods", "errors", "pages"},
-    "row_tables": {"mods"},
+    "bounded": set(),
+    "row_tables": {"mods", "bounded"},
     "packing": {"block_mask", "row_tables", "mods"},
     "nested_mask": {"block_mask", "row_tables", "mods", "errors", "compat"},
     "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
@@ -53,6 +54,7 @@ LAW: dict[str, set[str]] = {
     "templates": set(),
     "lowering": {
         "ops",
+        "bounded",
         "tanh",
         "options",
         "mods",

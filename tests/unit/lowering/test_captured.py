@@ -67,6 +67,22 @@ def test_distances_that_share_an_entry(number):
     assert repeats(joint.joint, site) == (number in REPEATED)
 
 
+@pytest.mark.parametrize(
+    ("mod", "shared"),
+    [
+        (lambda s, b, h, q, k, t, which: s + t[h, q], False),
+        (lambda s, b, h, q, k, t, which: s + t[h, which[q]], True),
+        (lambda s, b, h, q, k, t, which: s * t[h, q // 4], True),
+    ],
+)
+def test_queries_that_share_entries(mod, shared):
+    captures = (torch.zeros(64, 128, requires_grad=True), torch.arange(64))
+    joint = trace_joint(mod, torch.zeros(1, 4, 64, 16), captures)
+    (site,) = unpack_sites(joint.sites)
+    assert read_sites(joint.joint, joint.sites) == ("query",)
+    assert repeats(joint.joint, site) == shared
+
+
 def test_every_site_is_read_by_itself():
     def score_mod(score, b, h, q_idx, kv_idx, table):
         return score * table[h] + table[q_idx] * table[kv_idx] + table[q_idx - kv_idx]

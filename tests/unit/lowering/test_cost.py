@@ -5,6 +5,7 @@ import torch
 
 from flexhop import mods
 from flexhop.lowering.cost import instructions
+from flexhop.lowering.mods import read_joint
 from flexhop.ops.subgraphs import trace_joint, trace_score
 
 QUERY = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
@@ -55,3 +56,26 @@ def test_the_gradient_is_counted_with_the_gradient_it_gets():
 
 def test_an_unknown_operator_counts_as_one():
     assert cost(lambda s, b, h, q, k: torch.heaviside(s, s)) == 1
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "reads_score", "has_functions"),
+    [
+        (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), False, False),
+        (lambda s, b, h, q, k: s * SLOPES[h], False, False),
+        (lambda s, b, h, q, k: s / (1 + (q - k).abs()), False, True),
+        (lambda s, b, h, q, k: (s * 0.1 + 1) * s + s**3, True, False),
+        (lambda s, b, h, q, k: s * torch.sigmoid(s), True, True),
+        (mods.softcap(30.0), True, True),
+        (mods.softcap(30.0, approximate=True), True, True),
+    ],
+)
+def test_what_a_gradient_needs(score_mod, reads_score, has_functions):
+    facts = read_joint(trace_joint(score_mod, QUERY, ()).joint)
+    assert (facts.grad_reads_score, facts.grad_has_functions) == (reads_score, has_functions)
+
+
+def test_the_gradient_of_a_learned_factor_needs_the_score():
+    factor = torch.ones(2, requires_grad=True)
+    traced = trace_joint(lambda s, b, h, q, k, factor: s * factor[h], QUERY, (factor,))
+    assert read_joint(traced.joint).grad_reads_score

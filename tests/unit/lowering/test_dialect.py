@@ -192,6 +192,12 @@ ANY = KernelOptions(backend="hopper")
         {"has_score_mod": True, "captured_reads": ("head", "key", "query", "distance")},
         {"head_dim": 128, "has_score_mod": True, "captured_reads": ("distance",)},
         {
+            "head_dim": 128,
+            "has_score_mod": True,
+            "captured_reads": ("head", "query", "distance"),
+            "blocks": MaskBlocks(128, 128, True, has_ranges=True),
+        },
+        {
             "head_dim": 256,
             "has_score_mod": True,
             "has_score_grad": True,
@@ -261,24 +267,6 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
             "the gradient of score_mod takes about 86 instructions for a score, which the "
             "portable kernels compute faster from 60 on",
         ),
-        (
-            {
-                "head_dim": 128,
-                "has_score_mod": True,
-                "has_score_grad": True,
-                "captured_reads": ("head",),
-            },
-            "with 128 columns it has no registers to keep scores or positions for gradients of "
-            "captured tensors, and its tiles of 64 keys are slow",
-        ),
-        (
-            {
-                "has_score_mod": True,
-                "captured_reads": ("head",),
-                "blocks": MaskBlocks(128, 128, True, has_ranges=True),
-            },
-            "gradients of captured tensors of packed sequences have not been timed on it",
-        ),
     ],
 )
 def test_where_the_portable_backward_kernels_are_faster(facts, reason):
@@ -307,15 +295,55 @@ def test_tiles_of_the_backward_kernel_fit(width, has_score_mod):
     assert tile.shares_keys == (width > 128)
 
 
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"has_score_grad": True, "grad_reads_score": True}, True),
+        ({"has_score_grad": True}, False),
+        ({"has_score_grad": True, "grad_reads_score": True, "grad_has_functions": True}, False),
+        ({"has_score_grad": True, "grad_reads_score": True, "head_dim": 64}, False),
+        ({"has_score_grad": True, "grad_reads_score": True, "head_dim": 256}, False),
+    ],
+)
+def test_scores_are_set_aside_where_their_gradient_is_cheap(facts, expected):
+    """At 128 columns; computing functions once more takes longer than what registers lack."""
+    facts = facts | {"value_head_dim": facts.get("head_dim", 128)}
+    call = problem(
+        **LARGE | {"head_dim": 128, "value_head_dim": 128, "has_score_mod": True} | facts
+    )
+    constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
+    assert constants.SETS_ASIDE == expected
+
+
+@pytest.mark.parametrize(
+    ("reads", "shares_keys"), [(("head", "query", "key"), False), (("head", "distance"), True)]
+)
+def test_learned_factors_have_the_backward_kernel(reads, shares_keys):
+    gradient = {"has_score_grad": True, "grad_reads_score": True, "grad_has_functions": True}
+    facts = {
+        "head_dim": 128,
+        "value_head_dim": 128,
+        "has_score_mod": True,
+        "captured_reads": reads,
+    }
+    call = problem(**LARGE | gradient | facts)
+    assert choose_grad_dialect(call, AUTO).name == "hopper"
+    tile = hopper_grad.table_tile(call)
+    assert tile.shares_keys == shares_keys
+    assert hopper_grad.constants(call, tile).SETS_ASIDE != shares_keys
+
+
 def test_the_work_of_the_backward_kernel_is_five_products():
     assert work.flops("backward", problem(), 10) == 2 * 10 * 5 * 64
     assert work.least_bytes("backward", problem()) > work.least_bytes("forward", problem())
 
 
-def test_sections_of_the_backward_kernel_have_eight_heads_or_fill_the_cache():
-    width = {"head_dim": 128, "value_head_dim": 128, "batch": 16, "kv_heads": 8}
-    for length, heads in ((8192, 8), (1024, problem().device.l2_bytes // (1024 * 1024))):
-        call = problem(**width, query_len=length, key_len=length)
+@pytest.mark.parametrize(("width", "fewest"), [(128, 16), (256, 8)])
+def test_sections_of_the_backward_kernel_have_a_few_heads_or_fill_the_cache(width, fewest):
+    facts = {"head_dim": width, "value_head_dim": width, "batch": 16, "kv_heads": 8}
+    fitting = problem().device.l2_bytes // (1024 * 1024 * width // 128)
+    for length, heads in ((8192, fewest), (1024, fitting)):
+        call = problem(**facts, query_len=length, key_len=length)
         constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
         assert constants.HEADS_PER_SECTION == heads
 
@@ -357,6 +385,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "reads_by_position", "score_cost", "grad_cost", "has_key_slope", "has_key_bend",
+        "grad_reads_score", "grad_has_functions",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known

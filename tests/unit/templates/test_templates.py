@@ -32,6 +32,7 @@ HOLES = {
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
     "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
+    "set_aside", "take_back",
     "store_async", "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
 

@@ -1,0 +1,104 @@
+"""Distances in packed sequences, of which no table needs to be read.
+
+Local positions of packed queries and keys come from tables. Where both sides are cut alike, the
+key's is that of the query plus kv_idx - q_idx, held inside of the sequence by `bounded`, which
+promises that scores outside of it do not count. So the difference of both is kv_idx - q_idx, and
+comparing them compares kv_idx with q_idx.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+from flexhop.bounded import BOUNDED
+from flexhop.compat import inductor
+
+__all__ = ["graph_of", "lower_bounded"]
+
+aten = torch.ops.aten
+_COMPARISONS = tuple(getattr(aten, name).Tensor for name in ("gt", "ge", "lt", "le", "eq", "ne"))
+_known: weakref.WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = weakref.WeakKeyDictionary()
+
+
+class _Place(NamedTuple):
+    """A local position of a key: that of the query, and what is subtracted from what."""
+
+    of_query: fx.Node
+    kv_idx: Any
+    q_idx: Any
+
+
+def graph_of(subgraph: Any) -> fx.GraphModule:
+    """The graph behind a subgraph operand, for kernels: distances are read from no table."""
+    owner = inductor.graph_module(subgraph)
+    if owner not in _known:
+        _known[owner] = _resolved(owner)
+    return _known[owner]
+
+
+def lower_bounded(position: Any, last: Any) -> Any:
+    """Lower a call of `bounded` that is in no kernel of ours."""
+    raised = inductor.call_lowering(aten.clamp_min.default, position, 0)
+    return inductor.call_lowering(aten.minimum.default, raised, last)
+
+
+def _resolved(owner: fx.GraphModule) -> fx.GraphModule:
+    """The same function without `bounded`; what is given if it has none."""
+    if not owner.graph.find_nodes(op="call_function", target=BOUNDED):
+        return owner
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(owner.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=BOUNDED):
+        place = _place_of(node)
+        if place is not None:
+            for user in list(node.users):
+                _measure(graph, user, node, place)
+        _hold(graph, node)
+    graph.eliminate_dead_code()
+    return fx.GraphModule(owner, graph)
+
+
+def _place_of(node: fx.Node) -> _Place | None:
+    """What a call of `bounded` holds, if it is a query's position plus kv_idx - q_idx."""
+    total: Any = node.args[0]
+    if not _is_plain(total, aten.add.Tensor):
+        return None
+    of_query, ahead = total.args
+    if not isinstance(of_query, fx.Node) or not _is_plain(ahead, aten.sub.Tensor):
+        return None
+    return _Place(of_query, *ahead.args)
+
+
+def _is_plain(node: Any, target: Any) -> bool:
+    """Whether a node calls an operator of two operands without options."""
+    return isinstance(node, fx.Node) and node.target is target and not node.kwargs
+
+
+def _measure(graph: fx.Graph, user: fx.Node, node: fx.Node, place: _Place) -> None:
+    """Compute a difference of both positions, or a comparison, from kv_idx and q_idx."""
+    if user.target not in (aten.sub.Tensor, *_COMPARISONS) or user.kwargs:
+        return
+    if user.args == (node, place.of_query):
+        operands = (place.kv_idx, place.q_idx)
+    elif user.args == (place.of_query, node):
+        operands = (place.q_idx, place.kv_idx)
+    else:
+        return
+    with graph.inserting_before(user):
+        found = graph.call_function(cast("Any", user.target), operands)
+    found.meta = dict(user.meta)
+    user.replace_all_uses_with(found)
+
+
+def _hold(graph: fx.Graph, node: fx.Node) -> None:
+    """Compute a call of `bounded` in place."""
+    position, last = node.args
+    with graph.inserting_before(node):
+        raised = graph.call_function(aten.clamp_min.default, (position, 0))
+        held = graph.call_function(aten.minimum.default, (raised, last))
+    raised.meta, held.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(held)

@@ -1,0 +1,119 @@
+"""Mods of packed sequences measure distances without tables where both sides are cut alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import vmap
+
+from flexhop.bounded import BOUNDED, bounded
+from flexhop.lowering.captured import read_sites
+from flexhop.lowering.mods import read_mods
+from flexhop.lowering.relative import graph_of
+from flexhop.ops.args import unpack_sites
+from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
+from flexhop.row_tables import RowTables, Window, local_mask_mod, local_score_mod, tabulate_rows
+
+aten = torch.ops.aten
+LENGTHS = (5, 0, 9, 2)
+QUERY = torch.zeros(1, 2, sum(LENGTHS), 16)
+SLOPES, TABLE = torch.ones(2), torch.arange(64.0)
+
+
+def tables(*, alike: bool = True) -> RowTables:
+    cut = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return tabulate_rows(cut, cut if alike else cut.clone(), sum(LENGTHS), Window(None, 0))
+
+
+def graph(mod, *, alike: bool = True) -> torch.fx.GraphModule:
+    """What kernels compute of a mod in local positions."""
+    return graph_of(trace_score(local_score_mod(mod, tables(alike=alike)), QUERY, ()))
+
+
+def num_reads(of: torch.fx.GraphModule) -> int:
+    return len(of.graph.find_nodes(op="call_function", target=aten.index.Tensor))
+
+
+DISTANCES = {
+    "ahead": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "behind": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+    "compared": lambda s, b, h, q, k: torch.where(k <= q, s, 2 * s),
+    "both": lambda s, b, h, q, k: torch.where(q == k, s, s + (q - k) * 0.5),
+    "table": lambda s, b, h, q, k: s + TABLE[q - k],
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_read_no_positions(name):
+    own = {"table": 1, "ahead": 1, "behind": 1}.get(name, 0)  # of the mod itself
+    assert num_reads(graph(DISTANCES[name])) == own
+    assert num_reads(graph(DISTANCES[name], alike=False)) >= own + 3
+
+
+@pytest.mark.parametrize(
+    ("mod", "reads"),
+    [
+        (lambda s, b, h, q, k: s + TABLE[k] + (k - q), 3),  # and the query's place, the last key
+        (lambda s, b, h, q, k: s + TABLE[q], 2),
+        (lambda s, b, h, q, k: s + (k - 2 * q), 2),
+        (lambda s, b, h, q, k: s + (k - q) * b, 1),
+    ],
+)
+def test_what_is_no_distance_is_read(mod, reads):
+    assert num_reads(graph(mod)) == reads
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("name", DISTANCES)
+def test_the_rewritten_mod_gives_the_same_for_visible_pairs(name, alike):
+    packed = tables(alike=alike)
+    mod = local_score_mod(DISTANCES[name], packed)
+    found, zero = graph(DISTANCES[name], alike=alike), torch.zeros((), dtype=torch.int32)
+    for q in range(sum(LENGTHS)):
+        for k in range(int(packed.first[q]), int(packed.end[q])):
+            pair = (torch.tensor(1.5), zero, zero, *torch.tensor([q, k], dtype=torch.int32))
+            assert torch.equal(found(*pair), mod(*pair))
+
+
+def test_a_slope_is_a_line_over_packed_keys():
+    nothing = trace_mask(lambda b, h, q, k: q >= 0, QUERY, ())
+    for alike in (True, False):
+        score = local_score_mod(DISTANCES["ahead"], tables(alike=alike))
+        assert read_mods(trace_score(score, QUERY, ()), nothing).has_key_slope == alike
+
+
+def test_masks_compare_packed_positions():
+    keep = local_mask_mod(lambda b, h, q, k: (k <= q) & (q - k < 3), tables())
+    found = graph_of(trace_mask(keep, QUERY, ()))
+    assert num_reads(found) == 2  # both ends of the range
+    assert not found.graph.find_nodes(op="call_function", target=BOUNDED)
+
+
+@pytest.mark.parametrize(
+    ("mod", "by"),
+    [
+        (lambda s, b, h, q, k, t: s + t[h, 0] * (k - q), "head"),
+        (lambda s, b, h, q, k, t: s + t[h, q - k], "distance"),
+        (lambda s, b, h, q, k, t: s + t[h, q], "query"),
+        (lambda s, b, h, q, k, t: s + t[h, k], "score"),
+    ],
+)
+def test_learned_tables_of_packed_sequences(mod, by):
+    learned = torch.zeros(2, 64, requires_grad=True)
+    packed = tables()
+    joint = trace_joint(
+        lambda *args: local_score_mod(lambda *five: mod(*five, args[5]), packed)(*args[:5]),
+        QUERY, (learned,),
+    )  # fmt: skip
+    assert read_sites(joint.joint, joint.sites) == (by,)
+    assert len(unpack_sites(joint.sites)) == 1
+
+
+def test_bounded_positions_under_vmap():
+    place, last = torch.randint(-5, 20, (4, 6)), torch.randint(0, 9, (4,))
+    rows = vmap(vmap(bounded, (0, None)), (0, 0))(place, last)
+    assert torch.equal(rows, place.clamp(min=0).minimum(last[:, None]))
+    columns = vmap(vmap(bounded, (0, None)), (1, None))(place, last[0])
+    assert torch.equal(columns, place.T.clamp(min=0).minimum(last[0]))
+    only_last = vmap(bounded, (None, 0))(place[0, 0], last)
+    assert torch.equal(only_last, place[0, 0].clamp(min=0).minimum(last))
