@@ -45,6 +45,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
         "scale": head_dim**-0.5,
         "blocks": None,
         "captured_reads": (),
+        "mask_band": None,
         "cache": None,
         "is_query_multiple": lambda n: 1024 % n == 0,
         "is_key_multiple": lambda n: 1024 % n == 0,

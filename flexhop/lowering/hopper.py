@@ -75,6 +75,9 @@ class HopperForwardConstants:
     HAS_BLOCKS: bool
     HAS_RANGES: bool
     HAS_SPANS: bool
+    HAS_BAND: bool
+    BAND_FIRST: int
+    BAND_END: int
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     STORED_BLOCKS: int
@@ -202,6 +205,7 @@ def constants(
     has_slope = problem.has_key_slope and problem.scale > _SMALLEST_SCALE
     scales = (problem.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = tile.block_n if blocks is None else blocks.kv_size
+    first, end = problem.mask_band or (0, 0)
     return HopperForwardConstants(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -215,7 +219,10 @@ def constants(
         TILES_PER_KV_BLOCK=kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
-        HAS_SPANS=blocks is not None and blocks.has_spans,
+        HAS_SPANS=problem.has_spans,
+        HAS_BAND=problem.has_band,
+        BAND_FIRST=first,
+        BAND_END=end,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         STORED_BLOCKS=bits.stored_blocks(problem),

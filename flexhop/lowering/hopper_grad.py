@@ -81,6 +81,9 @@ class HopperBackwardConstants:
     HAS_BLOCKS: bool
     HAS_RANGES: bool
     HAS_SPANS: bool
+    HAS_BAND: bool
+    BAND_FIRST: int
+    BAND_END: int
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_Q: bool
@@ -221,6 +224,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
     q_size = tile.block_m if blocks is None else blocks.q_size
     # As in the portable kernels: the scale goes into the exponent where nothing stands between.
     scales = problem.has_score_mod or problem.scale <= 0
+    first, end = problem.mask_band or (0, 0)
     return HopperBackwardConstants(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -235,7 +239,10 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
         HAS_BLOCKS=blocks is not None,
         HAS_RANGES=blocks is not None and blocks.has_ranges,
-        HAS_SPANS=blocks is not None and blocks.has_spans,
+        HAS_SPANS=problem.has_spans,
+        HAS_BAND=problem.has_band,
+        BAND_FIRST=first,
+        BAND_END=end,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
         CHECK_Q=not problem.is_query_multiple(q_size),

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
+from flexhop.lowering.bands import Band, key_band
 from flexhop.lowering.cost import has_functions, instructions
 from flexhop.lowering.graphs import reaches
 from flexhop.lowering.indices import Range, wrap_reads
@@ -45,6 +46,7 @@ class ModFacts(NamedTuple):
     mask_reads: bool  # whether mask_mod reads captures, and looks at b and at h
     mask_uses_batch: bool
     mask_uses_head: bool
+    mask_band: Band | None  # the keys near a query that mask_mod keeps, if it does just that
 
 
 class JointFacts(NamedTuple):
@@ -118,6 +120,7 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
         mask_uses_batch=_is_used(mask, 0),
         mask_uses_head=_is_used(mask, 1),
+        mask_band=key_band(mask),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from flexhop.compat.gluon_versions import triton_version
+from flexhop.lowering.bands import Band
 
 # Which scores read one entry of a captured tensor: all of a head, those of a key, of a query, of
 # pairs that are equally far apart, or any.
@@ -81,6 +82,7 @@ class Problem:
     over keys, and one that has a bend (lowering/lines.py); score_cost, grad_cost: instructions
     that score_mod and its gradient take for each score; mask_reads: whether mask_mod reads
     captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b, and at h;
+    mask_band: which keys near a query it keeps, if it does just that (lowering/bands.py);
     has_score_grad: whether the derivative of score_mod differs from 1; grad_reads_score: whether
     it, or the gradient of a captured tensor, depends on the score; grad_has_functions: whether
     these take more than sums and products; captured_reads: its reads of captured tensors that need
@@ -123,6 +125,7 @@ class Problem:
     has_key_bend: bool = False
     mask_uses_batch: bool = False
     mask_uses_head: bool = False
+    mask_band: Band | None = None
     dropout_p: float = 0.0
     is_deterministic: bool = False
     key_len_varies: bool = False
@@ -138,6 +141,17 @@ class Problem:
     def is_packed(self) -> bool:
         """Whether the batch may be sequences one after the other: then it is one, with ranges."""
         return self.batch == 1 and self.blocks is not None and self.blocks.has_ranges
+
+    @property
+    def has_band(self) -> bool:
+        """Whether partial blocks have the mask of a band."""
+        has_lists = self.blocks is not None and not self.blocks.has_ranges
+        return has_lists and self.mask_band is not None
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether two numbers say which keys a query sees, so that mask_mod need not be asked."""
+        return self.has_band or (self.blocks is not None and self.blocks.has_spans)
 
     @property
     def has_captured_grads(self) -> bool:

@@ -384,8 +384,8 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "reads_per_element", "has_mask_mod", "captured_reads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
-        "reads_by_position", "score_cost", "grad_cost", "has_key_slope", "has_key_bend",
-        "grad_reads_score", "grad_has_functions",
+        "mask_band", "reads_by_position", "score_cost", "grad_cost", "has_key_slope",
+        "has_key_bend", "grad_reads_score", "grad_has_functions",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known
