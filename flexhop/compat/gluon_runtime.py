@@ -93,13 +93,19 @@ _ASIDE = gl.constexpr(
 )  # fmt: skip
 
 
+@builtin
+def _as_scores(memory: Any, _semantic: Any = None) -> Any:
+    """64 x 64 numbers of shared memory as `_ASIDE`; its own method has two names by version."""
+    return _semantic.memdesc_reinterpret(memory, gl.float32, [64, 64], _ASIDE.value)
+
+
 @gluon.jit
 def set_aside(memory, x):
     """Keep scores [64, 64] in shared memory [1, 1, 64, 64], where each thread finds its own."""
-    memory._reinterpret(gl.float32, [64, 64], _ASIDE).store(x)
+    _as_scores(memory).store(x)
 
 
 @gluon.jit
 def take_back(memory, layout: gl.constexpr):
     """What was set aside, as new values: what was computed of them before is computed again."""
-    return memory._reinterpret(gl.float32, [64, 64], _ASIDE).load(layout)
+    return _as_scores(memory).load(layout)
