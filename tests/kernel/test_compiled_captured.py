@@ -135,8 +135,8 @@ LOCAL = {
     (128, "head"): 35,  # 24 with 3.6; of 800
     (128, "distance"): 1,  # 0 with 3.6
     (128, "bucket"): 2,
-    (128, "temperature"): 2,  # of 700
-    (128, "scaled"): 20,  # of 900
+    (128, "temperature"): 3,  # 2 with 3.6; of 700
+    (128, "scaled"): 21,  # 19 with 3.6; of 900
     (128, "cap"): 50,  # of 2100
     (256, "factor"): 1,
 }
