@@ -21,7 +21,14 @@ from triton.compiler import ASTSource, CompiledKernel
 from flexhop.compat.nvidia_tools import find_tool, resource_usage, run_tool
 from flexhop.offline.kernel import Kernel
 
-__all__ = ["ARCHITECTURES", "Cubin", "compile_kernel", "compile_source", "product_notes"]
+__all__ = [
+    "ARCHITECTURES",
+    "Cubin",
+    "compile_kernel",
+    "compile_source",
+    "local_accesses",
+    "product_notes",
+]
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
@@ -83,6 +90,11 @@ class Cubin:
 _LABEL = re.compile(r"(\.L_x_\d+):$")
 _JUMP = re.compile(r"\bBRA(?:\.\w+)*\s.*?\(?(\.L_x_\d+)\)?")
 _LOCAL_ACCESS = re.compile(r"\b(?:LDL|STL)\b")
+
+
+def local_accesses(sass: str) -> int:
+    """Loads from and stores to local memory in machine code, such as a loop of `Cubin.loops`."""
+    return len(_LOCAL_ACCESS.findall(sass))
 
 
 def compile_kernel(
@@ -180,7 +192,7 @@ def _inspect(compiled: CompiledKernel, architecture: int) -> Cubin:
         stack=counts["STACK"],
         local=counts["LOCAL"],
         shared=compiled.metadata.shared,
-        spills=len(_LOCAL_ACCESS.findall(_sass(binary))),
+        spills=local_accesses(_sass(binary)),
         ptx=ptx,
         binary=binary,
         **{name: len(re.findall(text, ptx)) for name, text in _MATRIX_PRODUCTS.items()},

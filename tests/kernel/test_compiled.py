@@ -21,7 +21,7 @@ from flexhop.lowering import hopper, hopper_grad, kernels
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate
-from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
+from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 from flexhop.options import Tile
 from tests.problems import launched_kernels, problem
 
@@ -354,7 +354,7 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
     assert len(loops) >= 4
     for loop in loops[:2]:
         assert "R2P" in loop, "bits reach predicates seven at a time"
-        lines, local = len(loop.splitlines()), loop.count("LDL") + loop.count("STL")
+        lines, local = len(loop.splitlines()), local_accesses(loop)
         # Keys behind the end are masked as well where tiles overhang.
         assert (lines < 680 and local == 0) if length % 128 == 0 else (lines < 820 and local <= 4)
 
@@ -408,7 +408,7 @@ def test_the_hopper_loops_of_a_score_mod_do_not_spill(pool, name):
     """
     cubin = pool.submit(build_scored_hopper, name).result()
     loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)
-    local = [loop.count("LDL") + loop.count("STL") for loop in loops]
+    local = [local_accesses(loop) for loop in loops]
     assert len(loops) >= 4
     assert local[:2] == [0, 0]  # of the two consumers, without a mask
     assert max(local[2:4]) <= 6
@@ -446,7 +446,7 @@ def build_hopper_backward(
     estimate = hopper_grad.shared_memory(call, hopper_grad.table_tile(call))
     steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == GRAD_PRODUCTS[width]]
     assert len(steps) >= (4 if is_causal else 2)
-    local = max(loop.count("LDL") + loop.count("STL") for loop in sorted(steps, key=len)[:2])
+    local = max(local_accesses(loop) for loop in sorted(steps, key=len)[:2])
     return HopperBackward(cubin, estimate, product_notes(cubin), local)
 
 
@@ -501,6 +501,6 @@ def test_the_hopper_backward_kernel_of_packed_sequences_is_pipelined(pool):
         steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == products]
         steps = [step for step in steps if "UTMASTG" not in step]  # or it is the loop over tiles
         assert len(steps) == 4, "with and without the mask, for each consumer"
-        local = max(step.count("LDL") + step.count("STL") for step in steps)
+        local = max(local_accesses(step) for step in steps)
         assert local == 0, (width, tokens)
         assert not any("LDG" in step for step in steps), "what a key is seen by is read once"

@@ -20,7 +20,7 @@ from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering import hopper_grad
 from flexhop.masks import causal
 from flexhop.offline import generate
-from flexhop.offline.cubin import compile_kernel, product_notes
+from flexhop.offline.cubin import compile_kernel, local_accesses, product_notes
 from tests.problems import problem
 
 pytestmark = [
@@ -73,7 +73,7 @@ def build(width: int, reads: str) -> Found:
     steps = sorted(steps, key=len)[:4]
     return Found(
         product_notes(cubin),
-        [step.count("LDL") + step.count("STL") for step in steps],
+        [local_accesses(step) for step in steps],
         [len(re.findall(r"\b(?:RED|ATOMG)\b", step)) for step in steps],
         cubin.shared,
     )
@@ -110,7 +110,7 @@ def build_packed(width: int) -> tuple[PackedSteps, PackedSteps]:
         assert product_notes(cubin) == []
         steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == products]
         steps = sorted(steps, key=len)[:4]
-        local = [step.count("LDL") + step.count("STL") for step in steps]
+        local = [local_accesses(step) for step in steps]
         found.append(PackedSteps([step.count("LDG") for step in steps], local))
     return found[0], found[1]
 
