@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 import flexhop
 from flexhop.masks import causal
 from flexhop.options import KernelOptions
-from tests.gpu.test_hopper_backward import attend, gradients, judge, operands
+from tests.gpu.test_hopper_backward import attend, gradients, judge, operands, replays
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +81,14 @@ def assert_repeats(call: Any, tensors: list[Tensor], first: tuple[Tensor, ...]) 
         assert all(map(torch.equal, first, gradients(call, tensors)))
 
 
+def portable_gradients(
+    tensors: list[Tensor], mask: Any, score_mod: Any = None
+) -> tuple[Tensor, ...]:
+    torch._dynamo.reset()
+    portable = KernelOptions(backend="triton", deterministic=True)
+    return gradients(torch.compile(attend(mask, score_mod, portable), fullgraph=True), tensors)
+
+
 @pytest.mark.parametrize(("length", "kv_heads"), [(128, 4), (1000, 1)])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -123,9 +131,7 @@ def test_with_more_tiles_than_programs(width: int, name: str):
     call = torch.compile(attend(mask, score_mod, EXACT), fullgraph=True)
     first = gradients(call, tensors)
     assert_repeats(call, tensors, first)
-    torch._dynamo.reset()
-    portable = KernelOptions(backend="triton", deterministic=True)
-    others = gradients(torch.compile(attend(mask, score_mod, portable), fullgraph=True), tensors)
+    others = portable_gradients(tensors, mask, score_mod)
     for actual, other in zip(first, others, strict=True):
         difference = (actual.double() - other.double()).norm() / other.double().norm()
         assert difference < 5e-3, "more than roundings of 16 bits"
@@ -173,9 +179,7 @@ def test_lists_that_name_a_block_twice():
     call = torch.compile(attend(mask, None, EXACT), fullgraph=True)
     first = gradients(call, tensors)
     assert_repeats(call, tensors, first)
-    torch._dynamo.reset()
-    portable = KernelOptions(backend="triton", deterministic=True)
-    others = gradients(torch.compile(attend(mask, None, portable), fullgraph=True), tensors)
+    others = portable_gradients(tensors, mask)
     for actual, other in zip(first[1:], others[1:], strict=True):
         torch.testing.assert_close(actual, other, rtol=0.05, atol=0.02)
 
@@ -201,13 +205,7 @@ def test_in_a_cuda_graph():
     tensors = operands(128, 1024)
     call = torch.compile(attend(mask, None, EXACT), fullgraph=True)
     expected = gradients(call, tensors)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(call, tensors)
-    for _ in range(3):
-        for tensor in found:
-            tensor.fill_(float("nan"))
-        graph.replay()
+    for found in replays(call, tensors):
         assert all(map(torch.equal, found, expected))
 
 
