@@ -14,6 +14,7 @@ import torch
 
 from flexhop.compat import gluon, inductor
 from flexhop.lowering import hopper_grad
+from flexhop.lowering.emit import Output, emit_one
 from flexhop.lowering.problem import Problem
 from flexhop.templates import source
 
@@ -84,14 +85,6 @@ def emit_order(problem: Problem, operands: Sequence[Any], lists: Sequence[Any]) 
     size = order_size(problem, query, key)
     layout = inductor.contiguous_layout(inductor.device_of(query), torch.int32, size)
     inputs = [query, key, *lists]
-    choices: list[Any] = []
-    error = _TEMPLATE.maybe_append_choice(
-        choices, input_nodes=inputs, layout=layout, subgraphs=inductor.Subgraphs([]),
-        mutated_inputs=[], call_sizes=[size[0], size[3]], num_stages=1, num_warps=_WARPS,
-        **dataclasses.asdict(constants(problem)),
-    )  # fmt: skip
-    if error is not None:
-        raise error
-    result = inductor.select("flexhop_add_order", choices, inputs, layout, {})
-    inductor.note_subgraphs(result, [], inductor.Subgraphs([]))
+    made = {"num_warps": _WARPS, **dataclasses.asdict(constants(problem))}
+    result = emit_one(_TEMPLATE, inputs, Output(layout, [size[0], size[3]]), made)
     return inductor.realize([result])[0]

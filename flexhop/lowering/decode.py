@@ -10,7 +10,7 @@ import torch
 
 from flexhop.compat import inductor
 from flexhop.lowering import kernels
-from flexhop.lowering.emit import Launch, Output
+from flexhop.lowering.emit import Launch, Output, emit_one
 from flexhop.templates import source
 
 # A program reads a few rows of one number each and at most 4096 accumulators at a time.
@@ -59,13 +59,6 @@ def emit_decode(
 
 def _combine(launch: Launch, shares: tuple[Any, ...], output: Output) -> Any:
     inputs = [*inductor.realize(shares), output.written[0], output.written[-1]]
-    choices: list[Any] = []
-    error = _COMBINE.maybe_append_choice(
-        choices, input_nodes=inputs, layout=output.layout,
-        mutated_inputs=list(output.written), call_sizes=output.sizes,
-        num_stages=1, num_warps=_COMBINE_WARPS,
-        **dataclasses.asdict(kernels.combine_constants(launch.problem, launch.options)),
-    )  # fmt: skip
-    if error is not None:
-        raise error
-    return inductor.select("flexhop_decode_combine", choices, inputs, output.layout, {})
+    constants = kernels.combine_constants(launch.problem, launch.options)
+    made = {"num_warps": _COMBINE_WARPS, **dataclasses.asdict(constants)}
+    return emit_one(_COMBINE, inputs, output, made)

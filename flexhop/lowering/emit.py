@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flexhop.compat import ahead, gluon, inductor, launcher
@@ -260,3 +260,34 @@ class Launch(NamedTuple):
         inductor.note_subgraphs(result, self.captures, subgraphs)
         gluon.keep_apart(result)
         return result
+
+
+def emit_one(
+    template: Any, inputs: Sequence[Any], output: Output, constants: Mapping[str, Any],
+    launch: Launch | None = None,
+) -> Any:  # fmt: skip
+    """Emit the kernel of a template of which there is one choice.
+
+    Args:
+        template: of inductor.make_template.
+        inputs: of the template.
+        output: what it stores, and the sizes from which its grid follows.
+        constants: of the template, and num_warps.
+        launch: whose user functions it calls, if it calls any.
+    """
+    subgraphs = captures = None
+    if launch is not None:
+        subgraphs = inductor.Subgraphs([launch.mods.score, launch.mods.mask])
+        captures = launch.captures
+    choices: list[Any] = []
+    error = template.maybe_append_choice(
+        choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
+        mutated_inputs=list(output.written), call_sizes=output.sizes, num_stages=1, **constants,
+    )  # fmt: skip
+    if error is not None:
+        raise error
+    operands = [*inputs, *(captures or ())]
+    result = inductor.select(template.name, choices, operands, output.layout, {})
+    if subgraphs is not None:
+        inductor.note_subgraphs(result, captures or (), subgraphs)
+    return result

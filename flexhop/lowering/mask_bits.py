@@ -10,7 +10,7 @@ import torch
 
 from flexhop.compat import inductor
 from flexhop.lowering import bits
-from flexhop.lowering.emit import Launch
+from flexhop.lowering.emit import Launch, Output, emit_one
 from flexhop.templates import source
 
 _WARPS = 4
@@ -42,17 +42,7 @@ def emit_mask_bits(launch: Launch, operands: Sequence[Any], lists: Sequence[Any]
     size = [batch * rows * bits.stored_blocks(problem), 1, 1, bits.WORDS]
     device = inductor.device_of(query)
     layout = inductor.contiguous_layout(device, torch.int32, size)
-    subgraphs = inductor.Subgraphs([launch.mods.score, launch.mods.mask])
     inputs = [*operands, *lists[:2]]
-    choices: list[Any] = []
-    error = _TEMPLATE.maybe_append_choice(
-        choices, input_nodes=inputs, layout=layout, subgraphs=subgraphs, mutated_inputs=[],
-        call_sizes=[batch, rows], num_stages=1, num_warps=_WARPS,
-        **dataclasses.asdict(bits.constants()),
-    )  # fmt: skip
-    if error is not None:
-        raise error
-    captures = launch.captures
-    result = inductor.select("flexhop_mask_bits", choices, [*inputs, *captures], layout, {})
-    inductor.note_subgraphs(result, captures, subgraphs)
+    made = {"num_warps": _WARPS, **dataclasses.asdict(bits.constants())}
+    result = emit_one(_TEMPLATE, inputs, Output(layout, [batch, rows]), made, launch)
     return inductor.realize([result])[0]
