@@ -5,18 +5,18 @@ A superset of torch.nn.attention.flex_attention: the same names, signatures and 
 
 from flexhop import errors, flash, masks, mods
 from flexhop.attention import AuxOutput, AuxRequest, flex_attention
-from flexhop.block_mask import BlockMask
-from flexhop.dropout import dropout_mask, dropout_seed
+from flexhop.block_mask.creation import create_block_mask, create_mask
+from flexhop.block_mask.mask import BlockMask
+from flexhop.cache.paged import PagedAttention
+from flexhop.cache.pages import PageTable
 from flexhop.errors import FlexhopError
-from flexhop.explain import Report, explain
-from flexhop.mask_creation import create_block_mask, create_mask
-from flexhop.mods import and_masks, noop_mask, or_masks
-from flexhop.nested_mask import create_nested_block_mask
+from flexhop.mods.functions import and_masks, noop_mask, or_masks
+from flexhop.ops.dropout_seed import dropout_mask, dropout_seed
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
-from flexhop.paged import PagedAttention
-from flexhop.pages import PageTable
 from flexhop.plugin import install
+from flexhop.reports.explain import Report, explain
 from flexhop.sdpa import scaled_dot_product_attention
+from flexhop.sequences.nested_mask import create_nested_block_mask
 from flexhop.varlen import varlen_attention
 
 __version__ = "0.1.0"

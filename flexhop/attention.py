@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from flexhop import errors
-from flexhop.block_mask import BlockMask
-from flexhop.block_selection import sliced_mask_mod
-from flexhop.caches import CacheReading, read_cache
-from flexhop.dropout import NO_DROPOUT, Dropout
-from flexhop.key_mods import KeyMod
-from flexhop.mods import MaskMod, ScoreMod, noop_mask, noop_score
-from flexhop.nested import has_nested, pack, unpack
+from flexhop.block_mask.mask import BlockMask
+from flexhop.block_mask.selection import sliced_mask_mod
+from flexhop.cache.pages import PageTable
+from flexhop.cache.reading import CacheReading, read_cache
+from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
+from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
 from flexhop.ops.dispatch import run_cached_operator, run_operator
+from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
+from flexhop.ops.sinks import add_sinks
 from flexhop.options import FlexKernelOptions, KernelOptions
-from flexhop.pages import PageTable
-from flexhop.sinks import add_sinks
+from flexhop.sequences.nested import has_nested, pack, unpack
 
 Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
 
@@ -169,7 +169,7 @@ def flex_attention(
         kernel_options: KernelOptions, or a dict with PyTorch's keys.
         return_aux: statistics to return beside the output.
         sinks: [Hq], a logit per head that takes part in every softmax and has no value, with a
-            gradient; see flexhop.sinks. It counts in lse and not in max_scores.
+            gradient; see flexhop/ops/sinks.py. It counts in lse and not in max_scores.
         page_table: key and value are caches in pages, [P, Hkv, page_size, D] or
             [1, Hkv, P * page_size, D]; each sequence has its own pages and length, and mods and
             block_mask see positions in the sequence, of which there are page_table.capacity.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexhop.errors import ModArgumentError
-from flexhop.mods import MaskMod, and_masks
+from flexhop.mods.functions import MaskMod, and_masks
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexhop import compat, debug, mods
 from flexhop.compat import dynamo, dynamo_cached
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import NoTritonError
-from flexhop.indexing import IndexMode
 from flexhop.ops import call
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.backward import attention_backward

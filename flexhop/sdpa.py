@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from flexhop.attention import attend
-from flexhop.dropout import Dropout
 from flexhop.masks import causal
-from flexhop.mods import ScoreMod
-from flexhop.nested import Operands, has_nested, pack, unpack
+from flexhop.mods.functions import ScoreMod
 from flexhop.ops.call import Mistake, note_mistake
-from flexhop.packing import RangeMask, mask_ranges
-from flexhop.row_tables import Window
+from flexhop.ops.dropout_seed import Dropout
+from flexhop.sequences.nested import Operands, has_nested, pack, unpack
+from flexhop.sequences.ranges import RangeMask, mask_ranges
+from flexhop.sequences.row_tables import Window
 
 
 def scaled_dot_product_attention(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
-from flexhop.dropout import Dropout
-from flexhop.mods import MaskMod, ScoreMod
+from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
-from flexhop.packing import Packing, pack_mask
-from flexhop.row_tables import Window, local_score_mod
+from flexhop.ops.dropout_seed import Dropout
+from flexhop.sequences.ranges import Packing, pack_mask
+from flexhop.sequences.row_tables import Window, local_score_mod
 
 
 def varlen_attention(

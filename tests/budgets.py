@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.indexing import IndexMode
+from flexhop.compat.indexing import IndexMode
 
 INF = float("inf")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from flexhop.bounded import BOUNDED
 from flexhop.compat import gluon_versions, inductor, tanh, warm
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
@@ -14,6 +13,7 @@ from flexhop.lowering.relative import lower_bounded
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
+from flexhop.primitives.bounded import BOUNDED
 
 
 def register() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from flexhop import debug
 from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
-from flexhop.indexing import IndexMode
-from flexhop.key_mods import noop_key
+from flexhop.compat.indexing import IndexMode
 from flexhop.lowering import chunked, kernels
 from flexhop.lowering.emit import Launch
 from flexhop.lowering.forward import choose, emit_forward
@@ -24,6 +23,7 @@ from flexhop.lowering.mods import ModFacts, index_ranges, lower_mods
 from flexhop.lowering.mods import read_mods as mod_facts
 from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
 from flexhop.lowering.problem import Cache, Device, Problem, read_device
+from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.subgraphs import index_examples, trace_key
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from flexhop.bounded import BOUNDED
 from flexhop.compat import inductor
+from flexhop.primitives.bounded import BOUNDED
 
 __all__ = ["graph_of", "lower_bounded"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import DoubleBackwardError, VmapError
-from flexhop.indexing import IndexMode
 from flexhop.ops.args import BackwardArgs
 from flexhop.ops.eager import attend_backward
 from flexhop.ops.layout import empty_ordered, ordered

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
-from flexhop.indexing import IndexMode
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached

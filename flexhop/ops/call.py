@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
-from flexhop.fingerprint import source_fingerprint
+from flexhop.ops.fingerprint import source_fingerprint
 from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flexhop import errors
 from flexhop.compat import hop
-from flexhop.key_mods import noop_key
-from flexhop.mods import check_arity
+from flexhop.mods.functions import check_arity
+from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached

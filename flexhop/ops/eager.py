@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexhop.block_lists import block_count, lists_to_dense, ranges_to_dense
+from flexhop.block_mask.lists import block_count, lists_to_dense, ranges_to_dense
 from flexhop.compat import hop
-from flexhop.indexing import IndexMode
+from flexhop.compat.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites
 from flexhop.ops.dropout import drop
 

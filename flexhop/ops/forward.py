@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import UnsupportedFeatureError, VmapError
-from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.call import check_gradients

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import CaptureMutationError
-from flexhop.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.eager import accumulate_dtype
 from flexhop.ops.layout import empty_ordered, ordered

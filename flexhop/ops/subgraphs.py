@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import UnsupportedFeatureError
-from flexhop.indexing import IndexMode
 from flexhop.ops.args import Capture
 
 aten = torch.ops.aten

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as in_tree
 from torch.utils import _pytree as pytree
 
-from flexhop.block_lists import dense_to_lists, lists_to_dense, transpose_lists
-from flexhop.block_mask import BlockMask
-from flexhop.block_mask_fields import MaskModKey, dump_context, load_context
+from flexhop.block_mask import BlockMask, create_block_mask
+from flexhop.block_mask.fields import MaskModKey, dump_context, load_context
+from flexhop.block_mask.lists import dense_to_lists, lists_to_dense, transpose_lists
 from flexhop.errors import (
     BlockMaskFieldError,
     BlockMaskIndexError,
@@ -21,7 +21,6 @@ from flexhop.errors import (
     SlicedMaskModError,
     UnsupportedFeatureError,
 )
-from flexhop.mask_creation import create_block_mask
 
 
 def causal(b, h, q_idx, kv_idx):

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexhop.block_lists import find_ranges, lists_to_dense, ranges_to_dense
-from flexhop.block_ranges import list_rows
-from flexhop.mask_creation import create_block_mask
+from flexhop.block_mask import create_block_mask
+from flexhop.block_mask.lists import find_ranges, lists_to_dense, ranges_to_dense
+from flexhop.block_mask.ranges import list_rows
 
 
 def ranges(draw_steps: list[tuple[int, int]], keys: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import ModResultError
-from flexhop.indexing import IndexMode
 from tests.unit.ops.support import BATCH, HEADS, LENGTH, assert_same, compiled, operands, quiet
 
 pytestmark = quiet

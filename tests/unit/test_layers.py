@@ -1,99 +1,43 @@
 """The import law: which room may import which (docs/walk.md). Arrows point downwards only."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "flexhop"
 
-# Room -> rooms that it may import. A room is a folder or a file directly under flexhop/; the files
-# of the block mask are one room.
+# Room -> rooms that it may import. A room is a folder or a file directly under flexhop/.
 LAW: dict[str, set[str]] = {
-    "worded": set(),
-    "notices": {"worded"},
-    "errors": {"worded", "notices"},
-    "fingerprint": set(),
-    "indexing": {"errors", "compat"},
+    "errors": set(),
     "debug": {"errors"},
     "compat": {"errors", "debug"},
-    "tanh": {"errors", "compat"},
+    "primitives": set(),
     "options": {"errors"},
-    "pages": set(),
-    "key_mods": {"pages", "errors"},
-    "mods": {"errors", "tanh", "key_mods"},
+    "mods": {"errors", "primitives"},
     "masks": {"mods", "errors"},
-    "block_lists": set(),
-    "block_mask": {"block_lists", "mods", "errors", "indexing", "compat"},
-    "ops": {"block_lists", "mods", "options", "errors", "indexing", "fingerprint", "compat"}
-    | {"tanh", "key_mods"},
-    "sinks": set(),
-    "caches": {"pages", "key_mods", "ops"},
-    "paged": {"block_mask", "mods", "errors", "pages"},
-    "bounded": set(),
-    "row_tables": {"mods", "bounded"},
-    "packing": {"block_mask", "row_tables", "mods"},
-    "nested_mask": {"block_mask", "row_tables", "mods", "errors", "compat"},
-    "nested": {"nested_mask", "packing", "row_tables", "mods", "ops", "compat"},
-    "dropout": {"ops"},
-    "attention": {"sinks", "dropout", "ops", "nested", "block_mask", "mods", "options", "errors"}
-    | {"caches", "pages", "key_mods"},
-    "varlen": {"attention", "dropout", "packing", "row_tables", "mods", "ops"},
-    "sdpa": {"attention", "dropout", "nested", "packing", "row_tables", "block_mask", "masks"}
-    | {"mods", "ops"},
-    "rotary": set(),
-    "flash_probabilities": {"dropout", "ops"},
-    "flash_mods": {"attention", "dropout", "packing", "mods", "ops", "options"},
-    "cache_checks": {"flash_mods", "ops"},
-    "flash_cache": {"cache_checks", "flash_mods", "rotary", "attention", "block_mask", "mods"}
-    | {"options", "ops", "caches", "key_mods"},
-    "flash_paged": {"flash_cache", "flash_mods", "attention", "block_mask", "caches", "key_mods"}
-    | {"ops"},
-    "flash": {"flash_paged", "flash_cache", "flash_mods", "flash_probabilities", "dropout"}
-    | {"varlen", "attention", "ops"},
+    "block_mask": {"mods", "errors", "compat"},
+    "ops": {"block_mask", "mods", "options", "errors", "compat"},
+    "cache": {"block_mask", "mods", "ops", "errors"},
+    "sequences": {"block_mask", "mods", "ops", "errors", "primitives", "compat"},
+    "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"},
+    "varlen": {"attention", "sequences", "mods", "ops"},
+    "sdpa": {"attention", "sequences", "masks", "mods", "ops"},
+    "flash": {"varlen", "attention", "cache", "sequences", "block_mask", "mods", "options", "ops"},
     "templates": set(),
-    "lowering": {
-        "ops",
-        "bounded",
-        "tanh",
-        "options",
-        "mods",
-        "errors",
-        "indexing",
-        "templates",
-        "debug",
-        "compat",
-        "key_mods",
-    },
-    "report": {"options"},
-    "explain": {"report", "attention", "block_mask", "block_lists", "ops", "lowering", "mods"}
-    | {"debug", "compat", "errors", "nested", "pages", "key_mods"},
-    "plugin": {"ops", "lowering", "mods", "indexing", "errors", "debug", "compat"},
-    "offline": {"attention", "block_mask", "block_lists", "ops", "tanh", "lowering"}
-    | {"templates", "options", "mods", "indexing", "plugin", "errors", "compat"},
-    "__init__": {"attention", "block_mask", "masks", "mods", "options", "errors", "plugin"}
-    | {
-        "dropout",
-        "explain",
-        "offline",
-        "paged",
-        "pages",
-        "varlen",
-        "nested_mask",
-        "sdpa",
-        "flash",
-    },
+    "lowering": {"ops", "options", "mods", "templates", "primitives", "errors", "debug", "compat"},
+    "reports": {"attention", "sequences", "cache", "block_mask", "ops", "lowering", "mods"}
+    | {"options", "debug", "compat", "errors"},
+    "plugin": {"ops", "lowering", "mods", "errors", "debug", "compat"},
+    "offline": {"errors", "compat"},
+    "__init__": {"attention", "block_mask", "cache", "flash", "masks", "mods", "ops", "options"}
+    | {"errors", "plugin", "reports", "sdpa", "sequences", "varlen"},
 }
 
 
-def room_of_module(parts: tuple[str, ...]) -> str:
-    """Room of a module, from the parts of its name below flexhop."""
-    is_mask = parts[0].startswith("block_") and parts[0] != "block_lists"
-    return "block_mask" if is_mask or parts[0] == "mask_creation" else parts[0]
-
-
 def room_of(path: Path) -> str:
-    return room_of_module(path.relative_to(PACKAGE).with_suffix("").parts)
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imported_modules(node: ast.AST, package: str) -> list[str]:
@@ -108,16 +52,24 @@ def imported_modules(node: ast.AST, package: str) -> list[str]:
     return []
 
 
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, without what `if TYPE_CHECKING:` holds, which never runs."""
+    for child in ast.iter_child_nodes(node):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not is_for_types:
+            yield child
+            yield from runtime_nodes(child)
+
+
 def imported_rooms(path: Path) -> set[str]:
     """Rooms of flexhop that a file imports, at any depth of the file."""
     package = ".".join(("flexhop", *path.relative_to(PACKAGE).parts[:-1]))
     names = [
         name
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in runtime_nodes(ast.parse(path.read_text()))
         for name in imported_modules(node, package)
     ]
-    below = [tuple(name.split(".")[1:]) for name in names if name.startswith("flexhop.")]
-    return {room_of_module(parts) for parts in below}
+    return {name.split(".")[1] for name in names if name.startswith("flexhop.")}
 
 
 def local_imports(path: Path) -> list[int]:
@@ -155,3 +107,20 @@ def test_imports_stand_at_the_top(path: Path):
 
 def test_the_law_has_no_stale_rooms():
     assert {room_of(path) for path in SOURCES} >= LAW.keys()
+
+
+def test_the_law_has_no_unused_permission():
+    used: dict[str, set[str]] = {room: set() for room in LAW}
+    for path in SOURCES:
+        used[room_of(path)] |= imported_rooms(path)
+    assert {room: unused for room in LAW if (unused := LAW[room] - used[room])} == {}
+
+
+def floor_of(room: str) -> int:
+    """How many rooms lie on the longest way down; an endless recursion would be a circle."""
+    return 1 + max((floor_of(below) for below in LAW[room] - {room}), default=0)
+
+
+def test_the_house_is_low():
+    assert len(LAW) <= 23
+    assert max(floor_of(room) for room in LAW if room != "__init__") <= 10

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexhop import mask_creation
-from flexhop.block_mask import BlockMask
+from flexhop.block_mask import BlockMask, create_block_mask, create_mask
+from flexhop.block_mask import creation as mask_creation
 from flexhop.errors import (
     BlockMaskFieldError,
     BlockSizeError,
@@ -19,7 +19,6 @@ from flexhop.errors import (
     ModResultError,
     SequenceLengthError,
 )
-from flexhop.mask_creation import create_block_mask, create_mask
 
 LISTS = [name for name in BlockMask._TENSOR_ATTRS if not name.startswith("dq")]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexhop import masks
+from flexhop.compat.indexing import IndexMode
 from flexhop.errors import ModArgumentError
-from flexhop.indexing import IndexMode
 from flexhop.mods import and_masks, or_masks
 
 BATCH, HEADS = 2, 3

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from flexhop import mods
-from flexhop.errors import (
-    ModArgumentError,
-    ModArityError,
-    ModNotCallableError,
-    ModResultError,
-)
-from flexhop.indexing import IndexMode
+from flexhop.compat.indexing import IndexMode
+from flexhop.errors import ModArgumentError, ModArityError, ModNotCallableError, ModResultError
 
 BATCH, HEADS, Q_LEN, KV_LEN = 2, 4, 9, 9
 SIZES = (BATCH, HEADS, Q_LEN, KV_LEN)

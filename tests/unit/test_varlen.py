@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import flexhop
 from flexhop import errors
-from flexhop.block_lists import find_ranges
+from flexhop.block_mask.lists import find_ranges
 from flexhop.varlen import Packing, Window, pack_mask
 from tests.varlen_cases import (
     CASES,

@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch.func import vmap
 
-from flexhop.bounded import BOUNDED, bounded
 from flexhop.lowering.captured import read_sites
 from flexhop.lowering.mods import read_mods
 from flexhop.lowering.relative import graph_of
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
-from flexhop.row_tables import RowTables, Window, local_mask_mod, local_score_mod, tabulate_rows
+from flexhop.primitives.bounded import BOUNDED, bounded
+from flexhop.sequences.row_tables import (
+    RowTables,
+    Window,
+    local_mask_mod,
+    local_score_mod,
+    tabulate_rows,
+)
 
 aten = torch.ops.aten
 LENGTHS = (5, 0, 9, 2)

@@ -1,0 +1,76 @@
+"""Indexing a BlockMask: from what the user wrote to slices, and the length that remains."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from flexhop.block_mask.fields import MaskFields
+from flexhop.errors import BlockMaskIndexError, SlicedMaskModError
+
+Index = int | slice | Tensor
+
+
+def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoReturn:
+    """The mask_mod of a selection: where its indices would point is not known.
+
+    Raises:
+        SlicedMaskModError: always.
+    """
+    raise SlicedMaskModError()
+
+
+def select_blocks(
+    fields: MaskFields, index: Index | tuple[Index, ...]
+) -> tuple[tuple[slice | Tensor, ...], tuple[int, int], bool]:
+    """Read an index by batch, head and Q-block.
+
+    Returns:
+        An index for the count and index tensors that keeps dimensions, the lengths of the
+        selection, and whether it keeps every dimension whole.
+
+    Raises:
+        BlockMaskIndexError: more indices than dimensions.
+        IndexError: an int that is out of range; this also ends `for part in block_mask`.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    sizes = fields.kv_num_blocks.shape
+    if len(items) > len(sizes):
+        raise BlockMaskIndexError(count=len(items))
+    selection = tuple(_kept(item, size) for item, size in zip(items, sizes, strict=False))
+    new_sizes = fields.kv_num_blocks[selection].shape
+    whole = new_sizes == sizes and not any(isinstance(item, Tensor) for item in selection)
+    q_len, kv_len = fields.seq_lengths
+    if len(selection) == len(sizes):  # the last dimension is that of the Q-blocks
+        q_len = _remaining(selection[-1], (q_len, fields.BLOCK_SIZE[0]), sizes[-1], new_sizes[-1])
+    return selection, (q_len, kv_len), whole
+
+
+def _kept(item: Index, size: int) -> slice | Tensor:
+    """An index of one dimension that keeps the dimension."""
+    if isinstance(item, int):
+        return _as_slice(item, size)
+    return item[None] if isinstance(item, Tensor) and item.dim() == 0 else item
+
+
+def _as_slice(position: int, size: int) -> slice:
+    """The slice of one element at `position`."""
+    if position >= size or position < -size:
+        raise IndexError(f"index {position} is out of range for a dimension of size {size}")
+    start = position + size if position < 0 else position
+    return slice(start, start + 1)
+
+
+def _remaining(
+    selection: slice | Tensor, length_and_block: tuple[int, int], blocks: int, chosen: int
+) -> int:
+    """Number of queries in the chosen blocks; all blocks are whole but the last one."""
+    length, block = length_and_block
+    if isinstance(selection, Tensor):
+        return chosen * block  # where the last block went is data, and this must not wait for it
+    start = 0 if selection.start is None else selection.start
+    start = start + blocks if start < 0 else start
+    last = max(start, 0) + (chosen - 1) * (1 if selection.step is None else selection.step)
+    overhang = blocks * block - length
+    return chosen * block - (overhang if chosen > 0 and last == blocks - 1 else 0)

@@ -1,0 +1,1 @@
+"""Keys and values that lie elsewhere: pages and caches."""

@@ -1,0 +1,102 @@
+"""What a call says of its cache, checked and in the operator's form: page_table, k_mod, v_mod."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.cache.pages import PageTable, cache_mistake, in_pages, table_mistake, value_mistake
+from flexhop.mods.keys import Dequantize, KeyMod, noop_key
+from flexhop.ops.call import Mistake, note_mistake
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+class CacheReading(NamedTuple):
+    """How key and value become numbers; fields as in CachedArgs."""
+
+    key_mod: KeyMod
+    value_mod: KeyMod
+    pages: tuple[Tensor, ...]
+
+
+def read_cache(
+    operands: Operands,
+    page_table: PageTable | None,
+    k_mod: KeyMod | None,
+    v_mod: KeyMod | None,
+) -> tuple[Operands, CacheReading, Mistake | None]:
+    """The operands, in pages if there is a table, how they are read, and the first mistake.
+
+    Args: query, key and value, and as for flex_attention. Eagerly the values of the table are
+    looked at, too.
+    """
+    query, key, value = operands
+    mods = (noop_key if k_mod is None else k_mod, noop_key if v_mod is None else v_mod)
+    mistake, pages = None, ()
+    if page_table is not None:
+        mistake = _table_mistake(query, key, value, page_table)
+        if mistake is None:
+            key, value = (in_pages(cache, page_table.page_size) for cache in (key, value))
+            pages = (page_table.pages, page_table.lengths)
+            mistake = _values_mistake(page_table, key)
+    for name, mod, cache in (("k_mod", mods[0], key), ("v_mod", mods[1], value)):
+        if mistake is None and isinstance(mod, Dequantize):
+            mistake = _scale_mistake(name, mod, (query, cache), page_table)
+    return (query, key, value), CacheReading(*mods, pages), mistake
+
+
+def _table_mistake(query: Tensor, key: Tensor, value: Tensor, table: Any) -> Mistake | None:
+    if not isinstance(table, PageTable):
+        found = f"is a {type(table).__name__}"
+        return _mistake("page_table", found, "must be a flexhop.PageTable or None")
+    if query.dim() != 4:
+        return note_mistake("RankError", argument="query", rank=query.dim(), expected=4)
+    found, expected = table_mistake(table, query)
+    if found:
+        return _mistake("page_table", found, expected)
+    size = table.page_size
+    if size < 1:
+        return _mistake("page_table", f"has page_size {size}", "it must be at least 1")
+    for name, cache in (("key", key), ("value", value)):
+        found = cache_mistake(cache, size)
+        if found:
+            expected = f"must be [P, Hkv, {size}, D] or [1, Hkv, P * {size}, D] in pages of {size}"
+            return _mistake(name, found, expected)
+    return None
+
+
+def _values_mistake(table: PageTable, key: Tensor) -> Mistake | None:
+    """A length or page that does not exist; compiled code and CUDA graphs cannot wait for it."""
+    if torch.compiler.is_compiling() or not _has_values(table.pages):
+        return None
+    found, expected = value_mistake(table, key.size(0))
+    return _mistake("page_table", found, expected) if found else None
+
+
+def _has_values(tensor: Tensor) -> bool:
+    if tensor.is_cuda:
+        return not torch.cuda.is_current_stream_capturing()
+    return tensor.device.type == "cpu"
+
+
+def _scale_mistake(
+    name: str, mod: Dequantize, operands: tuple[Tensor, Tensor], table: PageTable | None
+) -> Mistake | None:
+    """A scale whose shape does not fit the cache; `operands` are query and it."""
+    if not isinstance(mod.scale, Tensor):
+        return None
+    query, cache = operands
+    length = cache.size(2) if table is None else table.capacity
+    expected = mod.expected_shape(query.size(0), cache.size(1), length, cache.size(0))
+    if list(mod.scale.shape) == expected:
+        return None
+    return _mistake(
+        f"the scale of {name}", f"has shape {list(mod.scale.shape)}", f"must have {expected}"
+    )
+
+
+def _mistake(argument: str, found: str, expected: str) -> Mistake:
+    return note_mistake("CacheShapeError", argument=argument, found=found, expected=expected)

@@ -1,0 +1,383 @@
+"""What can go wrong, in words: one class per mistake, with its message on the class.
+
+A class is raised with its facts by keyword, `raise HeadDimError(query_dim=64, key_dim=32)`, and
+puts them into its `message`. A fact is a plain value (a string, a number, a tuple, a dtype, a
+device), so that an error travels between processes. Besides FlexhopError each class derives from
+what PyTorch's flex_attention raises for the same mistake: `except ValueError` keeps working.
+
+Order: operands, block masks, mods and their captures, kernel options, calls, warnings.
+"""
+
+from __future__ import annotations
+
+from flexhop.errors import notices
+from flexhop.errors.base import Worded
+
+
+class FlexhopError(Worded, Exception):
+    """Base of every error that flexhop raises on purpose."""
+
+    message = "flexhop failed."
+
+
+class RankError(FlexhopError, ValueError, NotImplementedError):
+    """An operand has the wrong number of dimensions."""
+
+    message = "{argument} must have {expected} dimensions, but has {rank}."
+
+
+class SequenceLengthError(FlexhopError, ValueError, RuntimeError):
+    """A sequence without tokens, where one is needed."""
+
+    message = "The length of {argument} must be greater than 0, but is {length}."
+
+
+class HeadDimError(FlexhopError, ValueError):
+    """Query and key cannot be multiplied."""
+
+    message = "query and key must have one head size, but have {query_dim} and {key_dim}."
+
+
+class HeadDimRangeError(FlexhopError, ValueError):
+    """A head size that no kernel can hold."""
+
+    message = "The head size of {argument} is {dim}; flexhop's kernels take 1 to {maximum}."
+
+
+class LengthMismatchError(FlexhopError, ValueError):
+    """Keys and values do not pair up."""
+
+    message = "key and value must have the same length, but have {key_len} and {value_len}."
+
+
+class BatchError(FlexhopError, ValueError, RuntimeError):
+    """Batch sizes that neither agree nor broadcast."""
+
+    message = (
+        "The batch must match: query has {query_batch}, key has {key_batch} and value has "
+        "{value_batch}. key and value may have batch 1, which every query then shares."
+    )
+
+
+class HeadCountError(FlexhopError, ValueError):
+    """Different numbers of heads without enable_gqa."""
+
+    message = (
+        "query has {query_heads} heads and key has {key_heads}. If each key head serves a group "
+        "of query heads, pass enable_gqa=True."
+    )
+
+
+class GroupSizeError(FlexhopError, ValueError):
+    """Query heads that cannot be shared out evenly."""
+
+    message = "enable_gqa: {query_heads} query heads cannot share {key_heads} key heads evenly."
+
+
+class KeyValueHeadsError(FlexhopError, ValueError):
+    """Keys and values with different heads."""
+
+    message = "key and value must have the same heads, but have {key_heads} and {value_heads}."
+
+
+class DtypeError(FlexhopError, ValueError):
+    """Dtypes that do not agree."""
+
+    message = (
+        "query, key and value must have the same dtype, but have {query}, {key} and {value}. "
+        "Convert them first, or call under torch.autocast."
+    )
+
+
+class UnsupportedDtypeError(FlexhopError, ValueError):
+    """A dtype that attention is not defined for."""
+
+    message = "{argument} is {dtype}; convert it to float16, bfloat16, float32 or float64."
+
+
+class DeviceError(FlexhopError, ValueError):
+    """Operands on different devices."""
+
+    message = "query, key and value must be on one device, but are on {query}, {key} and {value}."
+
+
+class UnsupportedDeviceError(FlexhopError, ValueError):
+    """A device that flexhop has neither kernels nor an eager path for."""
+
+    message = "flexhop runs on CUDA devices and on the CPU (eager); got tensors on {device}."
+
+
+class NestedTensorError(FlexhopError, NotImplementedError):
+    """A nested tensor as an operand, where there are none."""
+
+    message = (
+        "This call does not support NestedTensor inputs, but {argument} is one. Call "
+        "flexhop.flex_attention with it, or pack the sequences and use flexhop.varlen_attention."
+    )
+
+
+class NestedOperandError(FlexhopError, ValueError, NotImplementedError):
+    """Nested operands that do not fit together, or are of another kind."""
+
+    message = "{argument} {found}, but {expected}."
+
+
+class AttentionMaskError(FlexhopError, ValueError, RuntimeError):
+    """An attn_mask that does not fit."""
+
+    message = "attn_mask {found}, but {expected}."
+
+
+class BlockMaskTypeError(FlexhopError, TypeError):
+    """Something else where a BlockMask belongs."""
+
+    message = "block_mask must be a BlockMask (see create_block_mask) or None, but is a {found}."
+
+
+class BlockMaskDeviceError(FlexhopError, RuntimeError, ValueError):
+    """A mask that lives elsewhere."""
+
+    message = (
+        "Expect q/k/v and block_mask to be on the same device, but query is on {query_device} and "
+        "block_mask is on {mask_device}. Move it with block_mask.to({query_device!r})."
+    )
+
+    def words(self) -> dict[str, object]:
+        """Devices as strings, so that the mend can be pasted."""
+        return {name: str(device) for name, device in self.facts.items()}
+
+
+class BlockMaskLengthError(FlexhopError, RuntimeError, ValueError):
+    """A mask made for other lengths."""
+
+    message = (
+        "block_mask was created for {mask_q} queries and {mask_kv} keys, but query has length "
+        "{query_len} and key has length {key_len}. Create a mask for these lengths."
+    )
+
+
+class BlockMaskBatchError(FlexhopError, ValueError, RuntimeError):
+    """A mask with neither one batch nor the query's."""
+
+    message = "block_mask has batch {mask_batch}; it must be 1 or the query's batch, {batch}."
+
+
+class BlockMaskHeadsError(FlexhopError, ValueError, RuntimeError):
+    """A mask with neither one head nor the query's."""
+
+    message = "block_mask has {mask_heads} heads; it must have 1 or the query's, {heads}."
+
+
+class BlockSizeError(FlexhopError, ValueError, RuntimeError):
+    """A block size that cannot be used."""
+
+    message = "BLOCK_SIZE={block_size} cannot be used: {reason}."
+
+
+class MissingQueryBlocksError(FlexhopError, RuntimeError):
+    """A backward pass needs, for each key block, the query blocks that see it."""
+
+    message = (
+        "BlockMask q_indices is None, but the backward pass reads the query blocks of each key "
+        "block. Create the BlockMask with compute_q_blocks=True, or call under torch.no_grad()."
+    )
+
+
+class SlicedMaskModError(FlexhopError, RuntimeError):
+    """The mask_mod of a sliced mask would see indices that start at 0 again."""
+
+    message = (
+        "Cannot use mask_mod from a sliced BlockMask: slicing renumbers the rows, and only you "
+        "know the offset. Take the mask_mod of the whole mask, shift its q_idx by the offset, "
+        "and set it: sliced.mask_mod = shifted."
+    )
+
+
+class BlockMaskIndexError(FlexhopError, IndexError):
+    """More indices than a BlockMask has dimensions to index."""
+
+    message = "A BlockMask is indexed by batch, head, and Q-block, not by {count} indices."
+
+
+class BlockMaskFieldError(FlexhopError, ValueError, AssertionError):
+    """A tensor of a BlockMask that does not fit the others."""
+
+    message = "BlockMask field {field}: {reason}."
+
+
+class SequenceOffsetsError(FlexhopError, ValueError, RuntimeError):
+    """Offsets that do not cut packed tokens into sequences."""
+
+    message = "{argument} {found}, but {expected}."
+
+
+class PagesExhaustedError(FlexhopError, AssertionError, RuntimeError):
+    """A KV cache that is full."""
+
+    message = (
+        "requested {requested} pages but there are only {empty} empty pages. Erase a sequence, or "
+        "make a larger cache."
+    )
+
+
+class UnmappedPositionError(FlexhopError, IndexError, RuntimeError):
+    """A token for which no page was reserved."""
+
+    message = (
+        "Position {position} of sequence {sequence} has no page: {capacity} tokens are reserved. "
+        "Call reserve(batch_idx, seq_len) first."
+    )
+
+
+class CacheShapeError(FlexhopError, RuntimeError, ValueError):
+    """A tensor that does not fit the KV cache."""
+
+    message = "{argument} {found}, but {expected}."
+
+
+class FlashArgumentError(FlexhopError, ValueError, RuntimeError):
+    """An argument of a function of flexhop.flash that does not fit the others."""
+
+    message = "{argument} {found}, but {expected}."
+
+
+class ModNotCallableError(FlexhopError, TypeError, RuntimeError):
+    """Something that cannot be called, where a mod belongs."""
+
+    message = "{argument} must be callable, but is a {found}."
+
+
+class ModArityError(FlexhopError, TypeError):
+    """A mod that cannot take the arguments it gets."""
+
+    message = "{mod} {name!r} is called as {expected}, but its signature is {found}."
+
+
+class ModResultError(FlexhopError, TypeError, ValueError):
+    """A mod that returns something unusable."""
+
+    message = "{mod} {name!r} must return {expected}, but returned {found}."
+
+
+class ModArgumentError(FlexhopError, ValueError):
+    """A ready mod of flexhop.mods or flexhop.masks with an impossible argument."""
+
+    message = "{mod}: {argument} is {value}, but must be {allowed}."
+
+
+class ModLoweringError(FlexhopError, RuntimeError):
+    """A mod that cannot become part of a kernel."""
+
+    message = (
+        "{mod} cannot be compiled into the attention kernel: {operation} at {location}: {reason}. "
+        "Buffers cannot be created inside the kernel, so a mod may use pointwise operations and "
+        "reads of captured tensors; compute the rest before the call and capture the result."
+    )
+
+
+class CaptureDeviceError(FlexhopError, RuntimeError, ValueError):
+    """A captured tensor on another device than the query."""
+
+    message = (
+        "Captured tensor {index} of {mod} is on {capture_device}, but query is on "
+        "{query_device}. Buffers cannot be created by the kernel, so move the tensor first."
+    )
+
+
+class MaskCaptureGradError(FlexhopError, RuntimeError):
+    """A mask is not differentiable."""
+
+    message = (
+        "Captured tensor {index} of mask_mod requires a gradient, but a mask is true or false and "
+        "has none. Capture tensor.detach(), or add the tensor to the score in score_mod."
+    )
+
+
+class CaptureMutationError(FlexhopError, RuntimeError):
+    """A mod that writes to what it captured."""
+
+    message = "{mod} writes to a captured tensor at {location}; compute a new value instead."
+
+
+class UnknownOptionError(FlexhopError, TypeError, ValueError):
+    """An option that does not exist."""
+
+    message = "Unknown kernel option {name!r}{hint} Known options: {known}."
+
+    def words(self) -> dict[str, object]:
+        """The closest known name as a question, if there is one."""
+        words = dict(self.facts)
+        close = words.pop("close")
+        return words | {"hint": f". Did you mean {close!r}?" if close else "."}
+
+
+class OptionValueError(FlexhopError, ValueError):
+    """An option with a value outside its range."""
+
+    message = "Invalid {name} value {value!r}: it must be {allowed}."
+
+
+class OptionConflictError(FlexhopError, ValueError, RuntimeError):
+    """Two options that contradict each other."""
+
+    message = "{first} cannot be combined with {second}: {reason}."
+
+
+class TileError(FlexhopError, RuntimeError, ValueError):
+    """A tile that does not divide the blocks of the mask."""
+
+    message = (
+        "Q and KV block sizes must be divisible by the selected tile sizes, but the {kernel} "
+        "kernel was asked for BLOCK_M={block_m} and BLOCK_N={block_n} with "
+        "SPARSE_Q_BLOCK_SIZE={q_block} and SPARSE_KV_BLOCK_SIZE={kv_block}. "
+        "Choose a smaller tile, or another BLOCK_SIZE in create_block_mask."
+    )
+
+
+class TileResourceError(FlexhopError, RuntimeError):
+    """A tile that does not fit the device."""
+
+    message = (
+        "The {kernel} kernel with {tile} needs {needed} bytes of shared memory; {device} has "
+        "{available}. Choose a smaller tile or fewer stages."
+    )
+
+
+class AuxConflictError(FlexhopError, ValueError):
+    """Two ways of asking for the same output."""
+
+    message = "Cannot specify both return_lse and return_aux; keep AuxRequest(lse=True)."
+
+
+class VmapError(FlexhopError, NotImplementedError):
+    """A transform by torch.vmap that the operator does not define."""
+
+    message = "torch.vmap cannot map {argument} of flex_attention; fold it into the batch instead."
+
+
+class DoubleBackwardError(FlexhopError, RuntimeError):
+    """A second derivative of the fused kernels."""
+
+    message = (
+        "flexhop's kernels have no second derivative. Call flex_attention without torch.compile: "
+        "eager attention is plain PyTorch and can be differentiated again."
+    )
+
+
+class NoTritonError(FlexhopError, RuntimeError):
+    """Triton is missing."""
+
+    message = "Triton is not installed, so kernels cannot be compiled: pip install triton."
+
+
+class UnsupportedFeatureError(FlexhopError, NotImplementedError):
+    """Something that flexhop does not do."""
+
+    message = "{feature} is not supported: {reason}. {mend}."
+
+
+EagerWarning = notices.EagerWarning
+FlexhopWarning = notices.FlexhopWarning
+OptionIgnoredWarning = notices.OptionIgnoredWarning
+ReturnLseDeprecationWarning = notices.ReturnLseDeprecationWarning
+TorchVersionWarning = notices.TorchVersionWarning

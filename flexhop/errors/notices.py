@@ -1,0 +1,38 @@
+"""What flexhop warns of, in words; flexhop.errors has these classes too."""
+
+from __future__ import annotations
+
+from flexhop.errors.base import Worded
+
+
+class FlexhopWarning(Worded, UserWarning):
+    """Base of every warning that flexhop gives; `warnings.warn(EagerWarning())`."""
+
+    message = "flexhop warns."
+
+
+class EagerWarning(FlexhopWarning):
+    """Attention by definition is slow and large."""
+
+    message = (
+        "flex_attention called without torch.compile: it computes the scores in plain PyTorch, "
+        "which is meant for debugging. Use torch.compile(flex_attention) for the fused kernels."
+    )
+
+
+class OptionIgnoredWarning(FlexhopWarning):
+    """Options that steer other kernels than ours."""
+
+    message = "Kernel options that tune only PyTorch's own kernels were ignored: {names}."
+
+
+class TorchVersionWarning(FlexhopWarning):
+    """A PyTorch that flexhop was not tested with."""
+
+    message = "flexhop supports torch {supported}, but this is {found}; it may not work."
+
+
+class ReturnLseDeprecationWarning(FlexhopWarning, FutureWarning):
+    """An argument that PyTorch is retiring."""
+
+    message = "return_lse is deprecated; pass return_aux=AuxRequest(lse=True) instead."

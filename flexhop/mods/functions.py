@@ -1,0 +1,221 @@
+"""What users write: score_mod and mask_mod, their composition and their checks.
+
+    score_mod(score, b, h, q_idx, kv_idx) -> score    changes one score
+    mask_mod(b, h, q_idx, kv_idx) -> bool             keeps (True) or drops one score
+
+The indices are integer tensors: 0-d inside kernels and traces, and of shapes that broadcast to
+[B, Hq, M, N] where a mask is evaluated densely. A mod is written for one score, with tensor
+operations only, and works in both. The tensors that it captures are read by indexing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexhop.errors import ModArityError, ModNotCallableError, ModResultError
+
+_CALLS = {
+    "score_mod": "(score, b, h, q_idx, kv_idx)",
+    "mask_mod": "(b, h, q_idx, kv_idx)",
+    "k_mod": "(k, b, h, kv_idx)",
+    "v_mod": "(v, b, h, kv_idx)",
+}
+
+
+class ScoreMod(Protocol):
+    """Changes one attention score: (score, b, h, q_idx, kv_idx) -> score."""
+
+    def __call__(
+        self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /
+    ) -> Tensor:
+        """The new score, a floating point tensor of the shape of `score`."""
+        ...
+
+
+class MaskMod(Protocol):
+    """Keeps or drops one attention score: (b, h, q_idx, kv_idx) -> bool."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /) -> Tensor:
+        """True where the key is visible to the query, a bool tensor."""
+        ...
+
+
+def noop_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The score as it is."""
+    return score
+
+
+def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Every key is visible: a 0-d True on b's device, which broadcasts."""
+    return b.new_ones((), dtype=torch.bool)
+
+
+def _empty_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """No key is visible."""
+    return b.new_zeros((), dtype=torch.bool)
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """A mask_mod that keeps what every one of `mask_mods` keeps; everything, if there are none.
+
+    Raises:
+        ModNotCallableError: an argument that is no function.
+
+    Source: torch.nn.attention.flex_attention.and_masks.
+    """
+    _check_callable("and_masks", mask_mods)
+
+    def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        keep = mask_mods[0](b, h, q_idx, kv_idx)
+        for mask_mod in mask_mods[1:]:
+            keep = keep & mask_mod(b, h, q_idx, kv_idx)
+        return keep
+
+    return and_mask if mask_mods else noop_mask
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """A mask_mod that keeps what any one of `mask_mods` keeps; nothing, if there are none.
+
+    Raises:
+        ModNotCallableError: an argument that is no function.
+
+    Source: torch.nn.attention.flex_attention.or_masks.
+    """
+    _check_callable("or_masks", mask_mods)
+
+    def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        keep = mask_mods[0](b, h, q_idx, kv_idx)
+        for mask_mod in mask_mods[1:]:
+            keep = keep | mask_mod(b, h, q_idx, kv_idx)
+        return keep
+
+    return or_mask if mask_mods else _empty_mask
+
+
+def _check_callable(combinator: str, mask_mods: tuple[object, ...]) -> None:
+    for position, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            raise ModNotCallableError(
+                argument=f"argument {position} of {combinator}", found=type(mask_mod).__name__
+            )
+
+
+# checks
+
+
+def check_arity(mod: object, kind: str) -> None:
+    """Refuse a mod that cannot be called with the arguments of its kind.
+
+    Args:
+        mod: a function, lambda, functools.partial, bound method or callable object. Defaults,
+            `*args` and callables without a readable signature are given the benefit of the doubt.
+        kind: "score_mod", "mask_mod", "k_mod" or "v_mod".
+
+    Raises:
+        ModNotCallableError: `mod` is no function.
+        ModArityError: it requires more or takes fewer arguments.
+    """
+    if not callable(mod):
+        raise ModNotCallableError(argument=kind, found=type(mod).__name__)
+    signature = _signature(mod)
+    count = 5 if kind == "score_mod" else 4
+    if signature is not None and not _takes(signature, count):
+        raise ModArityError(mod=kind, name=_name(mod), expected=_CALLS[kind], found=str(signature))
+
+
+def is_score_mod(mod: Callable[..., Any]) -> bool:
+    """Whether `mod` is a score_mod (five arguments) and not a mask_mod (four).
+
+    Parameters with defaults do not count, so `def mask(b, h, q_idx, kv_idx, window=8)` is a mask.
+
+    Raises:
+        ModArityError: neither, or not to be told, as with `*args`.
+    """
+    signature = _signature(mod)
+    required = _required(signature) if signature is not None else 0
+    if signature is None or required not in (4, 5) or not _takes(signature, required):
+        raise ModArityError(
+            mod="mod",
+            name=_name(mod),
+            expected=f"{_CALLS['score_mod']} or {_CALLS['mask_mod']}",
+            found="unknown" if signature is None else str(signature),
+        )
+    return required == 5
+
+
+def _signature(mod: Callable[..., Any]) -> inspect.Signature | None:
+    """The parameters that `mod` itself takes, not those of a function that it wraps."""
+    try:
+        return inspect.signature(mod, follow_wrapped=False)
+    except (TypeError, ValueError):  # builtins and extension types may not tell
+        return None
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _required(signature: inspect.Signature) -> int:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature.parameters.values()
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def _name(mod: Any) -> str:
+    """What the user calls it: the name of a function, or the class of a callable object."""
+    if isinstance(mod, functools.partial):
+        return f"partial({_name(mod.func)})"
+    return getattr(mod, "__name__", type(mod).__name__)
+
+
+def check_mask_result(result: object, name: str = "mask_mod") -> None:
+    """Refuse what a mask_mod returned if it is no bool tensor.
+
+    Args:
+        result: a real, fake or traced tensor, or whatever the user returned.
+        name: what the user calls the function.
+
+    Raises:
+        ModResultError: the result is not a tensor of dtype torch.bool.
+    """
+    if not isinstance(result, Tensor) or result.dtype != torch.bool:
+        raise ModResultError(
+            mod="mask_mod", name=name, expected="a bool tensor", found=_described(result)
+        )
+
+
+def check_score_result(result: object, name: str = "score_mod", kind: str = "score_mod") -> None:
+    """Refuse what a score_mod, k_mod or v_mod returned if it is no floating point tensor.
+
+    Args: as in check_mask_result. kind: which of the three.
+
+    Raises:
+        ModResultError: the result is not a floating point tensor.
+    """
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        raise ModResultError(
+            mod=kind,
+            name=name,
+            expected="a floating point tensor",
+            found=_described(result),
+        )
+
+
+def _described(result: object) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of dtype {result.dtype}"
+    return f"an object of type {type(result).__name__}"
+
+
+# ready score mods

@@ -1,0 +1,93 @@
+"""What is done to each number of key and value when it is read: k_mod, v_mod, and a ready one.
+
+    k_mod(k, b, h, kv_idx) -> k    changes one number of a key, before it meets a query
+    v_mod(v, b, h, kv_idx) -> v    changes one number of a value
+
+k and v are fp32 (fp64 for fp64 queries), whatever the cache stores; b is the batch, h the key head
+and kv_idx the key's position in its sequence. The result is rounded to the dtype of query.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flexhop.errors import ModArgumentError
+
+if TYPE_CHECKING:
+    from flexhop.cache.pages import PageTable
+
+
+class KeyMod(Protocol):
+    """Changes one number of a key or value: (x, b, h, kv_idx) -> x."""
+
+    def __call__(self, x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, /) -> Tensor:
+        """The new number, a floating point tensor of the shape of `x`."""
+        ...
+
+
+def noop_key(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
+    """The number as it is."""
+    return x
+
+
+class Dequantize(NamedTuple):
+    """A k_mod or v_mod: x * scale; see dequantize."""
+
+    scale: Tensor | float
+    page_table: PageTable | None = None
+
+    def __call__(self, x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
+        """The number times its scale."""
+        scale = self.scale
+        if not isinstance(scale, Tensor) or scale.dim() == 0:
+            return x * scale
+        if scale.dim() == 1:
+            return x * scale[h]
+        if self.page_table is None:
+            return x * scale[b, h, kv_idx]
+        pages, page_size, _ = self.page_table
+        # Behind the end of a sequence, where the result does not count, anything may stand.
+        page = torch.clamp(pages[b, kv_idx // page_size], 0, scale.size(0) - 1)
+        return x * scale[page, h, kv_idx % page_size]
+
+    def expected_shape(self, batch: int, heads: int, length: int, num_pages: int) -> list[int]:
+        """The shape that the scale must have in a call."""
+        rank = self.scale.dim() if isinstance(self.scale, Tensor) else 0
+        if rank < 2:
+            return [heads][:rank]
+        if self.page_table is None:
+            return [batch, heads, length]
+        return [num_pages, heads, self.page_table.page_size]
+
+
+def dequantize(scale: Tensor | float, page_table: PageTable | None = None) -> Dequantize:
+    """A k_mod or v_mod that multiplies what a low-precision cache stores by its scale.
+
+    Kernels multiply once per key and not once per number, where the result is the same.
+
+    Args:
+        scale: a number or a 0-d tensor for the whole cache; [Hkv], one for each key head;
+            [B, Hkv, N], one for each key by its position in the sequence; or with page_table
+            [P, Hkv, page_size], one for each row of the cache. Floating point.
+        page_table: of the call, where the scales lie in pages as the keys do.
+
+    Raises:
+        ModArgumentError: a scale of another rank or dtype.
+    """
+    if not isinstance(scale, Tensor):
+        return Dequantize(float(scale))
+    if scale.dim() not in (0, 1, 3) or (page_table is not None and scale.dim() != 3):
+        allowed = "[], [Hkv] or [B, Hkv, N]"
+        raise ModArgumentError(
+            mod="dequantize", argument="the shape of scale", value=list(scale.shape),
+            allowed=allowed if page_table is None else "[P, Hkv, page_size]",
+        )  # fmt: skip
+    if not scale.is_floating_point():
+        raise ModArgumentError(
+            mod="dequantize", argument="the dtype of scale", value=scale.dtype,
+            allowed="floating point",
+        )  # fmt: skip
+    return Dequantize(scale, page_table)

@@ -1,0 +1,1 @@
+"""Small operators of our own that mods call."""

@@ -1,0 +1,1 @@
+"""What would happen to a call, in words and numbers; computes nothing."""

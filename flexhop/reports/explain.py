@@ -1,0 +1,341 @@
+"""explain(): what would happen to a call of flex_attention, without computing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from flexhop import errors
+from flexhop.attention import AuxRequest, Options, flex_attention
+from flexhop.block_mask.creation import create_mask
+from flexhop.block_mask.lists import block_count, lists_to_dense
+from flexhop.block_mask.mask import BlockMask
+from flexhop.cache.pages import PageTable
+from flexhop.compat import hop
+from flexhop.debug import mod_code
+from flexhop.mods.functions import ScoreMod
+from flexhop.mods.keys import KeyMod
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.cached import cached_attention
+from flexhop.ops.forward import attention
+from flexhop.reports.report import Capture, Mask, Mod, Pass, Report
+from flexhop.sequences.nested import Operands, Packed, has_nested, pack
+
+__all__ = ["Report", "explain"]
+
+# Elements of the mask that are evaluated to count what is unmasked: tens of milliseconds.
+MAX_ELEMENTS = 1 << 22
+
+_ON_CPU = (
+    "Query is on the CPU, where a compiled call runs the definition in chunks of queries; the "
+    "kernels are those of the GPU named above."
+)
+_NO_KERNEL = "There is no fp64 kernel: a compiled call runs the definition in chunks of queries."
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Options = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0,
+    page_table: PageTable | None = None,
+    k_mod: KeyMod | None = None,
+    v_mod: KeyMod | None = None,
+    capability: tuple[int, int] | None = None,
+) -> Report:
+    """Say what torch.compile would make of a call: graphs, kernels, tiles, work.
+
+    Nothing is computed and no GPU is needed. Query, key and value may be on the CPU, on a GPU, on
+    "meta", or fake: only their shapes, dtypes and requires_grad are read.
+
+    Args:
+        query: and all up to sinks: as for flex_attention; nested ones are reported as the packed
+            tokens that they become.
+        key: as there.
+        value: as there.
+        score_mod: as there.
+        block_mask: as there; its blocks are counted, which waits for its device.
+        scale: as there.
+        enable_gqa: as there.
+        return_lse: as there.
+        kernel_options: as there.
+        return_aux: as there.
+        sinks: as there; they are applied to what the kernel gives.
+        dropout_p: as there.
+        page_table, k_mod, v_mod: as there; lengths and pages are not looked at.
+        capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
+            which query is, or else (9, 0).
+
+    Returns:
+        A Report; `print` it.
+
+    Raises:
+        FlexhopError: what the call itself would raise.
+        OptionValueError: an unknown capability.
+    """
+    from flexhop.reports import survey
+
+    device = survey.find_device(query, capability)
+    tensors = (query, key, value)
+    if has_nested(*tensors):
+        tensors, score_mod, block_mask = _packed(pack(tensors, score_mod, block_mask))
+    keywords = {
+        "score_mod": score_mod,
+        "block_mask": block_mask,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "return_lse": return_lse,
+        "kernel_options": kernel_options,
+        "return_aux": return_aux,
+        "sinks": None if sinks is None else _stand_in(sinks, _home(block_mask)),
+        "dropout_p": dropout_p,
+        "page_table": page_table,
+        "k_mod": k_mod,
+        "v_mod": v_mod,
+    }
+    if isinstance(page_table, PageTable):
+        tables = (_stand_in(t, _home(block_mask)) for t in (page_table.pages, page_table.lengths))
+        keywords["page_table"] = PageTable(next(tables), page_table.page_size, next(tables))
+    with hop.without_modes():
+        args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
+        found = survey.survey(args, device)
+        mask = None if block_mask is None else _describe_mask(BlockMask.of(block_mask))
+        report = _report(args, found, mask)
+    if query.device.type == "cpu" and capability is None:
+        return dataclasses.replace(report, notes=(_ON_CPU, *report.notes))
+    return report
+
+
+def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
+    """A call with nested operands as the one with packed tokens that it becomes."""
+    if call.mistake is not None:
+        error, facts = call.mistake
+        raise getattr(errors, error)(**dict(facts))
+    return call.operands, call.score_mod, call.block_mask
+
+
+def _home(block_mask: Any) -> torch.device:
+    """Where the stand-ins of tensors without data go: to the mask, or else to the CPU."""
+    counts = getattr(block_mask, "kv_num_blocks", None)
+    return torch.device("cpu") if counts is None else counts.device
+
+
+def _stand_in(tensor: Tensor, home: torch.device) -> Tensor:
+    """A tensor of one element that looks like `tensor`."""
+    has_data = tensor.device.type != "meta" and not hop.is_fake(tensor)
+    one = torch.empty((), dtype=tensor.dtype, device=tensor.device if has_data else home)
+    wide = one.expand(tensor.shape).detach()
+    return wide.requires_grad_(tensor.requires_grad) if tensor.requires_grad else wide
+
+
+def _trace(operands: list[Tensor], keywords: dict[str, Any]) -> AttentionArgs | CachedArgs:
+    """The operator's operands, as fake tensors and graphs, as Dynamo writes them."""
+    seen: list[fx.GraphModule] = []
+
+    def record(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        seen.append(graph)
+        results = graph.graph.output_node().args[0]
+        assert isinstance(results, (tuple, list))
+        values = [node.meta["example_value"] for node in results if isinstance(node, fx.Node)]
+        return lambda *_: tuple(torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flex_attention(query, key, value, **keywords)
+
+    # A function of its own code object: Dynamo counts recompilations by code, and calls of
+    # explain have nothing to do with each other.
+    code = call.__code__.replace()
+    alone = types.FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
+    torch.compile(alone, backend=record, fullgraph=True, dynamic=False)(*operands)
+    for operator in (attention, cached_attention):
+        for node in seen[0].graph.find_nodes(op="call_function", target=operator):
+            return operator.args_type(*map_arg(tuple(node.args), _value_of(seen[0])))
+    raise AssertionError("the graph of a call holds one of the operators")
+
+
+def _value_of(graph: fx.GraphModule) -> Callable[[fx.Node], Any]:
+    def value(node: fx.Node) -> Any:
+        is_graph = node.op == "get_attr"
+        return graph.get_submodule(str(node.target)) if is_graph else node.meta["example_value"]
+
+    return value
+
+
+def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> Report:
+    """Put together what was found; `found` is a flexhop.reports.survey.Survey."""
+    from flexhop.reports import work
+
+    problem, device = found.problem, found.problem.device
+    pairs = work.dense_pairs(problem)
+    density = 1.0 if mask is None else mask.density
+    unmasked = 1.0 if mask is None else mask.unmasked
+    visited = None if density is None else round(pairs * density)
+    passes = tuple(
+        Pass(
+            kernel=plan.kernel,
+            tile=plan.tile,
+            reason=plan.reason,
+            shared_memory=plan.shared_memory,
+            available=device.shared_memory,
+            programs=plan.programs,
+            flops=None if visited is None else work.flops(plan.kernel, problem, visited),
+            bytes=work.least_bytes(plan.kernel, problem),
+        )
+        for plan in found.plans
+    )
+    return Report(
+        device=f"{device.name}, sm_{device.capability[0]}{device.capability[1]}",
+        call=_describe_call(args),
+        score_mod=_describe_mod(
+            "score", found.score, not problem.has_score_mod, args.score_captures
+        ),
+        mask_mod=_describe_mod("mask", found.mask, not problem.has_mask_mod, args.mask_captures),
+        score_mod_grad=_gradient_code(found),
+        mask=mask,
+        passes=passes,
+        options=found.options,
+        unmasked_flops=None
+        if unmasked is None
+        else work.flops("forward", problem, round(pairs * unmasked)),
+        notes=tuple(_notes(args, found, mask)),
+    )
+
+
+def _gradient_code(found: Any) -> str | None:
+    joint = found.joint
+    if joint is None or (not found.problem.has_score_mod and not joint.sites):
+        return None
+    return mod_code(joint.joint, "joint")
+
+
+def _describe_call(args: AttentionArgs | CachedArgs) -> str:
+    tensors = {"query": args.query, "key": args.key, "value": args.value}
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    return f"{shapes}, {_dtype(args.query)}, scale {args.scale:.6g}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _describe_mod(
+    kind: str, graph: fx.GraphModule, is_trivial: bool, captures: tuple[Any, ...]
+) -> Mod:
+    named = tuple(_capture(f"capture_{i}", value) for i, value in enumerate(captures))
+    return Mod(mod_code(graph, kind), is_trivial, named)
+
+
+def _capture(name: str, value: Any) -> Capture:
+    if not isinstance(value, Tensor):
+        return Capture(name, type(value).__name__, False)
+    kind = f"{_dtype(value)} {list(value.shape)} on {value.device}"
+    return Capture(name, kind, value.requires_grad)
+
+
+def _describe_mask(mask: BlockMask) -> Mask:
+    columns = block_count(mask.seq_lengths[1], mask.BLOCK_SIZE[1])
+    total = mask.kv_num_blocks.numel() * columns
+    lists = mask.kv_num_blocks
+    if lists.device.type == "meta" or hop.is_fake(lists):
+        return Mask(mask.BLOCK_SIZE, mask.shape, None, None, total, None, None)
+    return Mask(
+        block_size=mask.BLOCK_SIZE,
+        shape=mask.shape,
+        partial=mask.num_partial_blocks(),
+        full=mask.num_full_blocks(),
+        total=total,
+        density=mask.density(),
+        unmasked=_unmasked_part(mask) if mask.numel() <= MAX_ELEMENTS else None,
+    )
+
+
+def _unmasked_part(mask: BlockMask) -> float:
+    """Part of the matrix that a query sees: listed and kept, or in a full block."""
+    batch, heads, q_len, kv_len = mask.shape
+    keep = create_mask(mask.mask_mod, batch, heads, q_len, kv_len, device=mask.device)
+    visible = keep & _elements(mask, mask.kv_num_blocks, mask.kv_indices)
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        visible |= _elements(mask, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return visible.sum().item() / max(1, visible.numel())
+
+
+def _elements(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
+    """Listed blocks, element by element: [B, H, M, N] bool."""
+    (q_len, kv_len), (q_size, kv_size) = mask.seq_lengths, mask.BLOCK_SIZE
+    listed = lists_to_dense(counts, indices, block_count(kv_len, kv_size)).bool()
+    wide = listed.repeat_interleave(q_size, -2).repeat_interleave(kv_size, -1)
+    return wide[..., :q_len, :kv_len]
+
+
+def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> list[str]:
+    notes = [
+        "Other dtypes, numbers of heads, head sizes, options, code of the mods, or Python values "
+        "that they close over compile anew; another length or batch once, as torch.compile's "
+        "`dynamic` says.",
+    ]
+    if args.score_captures or args.mask_captures:
+        notes.append(
+            "Captured tensors are operands: new values of the same shapes run as they are."
+        )
+    if found.joint is None:
+        notes.append("No operand needs a gradient: the backward kernels would not run.")
+    elif found.joint.sites and args.options.get("deterministic"):
+        notes.append("Gradients of captured tensors are added up as integers, exactly.")
+    elif found.joint.sites:
+        notes.append(
+            "Gradients of captured tensors are added up by atomics in "
+            f"{_scatters(found.plans)}: their rounding differs from run to run."
+        )
+    if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
+        notes.append(
+            "The gradient of query is added up in fp32 in the order of the keys."
+            if args.options.get("deterministic")
+            else "The gradient of query is added up in fp32 in no fixed order: its last bits "
+            "differ from run to run. torch.use_deterministic_algorithms(True) orders them."
+        )
+    if found.joint is not None and mask is not None and not args.options["has_q_blocks"]:
+        notes.append("The mask has no query lists: the backward pass raises an error.")
+    if mask is not None and mask.density == 1.0:
+        notes.append("The block mask skips nothing.")
+    return [*notes, *(_kernel_notes(found.plans[0].constants) if found.plans else [_NO_KERNEL])]
+
+
+def _scatters(plans: Sequence[Any]) -> str:
+    """The kernel that adds to gradients of captured tensors."""
+    return "backward" if any(plan.kernel == "backward" for plan in plans) else "grad_query"
+
+
+def _kernel_notes(constants: dict[str, Any]) -> list[str]:
+    notes: list[str] = []
+    if "NUM_CONSUMERS" in constants:
+        notes.append(
+            "Strides are not looked at here: where rows of an operand do not lie at multiples of "
+            "16 bytes, the portable kernel takes the place of the Hopper kernel."
+        )
+    if constants.get("CHECK_Q") or constants["CHECK_KV"]:
+        notes.append("The last tile overhangs a length or a block: its rows are checked.")
+    if constants.get("SPLITS", 1) > 1:
+        notes.append(
+            f"The keys are divided into {constants['SPLITS']} shares; a second, small kernel "
+            "combines what they give."
+        )
+    for name, prefix in (("head", "QK"), ("value head", "V")):
+        size, width = constants[f"{prefix}_HEAD_DIM"], constants[f"{prefix}_HEAD_DIM_ROUNDED"]
+        if width != size:
+            notes.append(f"A {name} size of {size} is computed as {width}.")
+    return notes

@@ -1,0 +1,1 @@
+"""Many sequences in one buffer: packed and nested."""

@@ -1,0 +1,148 @@
+"""Jagged nested tensors as packed tokens: what flex_attention makes of them, and back again.
+
+A nested tensor [S, H, ragged, D] holds the tokens of all its sequences in one buffer, and where
+each begins. That is a call on packed tokens (see ranges.py); the result is nested like query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.compat.jagged import is_jagged, ragged_dim
+from flexhop.mods.functions import ScoreMod
+from flexhop.ops.call import Mistake, note_mistake
+from flexhop.sequences.nested_mask import Cut, NestedBlockMask
+from flexhop.sequences.ranges import Packing, pack_mask
+from flexhop.sequences.row_tables import RowTables, Window, local_score_mod, tabulate_rows
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+class Packed(NamedTuple):
+    """A call on packed tokens: operands [1, H, T, D]; the given ones if there is a mistake."""
+
+    operands: Operands
+    score_mod: ScoreMod | None
+    block_mask: Any
+    mistake: Mistake | None
+
+
+def has_nested(*operands: Tensor) -> bool:
+    """Whether any of the operands is nested, of any layout."""
+    return any([tensor.is_nested for tensor in operands])  # a list: Dynamo of 2.11 likes it
+
+
+def pack(
+    operands: Operands, score_mod: ScoreMod | None, block_mask: Any, window: Window | None = None
+) -> Packed:
+    """A call with nested operands as one with packed tokens.
+
+    Args:
+        operands: query [S, Hq, ragged, D], key [S, Hkv, ragged, D], value [S, Hkv, ragged, Dv];
+            nested, of layout torch.jagged, contiguous or with holes.
+        score_mod: in the indices of each sequence, b its number, or None.
+        block_mask: a NestedBlockMask, or None.
+        window: without a block mask, which keys of its sequence a query sees; None is all.
+    """
+    mistake = _find_mistake(operands, block_mask)
+    if mistake is not None:
+        return Packed(operands, score_mod, block_mask, mistake)
+    cut_q, cut_k = Cut.of(operands[0]), Cut.of(operands[1])
+    query, key, value = _packed(operands[0]), _packed(operands[1]), _packed(operands[2])
+    tables, block_mask = _mask((query, key), cut_q, cut_k, block_mask, window or Window())
+    score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
+    return Packed((query, key, value), score_mod, block_mask, None)
+
+
+def unpack(packed: Tensor, query: Any) -> Tensor:
+    """A result [1, H, T, ...] of packed tokens, nested like query: [S, H, ragged, ...].
+
+    The sequences are query's own, so that both can be added; holes hold 0 in out.
+    """
+    tokens = packed.squeeze(0).transpose(0, 1)
+    nested = torch.nested.nested_tensor_from_jagged(tokens, query.offsets(), query.lengths())
+    return nested.transpose(1, 2)
+
+
+def _packed(nested: Tensor) -> Tensor:
+    """[S, H, ragged, D] as [1, H, T, D], without a copy."""
+    return nested.transpose(1, 2).values().transpose(0, 1).unsqueeze(0)
+
+
+def _mask(
+    sides: tuple[Tensor, Tensor], cut_q: Cut, cut_k: Cut, block_mask: Any, window: Window
+) -> tuple[RowTables, Any]:
+    queries, keys = (side.size(2) for side in sides)
+    if block_mask is None:
+        packing = Packing(cut_q.offsets, cut_k.offsets, cut_k.lengths, window, cut_q.lengths)
+        return pack_mask(queries, keys, packing, None)
+    tables = tabulate_rows(
+        cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)
+    )
+    return tables, block_mask
+
+
+def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
+    """What is wrong with nested operands; noted, not raised, for the sake of Dynamo."""
+    for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
+        fault = _layout_fault(tensor)
+        if fault is not None:
+            return _mistake(argument, *fault)
+    query, key, value = operands
+    devices = tuple((n, str(t.device)) for n, t in zip(_NAMES, operands, strict=True))
+    if key.device != query.device or value.device != query.device:
+        return Mistake("DeviceError", devices)
+    for argument, tensor in (("key", key), ("value", value)):
+        if tensor.size(0) != query.size(0):
+            found = f"has {tensor.size(0)} sequences"
+            return _mistake(argument, found, f"query has {query.size(0)}")
+    for argument, tensor in (("query", query), ("key", key)):
+        if tensor.values().size(1) == 0:
+            return Mistake("SequenceLengthError", (("argument", argument), ("length", 0)))
+    return _cut_mistake(operands, block_mask)
+
+
+_NAMES = ("query", "key", "value")
+
+
+def _layout_fault(tensor: Tensor) -> tuple[str, str] | None:
+    if not tensor.is_nested:
+        return "is dense", "another operand is nested: query, key and value must all be"
+    if not is_jagged(tensor):
+        mend = "must be torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)"
+        return f"has layout {tensor.layout}", mend
+    if tensor.dim() != 4:
+        found = f"has {tensor.dim()} dimensions"
+        return found, "must have 4: sequences, heads, ragged length and head size"
+    if ragged_dim(tensor) != 2:
+        found = f"is ragged in dimension {ragged_dim(tensor)}"
+        return found, "must be in 2: [S, ragged, heads, D].transpose(1, 2)"
+    return None
+
+
+def _cut_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
+    """What needs the places of the sequences; compiled code does not look at their values."""
+    looks_like_mask = hasattr(block_mask, "kv_num_blocks")
+    is_nested_mask = isinstance(block_mask, NestedBlockMask)
+    if looks_like_mask and not is_nested_mask:
+        found = "was made for dense tensors, so that sequences would see each other"
+        return _mistake("block_mask", found, "query is nested: use create_nested_block_mask")
+    if torch.compiler.is_compiling():
+        return None
+    cut_q, cut_k, cut_v = (Cut.of(tensor) for tensor in operands)
+    if not cut_k.is_same(cut_v):
+        found = "has other sequences than key, or in other places"
+        return _mistake("value", found, "each key needs its value")
+    if is_nested_mask and not (
+        block_mask.cut_q.is_same(cut_q) and block_mask.cut_k.is_same(cut_k)
+    ):
+        found = "was made for other sequences than those of query and key"
+        return _mistake("block_mask", found, "must be created for these")
+    return None
+
+
+def _mistake(argument: str, found: str, expected: str) -> Mistake:
+    return note_mistake("NestedOperandError", argument=argument, found=found, expected=expected)

@@ -1,0 +1,129 @@
+"""Block masks for jagged nested tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.block_mask.creation import create_block_mask
+from flexhop.block_mask.mask import BlockMask
+from flexhop.compat.jagged import is_jagged, token_count
+from flexhop.errors import NestedOperandError
+from flexhop.mods.functions import MaskMod, check_arity
+from flexhop.sequences.row_tables import Window, local_mask_mod, tabulate_rows
+
+_FIELDS = (
+    "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "BLOCK_SIZE", "mask_mod",
+)  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """How the buffer of a nested tensor is cut into sequences.
+
+    offsets: [S + 1] where they begin, and an end. lengths: [S] or None, where there are holes.
+    """
+
+    offsets: Tensor
+    lengths: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Any) -> Cut:
+        """The cut of a jagged nested tensor."""
+        return cls(tensor.offsets(), tensor.lengths())
+
+    def is_same(self, other: Cut) -> bool:
+        """Whether both have the same sequences in the same places; may wait for the device."""
+        pairs = zip(self, other, strict=True)
+        return all(a is b or (_both(a, b) and torch.equal(a, b)) for a, b in pairs)  # pyright: ignore[reportArgumentType]
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None
+
+
+class NestedBlockMask(BlockMask):
+    """A BlockMask of the packed tokens of nested tensors, of which no sequence sees another.
+
+    cut_q, cut_k: the sequences that it was made for.
+    """
+
+    cut_q: Cut
+    cut_k: Cut
+
+    @classmethod
+    def around(cls, mask: BlockMask, cut_q: Cut, cut_k: Cut) -> NestedBlockMask:
+        """The same blocks, which share their tensors."""
+        nested = cls(*(getattr(mask, name) for name in _FIELDS))
+        nested.cut_q, nested.cut_k = cut_q, cut_k
+        return nested
+
+
+def create_nested_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    q_nt: Tensor,
+    kv_nt: Tensor | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+) -> NestedBlockMask:
+    """Find the blocks that a mask_mod needs within the sequences of nested tensors.
+
+    The mask is one of the packed tokens; mask_mod sees each sequence alone: b is its number, q_idx
+    and kv_idx count from its first token.
+
+    Args:
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors.
+        B: None, 1 or the number of sequences; all the same, since b is the number of the sequence.
+        H: query heads; None is 1, which serves every head.
+        q_nt: a jagged nested tensor with the sequences of query, such as query itself.
+        kv_nt: the same for key; q_nt by default.
+        BLOCK_SIZE: queries and keys of a block; an int stands for a square.
+        _compile: build with torch.compile.
+
+    Returns:
+        A block mask for flex_attention with nested tensors of these sequences; its seq_lengths
+        are the numbers of packed tokens.
+
+    Raises:
+        NestedOperandError: q_nt or kv_nt is not jagged, or they have different numbers of
+            sequences, or B is another number.
+        FlexhopError: as for create_block_mask.
+
+    Source: torch.nn.attention.flex_attention.create_nested_block_mask (torch 2.7).
+    """
+    kv_nt = q_nt if kv_nt is None else kv_nt
+    _check(q_nt, kv_nt, B)
+    check_arity(mask_mod, "mask_mod")
+    cut_q, cut_k = Cut.of(q_nt), Cut.of(kv_nt)
+    queries, keys = token_count(q_nt), token_count(kv_nt)
+    tables = tabulate_rows(
+        cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)
+    )
+    mask = create_block_mask(
+        local_mask_mod(mask_mod, tables), 1, H, queries, keys, cut_q.offsets.device,
+        BLOCK_SIZE, _compile,
+    )  # fmt: skip
+    return NestedBlockMask.around(mask, cut_q, cut_k)
+
+
+def _check(q_nt: Tensor, kv_nt: Tensor, batch: int | None) -> None:
+    for argument, tensor in (("q_nt", q_nt), ("kv_nt", kv_nt)):
+        if not is_jagged(tensor):
+            raise NestedOperandError(
+                argument=argument, found="is no nested tensor of layout torch.jagged",
+                expected="its sequences are what the mask is made for",
+            )  # fmt: skip
+    sequences = q_nt.size(0)
+    if kv_nt.size(0) != sequences:
+        raise NestedOperandError(
+            argument="kv_nt", found=f"has {kv_nt.size(0)} sequences",
+            expected=f"q_nt has {sequences}",
+        )  # fmt: skip
+    if batch not in (None, 1, sequences):
+        raise NestedOperandError(
+            argument="B", found=f"is {batch}", expected=f"must be None, 1 or {sequences}"
+        )

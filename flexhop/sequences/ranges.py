@@ -1,0 +1,104 @@
+"""Packed sequences as a block mask of the packed tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.mods.functions import MaskMod
+from flexhop.sequences.row_tables import (
+    RowTables,
+    Window,
+    local_mask_mod,
+    range_mask,
+    tabulate_rows,
+)
+
+_BLOCK = 128
+
+
+class Packing(NamedTuple):
+    """How packed tokens are cut into sequences, and which keys of its sequence a query sees.
+
+    offsets_q, offsets_k: [S + 1], where each sequence begins, and the end of the last one.
+    used_k, used_q: [S], how many tokens of each sequence exist, or None for all.
+    """
+
+    offsets_q: Tensor
+    offsets_k: Tensor
+    used_k: Tensor | None
+    window: Window
+    used_q: Tensor | None = None
+
+
+class RangeMask(NamedTuple):
+    """A BlockMask whose queries see one range of keys each, by its ends alone.
+
+    Neither end decreases from a query to the next, so kernels find the blocks of a row from the
+    ends of its first and last query. Instead of counts and indices the fields hold first
+    [1, 1, M] and end [1, 1, M, 1], int32: query i sees the keys first[i] .. end[i] - 1. Those of
+    q_ say by which queries a key is seen. Those of full blocks repeat them, or are None if
+    mask_mod hides more.
+    """
+
+    seq_lengths: tuple[int, int]
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor | None
+    full_q_indices: Tensor | None
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: MaskMod
+    has_ranges: bool = True
+
+
+def pack_mask(
+    queries: int, keys: int, packing: Packing, mask_mod: MaskMod | None
+) -> tuple[RowTables, RangeMask]:
+    """The tables and the block mask of packed sequences, made without looking at the mask.
+
+    Args:
+        queries: T, number of query tokens. keys: U.
+        packing: the sequences.
+        mask_mod: in local indices, or None.
+    """
+    offsets_q, offsets_k, used_k, window, used_q = packing
+    tables = tabulate_rows(offsets_q, offsets_k, queries, window, (used_q, used_k))
+    # Seen from the keys, what lies before is behind.
+    mirrored = Window(window.right, window.left, window.bottom_right)
+    by_key = tabulate_rows(offsets_k, offsets_q, keys, mirrored, (used_k, used_q))
+    keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
+    seen = (tables.first, tables.end), (by_key.first, by_key.end)
+    return tables, mask_ranges(*seen, keep, is_all=mask_mod is None)
+
+
+def mask_ranges(
+    by_query: tuple[Tensor, Tensor],
+    by_key: tuple[Tensor, Tensor],
+    keep: MaskMod,
+    *,
+    is_all: bool = True,
+) -> RangeMask:
+    """The mask of queries that see one range of keys each.
+
+    Args:
+        by_query: first and end, [M] integers that never decrease: query i sees the keys
+            first[i] .. end[i] - 1.
+        by_key: first and end, [N]: key j is seen by the queries first[j] .. end[j] - 1.
+        keep: the mask_mod.
+        is_all: whether the ranges are the whole mask; else `keep` hides keys inside of them.
+    """
+    rows, columns = _fields(*by_query), _fields(*by_key)
+    full_rows, full_columns = (rows, columns) if is_all else ((None, None), (None, None))
+    lengths = by_query[0].size(0), by_key[0].size(0)
+    return RangeMask(lengths, *rows, *full_rows, *columns, *full_columns, (_BLOCK, _BLOCK), keep)
+
+
+def _fields(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    first, end = first.to(torch.int32), end.to(torch.int32)
+    return first[None, None], end[None, None, :, None]
