@@ -234,8 +234,10 @@ def natten_2d(height: int, width: int, kernel_h: int, kernel_w: int) -> MaskMod:
     shifted inwards at the border, so every query sees kernel_h * kernel_w keys.
 
     Args:
-        height, width: of the image; the sequence has height * width tokens.
-        kernel_h, kernel_w: of the window, not larger than the image.
+        height: rows of the image; the sequence has height * width tokens.
+        width: columns of the image.
+        kernel_h: rows of the window, 1 to height.
+        kernel_w: columns of the window, 1 to width.
 
     Raises:
         ModArgumentError: a window that is empty or larger than the image.

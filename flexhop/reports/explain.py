@@ -64,20 +64,21 @@ def explain(
     "meta", or fake: only their shapes, dtypes and requires_grad are read.
 
     Args:
-        query: and all up to sinks: as for flex_attention; nested ones are reported as the packed
-            tokens that they become.
-        key: as there.
-        value: as there.
-        score_mod: as there.
-        block_mask: as there; its blocks are counted, which waits for its device.
-        scale: as there.
-        enable_gqa: as there.
-        return_lse: as there.
-        kernel_options: as there.
-        return_aux: as there.
-        sinks: as there; they are applied to what the kernel gives.
-        dropout_p: as there.
-        page_table, k_mod, v_mod: as there; lengths and pages are not looked at.
+        query: [B, Hq, M, D]. Nested inputs are reported as packed tokens.
+        key: [B, Hkv, N, D].
+        value: [B, Hkv, N, Dv].
+        score_mod: the function that flex_attention would get, or None.
+        block_mask: a BlockMask or None. Counting its blocks waits for its device.
+        scale: the factor of the scores; None is 1 / sqrt(D).
+        enable_gqa: whether groups of query heads share key heads.
+        return_lse: whether the call returns the log-sum-exp.
+        kernel_options: KernelOptions, or a dictionary as for PyTorch.
+        return_aux: further results of the call.
+        sinks: [Hq], or None. They are applied to the results of the kernel.
+        dropout_p: probability of dropping a weight, 0 to 1.
+        page_table: the pages of a KV cache. Its lengths and pages are not read.
+        k_mod: the function applied to each element of key, or None.
+        v_mod: the function applied to each element of value, or None.
         capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
             which query is, or else (9, 0).
 
