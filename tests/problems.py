@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.lowering import kernels
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.tiles import Kernel
 from flexhop.lowering.problem import Device, Problem
-from flexhop.lowering.tiles import Kernel
 from flexhop.options import KernelOptions
 
 # Which kernels a backward pass may launch beside grad_query.

@@ -58,7 +58,7 @@ def find_ranges(
 ) -> BlockRanges:
     """The blocks of a mask whose query i sees the keys first[i] .. end[i] - 1; seen = first, end.
 
-    lists.py.jinja and hopper_common.py.jinja say the same in kernels.
+    portable/lists.py.jinja and hopper/common.py.jinja say the same in kernels.
 
     Args:
         seen: two of [..., M] integers, neither ever decreasing along a row; nothing is seen where

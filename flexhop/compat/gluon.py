@@ -17,8 +17,9 @@ from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from flexhop.compat import gluon_sums, inductor
-from flexhop.compat.holes import ScatterSite
+from flexhop.compat import inductor
+from flexhop.templates.printers import gluon_sums
+from flexhop.templates.printers.holes import ScatterSite
 
 __all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 

@@ -30,9 +30,9 @@ from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
 from flexhop.compat import tanh
-from flexhop.compat.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 from flexhop.compat.location import users_line
 from flexhop.errors import ModLoweringError
+from flexhop.templates.printers.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 
 __all__ = [
     "Dropout",

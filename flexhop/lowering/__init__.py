@@ -9,7 +9,7 @@ from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
 from flexhop.lowering.forward import lower_attention
-from flexhop.lowering.relative import lower_bounded
+from flexhop.lowering.mods.relative import lower_bounded
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor, inline
-from flexhop.lowering import backward_hopper, chunked, exact, kernels
-from flexhop.lowering.captured import read_by, repeats
+from flexhop.lowering import chunked
 from flexhop.lowering.dialect import choose_grad_dialect
-from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import lower_joint, lower_mods, read_joint
+from flexhop.lowering.emission import exact
+from flexhop.lowering.emission.kernel import Launch, Output
+from flexhop.lowering.hopper import gradients as backward_hopper
+from flexhop.lowering.mods.captured import read_by, repeats
+from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
+from flexhop.lowering.portable import kernels
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
 aten = torch.ops.aten

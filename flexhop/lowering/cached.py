@@ -14,14 +14,15 @@ from flexhop import debug
 from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
-from flexhop.lowering import chunked, kernels
-from flexhop.lowering.emit import Launch
+from flexhop.lowering import chunked
+from flexhop.lowering.emission.kernel import Launch
 from flexhop.lowering.forward import choose, emit_forward
-from flexhop.lowering.indices import wrap_reads
-from flexhop.lowering.key_mods import is_exact, read_key_mod
-from flexhop.lowering.mods import ModFacts, index_ranges, lower_mods
-from flexhop.lowering.mods import read_mods as mod_facts
+from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.keys import is_exact, read_key_mod
+from flexhop.lowering.mods.lower import ModFacts, index_ranges, lower_mods
+from flexhop.lowering.mods.lower import read_mods as mod_facts
 from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
+from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Cache, Device, Problem, read_device
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs

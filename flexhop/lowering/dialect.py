@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import hopper, hopper_grad
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 

@@ -7,14 +7,16 @@ from typing import Any, Literal
 import torch
 
 from flexhop.compat import guards, inductor
-from flexhop.lowering import backward_hopper, chunked, decode, kernels, splits
+from flexhop.lowering import chunked
 from flexhop.lowering.dialect import choose_dialect
-from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mask_bits import emit_mask_bits
-from flexhop.lowering.mods import lower_line, lower_mods
+from flexhop.lowering.emission.kernel import Launch, Output
+from flexhop.lowering.hopper import gradients as backward_hopper
+from flexhop.lowering.hopper.mask_bits import emit_mask_bits
+from flexhop.lowering.mods.lower import lower_line, lower_mods
 from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
+from flexhop.lowering.portable import decode, kernels, splits
+from flexhop.lowering.portable.tiles import Kernel
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.tiles import Kernel
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 

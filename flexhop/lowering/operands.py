@@ -10,8 +10,8 @@ import torch
 
 from flexhop import debug
 from flexhop.compat import gluon, inductor
-from flexhop.lowering.captured import read_sites
-from flexhop.lowering.mods import ModBuffers, ModFacts
+from flexhop.lowering.mods.captured import read_sites
+from flexhop.lowering.mods.lower import ModBuffers, ModFacts
 from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, CachedArgs
 from flexhop.options import KernelOptions

@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 from flexhop import debug
-from flexhop.lowering import hopper, hopper_grad, kernels, splits
 from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
-from flexhop.lowering.hopper import HopperTile
-from flexhop.lowering.hopper_grad import HopperGradTile
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.hopper.backward import HopperGradTile
+from flexhop.lowering.hopper.forward import HopperTile
+from flexhop.lowering.portable import kernels, splits
+from flexhop.lowering.portable.tiles import Kernel, Launched, table_tile
 from flexhop.lowering.problem import Problem, round_head_dim
-from flexhop.lowering.tiles import Kernel, Launched, table_tile
 from flexhop.options import KernelOptions, Tile
 
 _OVER_KEYS = ("grad_key_value", "grad_key", "grad_value")  # whose programs own keys

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from flexhop.compat.gluon_versions import triton_version
-from flexhop.lowering.bands import Band
+from flexhop.lowering.mods.bands import Band
 
 # Which scores read one entry of a captured tensor: all of a head, those of a key, of a query, of
 # pairs that are equally far apart, or any.
@@ -79,10 +79,10 @@ class Problem:
 
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
     key, reads_by_position: on one of them; has_key_slope, has_key_bend: whether it adds a line
-    over keys, and one that has a bend (lowering/lines.py); score_cost, grad_cost: instructions
-    that score_mod and its gradient take for each score; mask_reads: whether mask_mod reads
-    captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b, and at h;
-    mask_band: which keys near a query it keeps, if it does just that (lowering/bands.py);
+    over keys, and one that has a bend (lowering/mods/lines.py); score_cost, grad_cost:
+    instructions that score_mod and its gradient take for each score; mask_reads: whether
+    mask_mod reads captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b and h;
+    mask_band: which keys near a query it keeps, if it does just that (lowering/mods/bands.py);
     has_score_grad: whether the derivative of score_mod differs from 1; grad_reads_score: whether
     it, or the gradient of a captured tensor, depends on the score; grad_has_functions: whether
     these take more than sums and products; captured_reads: its reads of captured tensors that need
@@ -160,7 +160,7 @@ class Problem:
 
     @property
     def sums_exactly(self) -> bool:
-        """Whether gradients of captured tensors are summed as lowering/exact.py says."""
+        """Whether gradients of captured tensors are summed as lowering/emission/exact.py says."""
         return self.is_deterministic and self.has_captured_grads
 
     @property

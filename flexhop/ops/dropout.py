@@ -4,7 +4,7 @@ Philox 4x32-10 is keyed on the two words of the seed, and its counter says where
 (group of queries, batch, group of keys, head). One call gives 16 bits to each weight of a group:
 the queries i and i + 8 and the keys j, j + 1, j + 8 and j + 9 of a 16 x 16 square, because that is
 what one thread holds of a product of the tensor cores. Tiles, splits, recomputation and the kernel
-that runs do not enter. The kernels' form of this file is templates/dropout.py.jinja.
+that runs do not enter. The kernels' form of this file is templates/mods/dropout.py.jinja.
 
 Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
 """

@@ -39,7 +39,7 @@ def bounded(position: Tensor, last: Tensor) -> Tensor:
     """position, held in [0, last] so that tables can be read at it.
 
     It promises that scores whose position is outside do not count. A kernel may therefore compute
-    with the position as it is, where nothing is read at it (lowering/relative.py).
+    with the position as it is, where nothing is read at it (lowering/mods/relative.py).
 
     Args:
         position: int32. last: int32, at least 0.

@@ -12,11 +12,11 @@ from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
-from flexhop.lowering.captured import read_sites
-from flexhop.lowering.kernels import forward_kernel
-from flexhop.lowering.mods import read_joint, read_mods
+from flexhop.lowering.mods.captured import read_sites
+from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan, plan_backward, plan_kernel
+from flexhop.lowering.portable.kernels import forward_kernel
 from flexhop.lowering.problem import Device, Problem, read_device
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.subgraphs import (

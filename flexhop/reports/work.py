@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flexhop.lowering.portable.tiles import Launched
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.tiles import Launched
 
 
 def flops(kernel: Launched, problem: Problem, pairs: int) -> int:

@@ -5,42 +5,47 @@ from __future__ import annotations
 import functools
 from importlib.resources import files
 
-_CACHED = ("cached_keys", "cached_sums", "halves")
-_BY_QUERY = ("key_blocks", "lists", "tile", "mods")
-_BY_KEY = ("query_blocks", "lists", "tile", "mods")
+_CACHED = ("portable/cache/keys", "portable/cache/sums", "portable/cache/halves")
+_BLOCKS = ("portable/lists", "portable/tile", "mods/mods")
+_BY_QUERY = ("portable/key_blocks", *_BLOCKS)
+_BY_KEY = ("portable/query_blocks", *_BLOCKS)
+_ATTEND = ("portable/attend", "portable/keys")
+_CACHED_ATTEND = ("portable/attend", *_CACHED)
+_GRAD = ("portable/grad_tile",)
+_HOPPER = ("hopper/spans", "hopper/common", "mods/mods")
 # Every kernel is its own file, then the device functions it calls.
 _PARTS = {
-    "forward": ("forward", "attend", "keys", *_BY_QUERY),
-    "decode": ("decode", "attend", "keys", *_BY_QUERY),
-    "cached_forward": ("forward", "attend", *_CACHED, *_BY_QUERY, "key_mods"),
-    "cached_decode": ("decode", "attend", *_CACHED, *_BY_QUERY, "key_mods"),
-    "decode_combine": ("decode_combine",),
-    "mask_bits": ("mask_bits", "lists", "tile", "mods"),
-    "add_order": ("add_order", "query_blocks", "lists"),
-    "grad_query": ("grad_query", "grad_tile", *_BY_QUERY, "mod_grads"),
-    "grad_key_value": ("grad_key_value", "grad_tile", *_BY_KEY, "mod_grads"),
+    "forward": ("portable/forward", *_ATTEND, *_BY_QUERY),
+    "decode": ("portable/decode", *_ATTEND, *_BY_QUERY),
+    "cached_forward": ("portable/forward", *_CACHED_ATTEND, *_BY_QUERY, "mods/key_mods"),
+    "cached_decode": ("portable/decode", *_CACHED_ATTEND, *_BY_QUERY, "mods/key_mods"),
+    "decode_combine": ("portable/decode_combine",),
+    "mask_bits": ("portable/before/mask_bits", *_BLOCKS),
+    "add_order": ("portable/before/add_order", "portable/query_blocks", "portable/lists"),
+    "grad_query": ("portable/grad_query", *_GRAD, *_BY_QUERY, "mods/mod_grads"),
+    "grad_key_value": ("portable/grad_key_value", *_GRAD, *_BY_KEY, "mods/mod_grads"),
     "hopper_forward": (
-        "hopper_forward", "hopper_produce", "hopper_consume", "hopper_step", "hopper_score",
-        "hopper_line", "hopper_bits", "hopper_spans", "hopper_weights", "hopper_store",
-        "hopper_tile",
-        "hopper_common", "mods",
+        "hopper/forward/kernel", "hopper/forward/produce", "hopper/forward/consume",
+        "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
+        "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
+        "hopper/forward/tile", "hopper/common", "mods/mods",
     ),
     "hopper_backward": (
-        "hopper_backward", "hopper_grad_produce", "hopper_grad_consume", "hopper_grad_step",
-        "hopper_grad_wide", "hopper_grad_score", "hopper_grad_store", "hopper_grad_tile",
-        "hopper_turns", "hopper_order", "hopper_spans", "hopper_common", "mods",
-        "mod_grads",
+        "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
+        "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",
+        "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
+        "hopper/backward/order", *_HOPPER, "mods/mod_grads",
     ),
 }  # fmt: skip
 KERNELS = tuple(_PARTS)
-EXTRAS = ("dropout", "exact_sum")
+EXTRAS = ("mods/dropout", "mods/exact_sum")
 # What hopper_backward needs for gradients of captured tensors.
-CAPTURED = ("hopper_captured", "hopper_sums", "hopper_distances")
+CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
 _GLUON = ("hopper_forward", "hopper_backward")
 
 
 def part(name: str) -> str:
-    """Text of one template file."""
+    """Text of one template file, named by its path below this folder, such as "mods/dropout"."""
     return files(__name__).joinpath(f"{name}.py.jinja").read_text(encoding="utf-8")
 
 

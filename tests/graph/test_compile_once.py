@@ -11,7 +11,7 @@ from torch._inductor.codegen.triton import TritonScheduling
 import flexhop
 from flexhop.compat import ahead, gluon_versions
 from flexhop.errors import ModLoweringError
-from flexhop.lowering import backward_hopper
+from flexhop.lowering.hopper import gradients as backward_hopper
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate
 

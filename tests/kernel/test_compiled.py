@@ -17,7 +17,9 @@ import torch
 import flexhop
 from flexhop.compat import gluon_versions
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.lowering import hopper, hopper_grad, kernels
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate

@@ -17,7 +17,7 @@ import torch
 import flexhop
 from flexhop.compat import gluon_versions
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.lowering import hopper_grad
+from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.masks import causal
 from flexhop.offline import generate
 from flexhop.offline.cubin import compile_kernel, local_accesses, product_notes

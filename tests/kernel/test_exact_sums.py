@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.exact import ROWS, value_of
+from flexhop.lowering.emission.exact import ROWS, value_of
 from flexhop.offline import Kernel
 from flexhop.offline.interpret import Memory, interpret, run_kernel
 from flexhop.templates import part
@@ -23,7 +23,7 @@ def add_all(SUMS, INDEX, VALUES, ENTRIES, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     add_exactly(SUMS, tl.load(INDEX + place), tl.load(VALUES + place), ENTRIES)
 
-{part("exact_sum")}
+{part("mods/exact_sum")}
 """
 
 

@@ -17,7 +17,8 @@ from torch._inductor.codecache import _load_triton_kernel_from_source
 import flexhop
 from flexhop import debug
 from flexhop.compat import ahead, gluon_versions, machine_code
-from flexhop.lowering import hopper, hopper_grad
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
 from flexhop.offline import Generated, Kernel, generate
 from flexhop.options import KernelOptions
 from tests.problems import problem

@@ -13,7 +13,7 @@ import torch
 
 import flexhop
 from flexhop.compat import gluon_versions
-from flexhop.lowering import bits
+from flexhop.lowering.hopper import bits
 from flexhop.offline import Kernel
 from flexhop.offline.codegen import Graph, trace
 from flexhop.offline.interpret import Memory, load

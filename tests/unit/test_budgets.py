@@ -15,7 +15,7 @@ SOURCES = sorted(
     for folder in ("flexhop", "benchmarks", "examples", "scripts")
     for path in (ROOT / folder).rglob("*.py")
 )
-TEMPLATES = sorted((ROOT / "flexhop" / "templates").glob("*.jinja"))
+TEMPLATES = sorted((ROOT / "flexhop" / "templates").rglob("*.jinja"))
 
 
 def name_of(path: Path) -> str:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flexhop"
 LAW: dict[str, set[str]] = {
     "errors": set(),
     "debug": {"errors"},
-    "compat": {"errors", "debug"},
+    "compat": {"errors", "debug", "templates"},
     "primitives": set(),
     "options": {"errors"},
     "mods": {"errors", "primitives"},

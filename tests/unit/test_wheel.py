@@ -10,13 +10,13 @@ pytest.importorskip("hatchling", reason="building a wheel needs hatchling (group
 
 ROOT = Path(__file__).resolve().parents[2]
 READ_TEMPLATE = """
-import importlib.resources, sys
+import importlib.resources, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 import flexhop.templates
-folder = importlib.resources.files(flexhop.templates)
+folder = pathlib.Path(str(importlib.resources.files(flexhop.templates)))
 assert str(folder).startswith(sys.argv[1]), folder
-print(*sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".jinja")))
-assert all(entry.read_text() for entry in folder.iterdir() if entry.name.endswith(".jinja"))
+print(*sorted(str(entry.relative_to(folder)) for entry in folder.rglob("*.jinja")))
+assert all(entry.read_text() for entry in folder.rglob("*.jinja"))
 assert importlib.resources.files("flexhop").joinpath("py.typed").is_file()
 """
 
@@ -51,7 +51,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_templates_are_read_from_the_installed_wheel(installed: Path):
     in_wheel = run_python("-c", READ_TEMPLATE, str(installed), folder=installed).split()
-    in_tree = sorted(path.name for path in (ROOT / "flexhop" / "templates").glob("*.jinja"))
+    folder = ROOT / "flexhop" / "templates"
+    in_tree = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jinja"))
     assert in_wheel == in_tree
     assert in_tree
 

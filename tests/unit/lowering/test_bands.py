@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexhop import masks
-from flexhop.lowering.bands import Band, key_band
+from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.ops.subgraphs import trace_mask
 from tests.problems import problem

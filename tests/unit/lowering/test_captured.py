@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexhop.lowering.captured import read_sites, repeats
+from flexhop.lowering.mods.captured import read_sites, repeats
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.subgraphs import trace_joint
 

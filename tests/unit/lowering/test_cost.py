@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexhop import mods
-from flexhop.lowering.cost import instructions
-from flexhop.lowering.mods import read_joint
+from flexhop.lowering.mods.cost import instructions
+from flexhop.lowering.mods.lower import read_joint
 from flexhop.ops.subgraphs import trace_joint, trace_score
 
 QUERY = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)

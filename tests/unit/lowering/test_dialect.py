@@ -7,8 +7,10 @@ import torch
 
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import bits, hopper, hopper_grad
 from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import bits
+from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.plan import plan_backward, plan_kernel
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions, Tile, TileRequest

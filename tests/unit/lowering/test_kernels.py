@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from flexhop.errors import TileError, TileResourceError
-from flexhop.lowering import hopper_grad, kernels
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.tiles import table_tile
 from flexhop.lowering.problem import MaskBlocks, round_head_dim
-from flexhop.lowering.tiles import table_tile
 from flexhop.options import KernelOptions, Tile
 from tests.problems import ALL_KERNELS, device, launched_kernels, problem, usual_problem
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.lines import key_line, zero
-from flexhop.lowering.mods import read_mods
+from flexhop.lowering.mods.lines import key_line, zero
+from flexhop.lowering.mods.lower import read_mods
 from flexhop.ops.subgraphs import trace_mask, trace_score
 
 QUERY = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)

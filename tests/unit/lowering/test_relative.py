@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.func import vmap
 
-from flexhop.lowering.captured import read_sites
-from flexhop.lowering.mods import read_mods
-from flexhop.lowering.relative import graph_of
+from flexhop.lowering.mods.captured import read_sites
+from flexhop.lowering.mods.lower import read_mods
+from flexhop.lowering.mods.relative import graph_of
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
 from flexhop.primitives.bounded import BOUNDED, bounded

@@ -3,7 +3,7 @@
 import pytest
 
 from flexhop.errors import OptionConflictError
-from flexhop.lowering import kernels, splits
+from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.options import KernelOptions, Tile
 from tests.problems import problem

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexhop.lowering.strength import float_positions
+from flexhop.lowering.mods.strength import float_positions
 from flexhop.ops.subgraphs import trace_score
 
 TABLE = torch.tensor([0.5, -0.25])

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from flexhop.lowering import kernels
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.tiles import search_tiles, smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks
-from flexhop.lowering.tiles import search_tiles, smaller_tiles, table_tile
 from flexhop.offline.cubin import ARCHITECTURES
 from flexhop.options import KernelOptions, Tile
 from tests.problems import ALL_KERNELS, launched_kernels, problem, usual_problem

@@ -1,4 +1,4 @@
-"""Bits of masks that are two numbers per row, as templates/hopper_spans.py.jinja makes them.
+"""Bits of masks that are two numbers per row, as templates/hopper/spans.py.jinja makes them.
 
 Its text is run with arrays of NumPy in the place of Gluon's tensors.
 """
@@ -35,7 +35,7 @@ GL = types.SimpleNamespace(
 def text() -> dict[str, Any]:
     jit = types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f)
     names: dict[str, Any] = {"gl": GL, "gluon": jit}
-    exec(part("hopper_spans"), names)
+    exec(part("hopper/spans"), names)
     return names
 
 

@@ -1,4 +1,4 @@
-"""Sums over lanes, as templates/hopper_sums.py.jinja and hopper_distances.py.jinja take them.
+"""Sums over lanes, as sums and distances of templates/hopper/backward/ take them.
 
 Their text is run with arrays of NumPy in the place of Gluon's tensors. A warp's lanes are the
 last two axes of [4 warps, 8, 4].
@@ -51,7 +51,7 @@ GL = types.SimpleNamespace(
 @pytest.fixture(scope="module")
 def functions() -> dict[str, Any]:
     names: dict[str, Any] = {"gl": GL, "gluon": types.SimpleNamespace(jit=lambda f: f)}
-    for name in ("hopper_sums", "hopper_distances"):
+    for name in ("hopper/backward/sums", "hopper/backward/distances"):
         exec(part(name), names)
     return names
 

@@ -14,15 +14,21 @@ import jinja2
 import pytest
 import torch
 
-from flexhop.lowering import add_order, bits, hopper, hopper_grad, kernels
-from flexhop.lowering.constants import DecodeCombineConstants
+from flexhop.lowering.hopper import add_order, bits
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import CAPTURED, EXTRAS, KERNELS, part, source
 from tests.problems import problem
 
-FOLDER = Path(kernels.__file__).parents[1] / "templates"
-PARTS = sorted(file.name.removesuffix(".py.jinja") for file in FOLDER.glob("*.py.jinja"))
+FOLDER = Path(kernels.__file__).parents[2] / "templates"
+PARTS = sorted(
+    file.relative_to(FOLDER).as_posix().removesuffix(".py.jinja")
+    for file in FOLDER.rglob("*.py.jinja")
+)
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
     "scatter_sites", "draw_kept", "dropped", "output_pointer", "start_sums", "add_captured",

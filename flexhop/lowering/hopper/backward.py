@@ -1,7 +1,7 @@
 """The backward kernel of Hopper GPUs: what it serves, its tile and its constants.
 
-Pure functions of Problem. The text is in templates/hopper_backward.py.jinja and hopper_grad_*,
-the reasons of its numbers are in docs/kernels/hopper.md.
+Pure functions of Problem. The text is in templates/hopper/backward/, the reasons of its numbers
+are in docs/kernels/hopper.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flexhop.lowering import hopper, kernels
+from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
@@ -65,7 +66,7 @@ class HopperGradTile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperBackwardConstants:
-    """Constants of hopper_backward.py.jinja; names as in templates/README.md."""
+    """Constants of hopper/backward/kernel.py.jinja; names as in templates/README.md."""
 
     BLOCK_M: int
     BLOCK_N: int

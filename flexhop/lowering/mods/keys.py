@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
-from flexhop.lowering.graphs import reaches, returning
+from flexhop.lowering.mods.graphs import reaches, returning
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default

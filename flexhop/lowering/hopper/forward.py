@@ -1,6 +1,6 @@
 """The forward kernel of Hopper GPUs: what it serves, its tile and its constants.
 
-Pure functions of Problem. The text is in templates/hopper_*.py.jinja, the reasons of its numbers
+Pure functions of Problem. The text is in templates/hopper/forward/, the reasons of its numbers
 are in docs/kernels/hopper.md.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from flexhop.lowering import bits, kernels
+from flexhop.lowering.hopper import bits
+from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -60,7 +61,7 @@ class HopperTile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperForwardConstants:
-    """Constants of hopper_forward.py.jinja; names as in templates/README.md."""
+    """Constants of hopper/forward/kernel.py.jinja; names as in templates/README.md."""
 
     BLOCK_M: int
     BLOCK_N: int

@@ -26,7 +26,9 @@ class ScatterSite(NamedTuple):
     is_large: bool  # whether offsets can exceed int32
     by_distance: bool = False  # whether indices depend on positions by q_idx - kv_idx alone
     repeats: bool = False  # and whether different distances, or queries, may have the same indices
-    row: Expr | None = None  # stride of the rows of lowering/exact.py, if it holds such sums
+    row: Expr | None = (
+        None  # stride of the rows of lowering/emission/exact.py, if it holds such sums
+    )
 
 
 def scatter(kernel: Any, number: int, site: ScatterSite) -> str:

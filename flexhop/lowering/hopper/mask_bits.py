@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering import bits
-from flexhop.lowering.emit import Launch, Output, emit_one
+from flexhop.lowering.emission.kernel import Launch, Output, emit_one
+from flexhop.lowering.hopper import bits
 from flexhop.templates import source
 
 _WARPS = 4

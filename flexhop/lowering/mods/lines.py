@@ -2,7 +2,7 @@
 
 A mod that returns score + f * kv_idx + g, where f and g depend on neither the score nor kv_idx,
 adds f more from one key to the next. A kernel then asks the mod once per query and tile of keys,
-and follows the line from there (templates/hopper_line.py.jinja). f is found as the derivative of
+and follows the line from there (templates/hopper/forward/line.py.jinja). f is the derivative of
 the mod, by the rules for sums and products; everything else that depends on kv_idx is no line.
 
 A line may have one bend: a magnitude abs(e), where e itself is a line over keys and over queries,
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from flexhop.lowering.graphs import reaches, returning
+from flexhop.lowering.mods.graphs import reaches, returning
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten

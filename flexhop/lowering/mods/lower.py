@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from flexhop.compat import inductor
-from flexhop.lowering.bands import Band, key_band
-from flexhop.lowering.cost import has_functions, instructions
-from flexhop.lowering.graphs import reaches
-from flexhop.lowering.indices import Range, wrap_reads
-from flexhop.lowering.lines import key_line, zero
-from flexhop.lowering.relative import graph_of
-from flexhop.lowering.strength import float_positions
+from flexhop.lowering.mods.bands import Band, key_band
+from flexhop.lowering.mods.cost import has_functions, instructions
+from flexhop.lowering.mods.graphs import reaches
+from flexhop.lowering.mods.indices import Range, wrap_reads
+from flexhop.lowering.mods.lines import key_line, zero
+from flexhop.lowering.mods.relative import graph_of
+from flexhop.lowering.mods.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 

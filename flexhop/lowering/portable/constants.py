@@ -45,7 +45,7 @@ class SharedConstants(KeyConstants):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardConstants(SharedConstants):
-    """Constants of forward.py.jinja."""
+    """Constants of portable/forward.py.jinja."""
 
     HEADS_PER_SECTION: int
     PRESCALE_QK: bool
@@ -56,7 +56,7 @@ class ForwardConstants(SharedConstants):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeConstants(KeyConstants):
-    """Constants of decode.py.jinja."""
+    """Constants of portable/decode.py.jinja."""
 
     SPLITS: int
     PACKED_HEADS: int
@@ -68,7 +68,7 @@ class DecodeConstants(KeyConstants):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheConstants:
-    """Further constants of forward and decode where they read a cache, of cached_keys.py.jinja."""
+    """Further constants of forward and decode if they read a cache (portable/cache/)."""
 
     PAGE_SIZE: int  # 0: the cache has no pages
     ONE_PAGE: bool  # whether a tile lies within one
@@ -84,7 +84,7 @@ class CacheConstants:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeCombineConstants:
-    """Constants of decode_combine.py.jinja."""
+    """Constants of portable/decode_combine.py.jinja."""
 
     SPLITS: int
     SPLITS_ROUNDED: int
@@ -99,7 +99,7 @@ class DecodeCombineConstants:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradQueryConstants(SharedConstants):
-    """Constants of grad_query.py.jinja."""
+    """Constants of portable/grad_query.py.jinja."""
 
     HEADS_PER_SECTION: int
     HAS_SCORE_GRAD: bool
@@ -111,7 +111,7 @@ class GradQueryConstants(SharedConstants):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradKeyValueConstants(SharedConstants):
-    """Constants of grad_key_value.py.jinja."""
+    """Constants of portable/grad_key_value.py.jinja."""
 
     HAS_SCORE_GRAD: bool
     KV_HEADS: int

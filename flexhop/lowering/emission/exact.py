@@ -3,8 +3,8 @@
 Captured tensors get their gradients by atomic additions, in whatever order the GPU runs them.
 Where results must repeat, the numbers are added as integers: a sum is ROWS - 1 integers of 64
 bits, row k counting units of 2 ** (32 k - 149), and every finite fp32 number is two of them
-(templates/exact_sum.py.jinja). Additions of integers commute exactly; nothing is rounded before
-`value_of`. Up to 2 ** 32 numbers of any size can be added to one sum.
+(templates/mods/exact_sum.py.jinja). Additions of integers commute exactly; nothing is rounded
+before `value_of`. Up to 2 ** 32 numbers of any size can be added to one sum.
 
 Source: Kulisch 2013, Computer Arithmetic and Validity, chapter 8 (long accumulators).
 """

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from flexhop.lowering.mods import index_dependence
+from flexhop.lowering.mods.lower import index_dependence
+from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.problem import ReadBy
-from flexhop.lowering.relative import graph_of
 from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from flexhop.compat import ahead, gluon, inductor, launcher
 from flexhop.compat.cache_template import CacheTemplate
-from flexhop.lowering import hopper, hopper_grad, kernels
-from flexhop.lowering.mods import ModBuffers
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_hopper_grad_plan, show_hopper_plan, show_plan, show_refusal
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.tiles import Kernel
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.tiles import Kernel
 from flexhop.ops.dropout import threshold
 from flexhop.options import KernelOptions
 from flexhop.templates import CAPTURED, source
@@ -24,7 +26,7 @@ _NUM_LISTS = 4
 
 
 def _count_tiles(length: Any, side: str, sparse: str, meta: dict[str, Any], cdiv: Any) -> Any:
-    """Tiles of one side, as count_tiles in tile.py.jinja counts them."""
+    """Tiles of one side, as count_tiles in portable/tile.py.jinja counts them."""
     block, size = meta[f"BLOCK_{side}"], meta[f"SPARSE_{sparse}_BLOCK_SIZE"]
     per_block = meta[f"TILES_PER_{sparse}_BLOCK"]
     return cdiv(length, block) if size == block * per_block else cdiv(length, size) * per_block
@@ -92,7 +94,9 @@ def _template(kernel: str, extras: tuple[str, ...]) -> Any:
     grid, file = _KERNELS[kernel]
     name = "_".join(("flexhop", kernel, *extras))
     of_cache = (CacheTemplate,) if kernel.startswith("cached") else ()
-    return inductor.make_template(name, grid, source(file, extras), *of_cache)
+    return inductor.make_template(
+        name, grid, source(file, tuple(f"mods/{extra}" for extra in extras)), *of_cache
+    )
 
 
 class Output(NamedTuple):
@@ -110,8 +114,8 @@ class Output(NamedTuple):
 class Launch(NamedTuple):
     """What the kernels of one call share.
 
-    captures: of all mods, lowered. readers: the subgraphs of cached_keys.py.jinja and
-    key_mods.py.jinja, where a cache is read. seed: of dropout, if there is any.
+    captures: of all mods, lowered. readers: the subgraphs of portable/cache/keys.py.jinja and
+    mods/key_mods.py.jinja, where a cache is read. seed: of dropout, if there is any.
     """
 
     problem: Problem

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from flexhop.errors import OptionConflictError, TileError, TileResourceError
-from flexhop.lowering import caches, splits
-from flexhop.lowering.constants import (
+from flexhop.lowering.portable import caches, splits
+from flexhop.lowering.portable.constants import (
     DecodeCombineConstants,
     DecodeConstants,
     ForwardConstants,
@@ -21,8 +21,8 @@ from flexhop.lowering.constants import (
     GradQueryConstants,
     KeyConstants,
 )
+from flexhop.lowering.portable.tiles import Kernel, search_tiles, smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
-from flexhop.lowering.tiles import Kernel, search_tiles, smaller_tiles, table_tile
 from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)

@@ -1,8 +1,8 @@
 """Inductor: gradients of captured tensors in Gluon kernels, as their holes print them.
 
 `kernel` is a GluonKernel of compat/gluon.py. Tiles of scores are transposed, [64 keys, queries];
-the functions that are called here are in templates/hopper_captured.py.jinja, hopper_sums.py.jinja
-and hopper_distances.py.jinja.
+the functions that are called here are in captured, sums and distances of
+templates/hopper/backward/.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy
 
-from flexhop.compat.holes import INDEX_NAMES, ScatterSite
+from flexhop.templates.printers.holes import INDEX_NAMES, ScatterSite
 
 __all__ = ["add", "add_sites", "finish", "finish_sites", "start"]
 

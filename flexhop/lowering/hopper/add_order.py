@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from flexhop.compat import gluon, inductor
-from flexhop.lowering import hopper_grad
-from flexhop.lowering.emit import Output, emit_one
+from flexhop.lowering.emission.kernel import Output, emit_one
+from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.problem import Problem
 from flexhop.templates import source
 
@@ -25,7 +25,7 @@ _COLUMNS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddOrderConstants:
-    """Constants of add_order.py.jinja."""
+    """Constants of portable/before/add_order.py.jinja."""
 
     ROWS: int
     COLUMNS: int

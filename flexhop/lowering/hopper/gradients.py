@@ -15,12 +15,13 @@ from torch import fx
 
 from flexhop.compat import ahead, gluon, inductor
 from flexhop.errors import ModLoweringError
-from flexhop.lowering import hopper_grad, kernels
-from flexhop.lowering.add_order import emit_order, order_size
 from flexhop.lowering.dialect import choose_grad_dialect
-from flexhop.lowering.emit import Launch, Output
-from flexhop.lowering.mods import joint_outputs, lower_joint, read_joint
+from flexhop.lowering.emission.kernel import Launch, Output
+from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper.add_order import emit_order, order_size
+from flexhop.lowering.mods.lower import joint_outputs, lower_joint, read_joint
 from flexhop.lowering.operands import block_inputs
+from flexhop.lowering.portable import kernels
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.layout import dense_strides
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from flexhop.lowering import caches, splits
+from flexhop.lowering.portable import caches, splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering import kernels
-from flexhop.lowering.emit import Launch, Output, emit_one
+from flexhop.lowering.emission.kernel import Launch, Output, emit_one
+from flexhop.lowering.portable import kernels
 from flexhop.templates import source
 
 # A program reads a few rows of one number each and at most 4096 accumulators at a time.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from flexhop.lowering.constants import CacheConstants
+from flexhop.lowering.portable.constants import CacheConstants
 from flexhop.lowering.problem import Cache, Device, Problem
 from flexhop.options import Tile
 
 # Tiles are cut to pages of this many keys and more, so that a page is looked up once; smaller
 # tiles would cost more than to look up the page of every key.
 _SMALLEST_PAGE = 64
-# Numbers of one byte that halves.py.jinja knows.
+# Numbers of one byte that portable/cache/halves.py.jinja knows.
 _FAST = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 

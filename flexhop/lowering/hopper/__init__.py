@@ -1,0 +1,1 @@
+"""The kernels of Hopper GPUs, in Gluon: what they serve, constants, and what runs around them."""

@@ -1,0 +1,1 @@
+"""The kernels in portable Triton: tiles, constants, shares of keys, caches."""

@@ -1,0 +1,1 @@
+"""What the holes of the templates print."""
