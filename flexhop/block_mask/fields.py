@@ -1,7 +1,7 @@
 """The fields of a BlockMask: their names, what makes them fit each other, and how they travel.
 
 `MaskFields` holds them and hands them on: as a tuple, as a state for torch.save, as leaves of a
-tree. What they mean is in block_mask.py.
+tree. BlockMask (mask.py) says what they mean.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flexhop.block_mask.fields import (
     TENSOR_FIELDS,
-    MaskFields,
     block_size_pair,
     check_fields,
     dump_context,
@@ -30,14 +29,14 @@ from flexhop.block_mask.lists import (
     transpose_lists,
     write_order,
 )
-from flexhop.block_mask.picture import draw
+from flexhop.block_mask.picture import MaskPictures
 from flexhop.block_mask.selection import Index, select_blocks, sliced_mask_mod
 from flexhop.compat.pytree import Serializer, register_container
 from flexhop.errors import BlockMaskFieldError, BlockMaskTypeError, UnsupportedFeatureError
 from flexhop.mods.functions import MaskMod, noop_mask
 
 
-class BlockMask(MaskFields):
+class BlockMask(MaskPictures):
     """A block-sparse attention mask: lists of blocks, and the mask_mod for the partial ones.
 
     Four pairs of int32 tensors, with R blocks of queries and C blocks of keys:
@@ -229,19 +228,6 @@ class BlockMask(MaskFields):
     def to_dense(self) -> Tensor:
         """[B, H, R, C] int32: 1 where a block is visited, partial or full."""
         return self._visited().int()
-
-    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
-        """A picture: `██` full, `░░` partly visited, blank for nothing; waits for the device.
-
-        Args:
-            grid_size: most rows and columns of cells; -1 draws every block.
-            limit: most (batch, head) pictures.
-        """
-        return draw(self._visited(), self._dense()[1], grid_size, limit)
-
-    def __str__(self) -> str:
-        header = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n"
-        return header + self.to_string().strip() + "\n)"
 
     def same_structure(self, other: BlockMask) -> bool:
         """Whether both visit the same blocks of the same lengths; waits for the device.

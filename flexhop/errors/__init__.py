@@ -370,6 +370,12 @@ class NoTritonError(FlexhopError, RuntimeError):
     message = "Triton is not installed, so kernels cannot be compiled: pip install triton."
 
 
+class MissingPackageError(FlexhopError, ImportError):
+    """An optional package that a function needs."""
+
+    message = "{feature} needs {package}, which is not installed: pip install {package}."
+
+
 class UnsupportedFeatureError(FlexhopError, NotImplementedError):
     """Something that flexhop does not do."""
 

@@ -347,6 +347,12 @@ ERRORS = [
         "Triton is not installed, so kernels cannot be compiled: pip install triton.",
     ),
     (
+        errors.MissingPackageError,
+        {"feature": "BlockMask.plot", "package": "matplotlib"},
+        (ImportError,),
+        "BlockMask.plot needs matplotlib, which is not installed: pip install matplotlib.",
+    ),
+    (
         errors.UnsupportedFeatureError,
         {"feature": "Paged attention", "reason": "no kernel", "mend": "Gather the pages first"},
         (NotImplementedError,),
