@@ -169,7 +169,7 @@ def svg(cells: Tensor, pixels: int = PICTURE_PIXELS) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {columns} {rows}" '
         'preserveAspectRatio="none" shape-rendering="crispEdges">'
         f'<rect width="{columns}" height="{rows}" fill="none" stroke="#808080" '
-        f'vector-effect="non-scaling-stroke"/>{"".join(paths)}</svg>'
+        f'stroke-width="{2 / scale:.3g}"/>{"".join(paths)}</svg>'
     )
 
 
