@@ -7,6 +7,7 @@ import torch
 
 import flexhop
 from flexhop import errors, flash
+from flexhop.flash.options import Options
 from tests.flash_cases import CASES, Case, attend_batch, attend_packed
 from tests.varlen_cases import offsets
 
@@ -133,7 +134,7 @@ def test_without_statistics_only_the_output_is_returned():
 
 
 def test_determinism_is_an_option_of_the_kernels():
-    given = flash.Options(0.0, None, False, (-1, -1), 0.0, None, False, deterministic=True)
+    given = Options(0.0, None, False, (-1, -1), 0.0, None, False, deterministic=True)
     assert given.kernel_options == flexhop.KernelOptions(deterministic=True)
     assert given._replace(deterministic=False).kernel_options == flexhop.KernelOptions()
 
