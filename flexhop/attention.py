@@ -20,6 +20,7 @@ from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
 from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
+from flexhop.ops.sharding import SLOT, VIEW
 from flexhop.ops.sinks import add_sinks
 from flexhop.options import FlexKernelOptions, KernelOptions
 from flexhop.sequences.nested import has_nested, pack, unpack
@@ -249,9 +250,9 @@ def attend(
     # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
     # exception raised in this traced code would reach the user as an error of the compiler.
     wants_max = return_aux is not None and return_aux.max_scores
-    is_mask = block_mask is None or hasattr(block_mask, "kv_num_blocks")
+    is_mask = block_mask is None or _has_view(block_mask) or hasattr(block_mask, "kv_num_blocks")
     wrong_mask = None if is_mask else type(block_mask).__name__
-    blocks, mask_mod, facts = _mask_operands(block_mask if is_mask else None)
+    blocks, mask_mod, facts = mask_operands(block_mask if is_mask else None)
     score_mod = noop_score if score_mod is None else score_mod
     two_requests = return_lse and return_aux is not None
     if mistake is None and sinks is not None:
@@ -263,23 +264,50 @@ def attend(
         dropout.p if mistake is None else 0,
     )  # fmt: skip
     operands = (query, key, value, score_mod, mask_mod)
-    if cache is None:
-        seed = dropout.operand(query) if mistake is None else ()
-        args = AttentionArgs(*operands, blocks, 0.0, {}, dropout_seed=seed)
-        results = run_operator(args, call)
-    else:
-        results = run_cached_operator(
-            CachedArgs(*operands, cache.key_mod, cache.value_mod, blocks, cache.pages, 0.0, {}),
-            call,
-        )
+    wants_lse = return_lse or sinks is not None or (return_aux is not None and return_aux.lse)
+    results = _run(operands, blocks, call, (block_mask, cache, dropout, wants_lse))
     out, lse, max_scores = results
     if sinks is not None:
+        sinks = sinks if SLOT.current is None else SLOT.current.sum_gradient(sinks)
         out, lse = add_sinks(out, lse, sinks)
     if return_lse:
         return out, lse
     if return_aux is None:
         return out
     return out, AuxOutput(lse if return_aux.lse else None, max_scores if wants_max else None)
+
+
+def _run(
+    operands: tuple[Any, ...], blocks: tuple[Tensor, ...], call: Call, more: tuple[Any, ...]
+) -> tuple[Tensor, Any, Tensor]:
+    """The results of a call: of the operator, or of the context that divides the sequence.
+
+    Args:
+        operands: query, key, value, score_mod, mask_mod.
+        blocks, call: of the mask, and all other choices.
+        more: the mask itself, the cache, dropout, and whether lse is looked at.
+    """
+    block_mask, cache, dropout, wants_lse = more
+    context = SLOT.current
+    if context is not None:
+        call = call if cache is None else call._replace(mistake=_cache_mistake())
+        seed = context.seed(dropout, operands[0]) if call.mistake is None else ()
+        args = AttentionArgs(*operands, blocks, 0.0, {}, dropout_seed=seed)
+        return context.run(args, call, block_mask, wants_lse)
+    if cache is None:
+        seed = dropout.operand(operands[0]) if call.mistake is None else ()
+        args = AttentionArgs(*operands, blocks, 0.0, {}, dropout_seed=seed)
+        return run_operator(args, call)
+    return run_cached_operator(
+        CachedArgs(*operands, cache.key_mod, cache.value_mod, blocks, cache.pages, 0.0, {}), call
+    )
+
+
+def _cache_mistake() -> Mistake:
+    return note_mistake(
+        "ShardedCallError", argument="page_table, k_mod or v_mod", found="is given",
+        expected="caches are divided by flexhop.distributed.decode_attention",
+    )  # fmt: skip
 
 
 def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
@@ -294,12 +322,19 @@ def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
     return note_mistake("OptionValueError", name="sinks", value=found, allowed=wanted)
 
 
-def _mask_operands(
+def _has_view(block_mask: Any) -> bool:
+    """Whether an entered context knows the mask, and has other lists for it."""
+    return SLOT.current is not None and getattr(block_mask, VIEW, None) is not None
+
+
+def mask_operands(
     block_mask: Any,
 ) -> tuple[tuple[Tensor, ...], MaskMod, MaskFacts | None]:
     """Operands of a flexhop or PyTorch block mask: tensors, mask_mod, facts."""
     if block_mask is None:
         return (), noop_mask, None
+    if _has_view(block_mask):
+        return (), block_mask.mask_mod, None
     mask = block_mask
     partial = (mask.kv_num_blocks, mask.kv_indices)
     has_full = mask.full_kv_num_blocks is not None

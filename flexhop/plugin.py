@@ -69,7 +69,11 @@ def _prepare(
         FlexhopError: as `call.prepare`; NoTritonError, because Inductor would say it wrapped.
     """
     _require_triton(query)
-    return call.prepare(query, key, value, blocks, _read_call(flat_call))
+    given = _read_call(flat_call)
+    found = call.prepare(query, key, value, blocks, given)
+    if given.agree_groups:
+        call.agree_on_shapes(query, key, value, given.agree_groups)
+    return found
 
 
 def _prepare_cached(*operands: Any) -> tuple[float, call.Wire]:

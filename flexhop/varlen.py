@@ -12,8 +12,9 @@ from flexhop.attention import AuxOutput, AuxRequest, Options, attend
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.ops.dropout_seed import Dropout
+from flexhop.ops.sharding import SLOT
 from flexhop.sequences.ranges import Packing, pack_mask
-from flexhop.sequences.row_tables import Window, local_score_mod
+from flexhop.sequences.row_tables import RowTables, Window, local_score_mod
 
 
 def varlen_attention(
@@ -85,7 +86,7 @@ def varlen_attention(
         mistake = _find_mistake(query, key, packing)
     block_mask = None
     if mistake is None:
-        tables, block_mask = pack_mask(query.size(0), key.size(0), packing, mask_mod)
+        tables, block_mask = _pack(query, key, packing, mask_mod)
         score_mod = None if score_mod is None else local_score_mod(score_mod, tables)
     result = attend(
         _as_batch(query), _as_batch(key), _as_batch(value), score_mod, block_mask,
@@ -96,6 +97,16 @@ def varlen_attention(
         return _as_tokens(result)
     out, aux = cast(tuple[Tensor, AuxOutput], result)
     return _as_tokens(out), AuxOutput(*(None if t is None else _as_tokens(t) for t in aux))
+
+
+def _pack(
+    query: Tensor, key: Tensor, packing: Packing, mask_mod: MaskMod | None
+) -> tuple[RowTables, Any]:
+    """Tables and mask of the packed tokens; of the whole batch if a context divides it."""
+    context = SLOT.current
+    if context is None:
+        return pack_mask(query.size(0), key.size(0), packing, mask_mod)
+    return context.packed(packing, mask_mod)
 
 
 def _as_batch(tokens: Tensor) -> Tensor:
@@ -138,7 +149,8 @@ def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | Non
     if packing.used_k is not None and packing.used_k.size(0) != sequences:
         found = f"has {packing.used_k.size(0)} entries"
         return _mistake("seqused_k", found, f"there are {sequences} sequences")
-    if torch.compiler.is_compiling():
+    # Offsets are those of the whole batch where a context divides it.
+    if torch.compiler.is_compiling() or SLOT.current is not None:
         return None
     return _value_mistake(query.size(0), key.size(0), packing)
 

@@ -10,14 +10,9 @@ Order: operands, block masks, mods and their captures, kernel options, calls, wa
 
 from __future__ import annotations
 
-from flexhop.errors import notices
-from flexhop.errors.base import Worded
+from flexhop.errors import base, mesh, notices
 
-
-class FlexhopError(Worded, Exception):
-    """Base of every error that flexhop raises on purpose."""
-
-    message = "flexhop failed."
+FlexhopError = base.FlexhopError
 
 
 class RankError(FlexhopError, ValueError, NotImplementedError):
@@ -381,6 +376,11 @@ class UnsupportedFeatureError(FlexhopError, NotImplementedError):
 
     message = "{feature} is not supported: {reason}. {mend}."
 
+
+PlanError = mesh.PlanError
+PlacementError = mesh.PlacementError
+RankDisagreementError = mesh.RankDisagreementError
+ShardedCallError = mesh.ShardedCallError
 
 EagerWarning = notices.EagerWarning
 FlexhopWarning = notices.FlexhopWarning

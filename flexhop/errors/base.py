@@ -32,3 +32,9 @@ class Worded(BaseException):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the facts; the text is made again."""
         return functools.partial(type(self), **self.facts), (), self.__dict__
+
+
+class FlexhopError(Worded, Exception):
+    """Base of every error that flexhop raises on purpose."""
+
+    message = "flexhop failed."

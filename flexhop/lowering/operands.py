@@ -22,6 +22,7 @@ _OWN_OPTIONS = (
     "return_max",
     "dropout_p",
     "deterministic",
+    "sum_groups",
     "q_block_size",
     "kv_block_size",
     "has_full_blocks",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
+from flexhop.ops.agreement import agree
 from flexhop.ops.fingerprint import source_fingerprint
 from flexhop.options import KernelOptions
 
@@ -67,6 +68,8 @@ class Call(NamedTuple):
     has_two_requests: bool = False  # return_lse and return_aux at once
     mistake: Mistake | None = None  # that another front door found
     dropout_p: float = 0
+    sum_groups: str = ""  # process groups over which gradients of captured tensors are summed
+    agree_groups: str = ""  # process groups whose ranks make the same call
 
 
 def prepare(
@@ -96,11 +99,30 @@ def prepare(
         wire["dropout_p"] = dropout_p
     if _is_determinism_required():
         wire["deterministic"] = True
+    if call.sum_groups:
+        wire["sum_groups"] = call.sum_groups
     if call.mask is not None:
         _check_mask(query, key, blocks, call.mask)
         _check_tile("forward", wire, call.mask.q_block_size, call.mask.kv_block_size)
         wire.update(_mask_options(call.mask))
     return _scale(call.scale, query), wire
+
+
+def agree_on_shapes(query: Tensor, key: Tensor, value: Tensor, groups: str) -> None:
+    """Compare the shapes of a call with those of the other ranks of some groups.
+
+    Raises:
+        RankDisagreementError: they differ.
+    """
+    named = {"query": query, "key": key, "value": value}
+    text = ", ".join(f"{name} {_sizes(t)} {t.dtype}" for name, t in named.items())
+    for group in groups.split(","):
+        agree("the operands of attention", text, group, "Give every rank a part of the same batch")
+
+
+def _sizes(tensor: Tensor) -> str:
+    """Sizes; those that vary from call to call under torch.compile are not compared."""
+    return str(["any" if isinstance(s, torch.SymInt) else s for s in tensor.shape])
 
 
 def _is_determinism_required() -> bool:

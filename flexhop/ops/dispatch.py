@@ -22,6 +22,7 @@ from flexhop.ops.call import Call, check_backward, check_captures, check_result,
 from flexhop.ops.eager import attend
 from flexhop.ops.forward import attention, cast_operands
 from flexhop.ops.layout import ordered
+from flexhop.ops.replicated import with_summed_gradients
 
 Args = TypeVar("Args", AttentionArgs, CachedArgs)
 
@@ -94,6 +95,9 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     for kind, mod in (("score_mod", args.score_mod), ("mask_mod", args.mask_mod)):
         check_captures(args.query, kind, closed_over(mod))
     _warn_once()
+    if call.sum_groups and torch.is_grad_enabled():
+        summed = with_summed_gradients(args.score_mod, args.query, call.sum_groups)
+        args = args._replace(score_mod=summed)
     args = args._replace(
         scale=scale, options=options,
         score_mod=_checked(args.score_mod, "score_mod"),

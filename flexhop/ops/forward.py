@@ -16,6 +16,7 @@ from flexhop.ops.backward import attention_backward
 from flexhop.ops.call import check_gradients
 from flexhop.ops.eager import attend
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
+from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.subgraphs import (
     index_examples,
     needs_grad,
@@ -121,6 +122,8 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
         grad_query, grad_key, grad_value, captured = grads
+        if "sum_groups" in args.options:
+            captured = [sum_over_all(grad, args.options["sum_groups"]) for grad in captured]
         by_position = dict(zip(sorted(set(sites[::2])), captured, strict=True))
         grad_captures = (by_position.get(i) for i in range(len(args.score_captures)))
         return (None, None, None, grad_query, grad_key, grad_value, *grad_captures)

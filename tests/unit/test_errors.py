@@ -358,6 +358,35 @@ ERRORS = [
         (NotImplementedError,),
         "Paged attention is not supported: no kernel. Gather the pages first.",
     ),
+    (
+        errors.PlanError,
+        {"argument": "mesh", "found": "has 8 ranks", "expected": "the plan is for 4"},
+        (ValueError,),
+        "mesh has 8 ranks, but the plan is for 4.",
+    ),
+    (
+        errors.ShardedCallError,
+        {"argument": "query", "found": "has 64 tokens", "expected": "every rank has 32"},
+        (ValueError, RuntimeError),
+        "Inside of context_parallel, query has 64 tokens, but every rank has 32.",
+    ),
+    (
+        errors.RankDisagreementError,
+        {"subject": "the batch", "found": "2 on rank 0; 3 on rank 1", "mend": "Use one"},
+        (RuntimeError, ValueError),
+        "The ranks of the mesh disagree about the batch: 2 on rank 0; 3 on rank 1. Use one.",
+    ),
+    (
+        errors.PlacementError,
+        {
+            "argument": "query",
+            "found": "(Shard(2),)",
+            "expected": "tokens stay whole",
+            "mend": "Redistribute it",
+        },  # fmt: skip
+        (ValueError, NotImplementedError),
+        "query is placed as (Shard(2),), but tokens stay whole. Redistribute it.",
+    ),
 ]
 
 WARNINGS = [

@@ -23,6 +23,7 @@ LAW: dict[str, set[str]] = {
     "sequences": {"block_mask", "mods", "ops", "errors", "primitives", "compat"},
     "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"},
     "varlen": {"attention", "sequences", "mods", "ops"},
+    "distributed": {"attention", "sequences", "block_mask", "mods", "ops", "errors", "compat"},
     "sdpa": {"attention", "sequences", "masks", "mods", "ops"},
     "flash": {"varlen", "attention", "cache", "sequences", "block_mask", "mods", "options", "ops"},
     "templates": set(),

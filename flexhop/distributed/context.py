@@ -1,0 +1,304 @@
+"""The context in which attention on a part of the sequence is attention on the whole."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexhop.compat import collectives
+from flexhop.distributed.attend import attend_view
+from flexhop.distributed.gradients import gather_parts
+from flexhop.distributed.packed import PackedSequences
+from flexhop.distributed.plan import Plan
+from flexhop.distributed.views import View, make_view
+from flexhop.errors import PlanError
+from flexhop.mods.functions import MaskMod, noop_mask
+from flexhop.ops.agreement import agree
+from flexhop.ops.args import AttentionArgs
+from flexhop.ops.call import Call, agree_on_shapes, note_mistake
+from flexhop.ops.dispatch import run_operator
+from flexhop.ops.dropout_seed import Dropout
+from flexhop.ops.replicated import sum_gradient
+from flexhop.ops.sharding import SLOT, VIEW
+from flexhop.sequences.ranges import Packing
+from flexhop.sequences.row_tables import RowTables, local_mask_mod, range_mask
+
+
+class _Rank:
+    """What stands in the slot: one rank's side of an entered context."""
+
+    def __init__(
+        self, tokens: int, groups: tuple[str, str], *, sums: bool, default: View | None
+    ) -> None:
+        self.tokens = tokens
+        self.groups = groups  # that divide the sequence, and the heads; "" if none does
+        self.everyone = ",".join(group for group in groups if group)
+        self.sum_groups = self.everyone if sums else ""
+        self.default = default
+
+    def run(
+        self, args: AttentionArgs, call: Call, block_mask: Any, wants_lse: bool
+    ) -> tuple[Tensor, Any, Tensor]:
+        """See ops.sharding.Context."""
+        view = self.default if block_mask is None else getattr(block_mask, VIEW, None)
+        mistake = call.mistake or self._mistake(args, view, block_mask)
+        if view is None or mistake is not None:
+            # `prepare` raises it, compiled or not.
+            return run_operator(
+                args._replace(blocks=()), call._replace(mask=None, mistake=mistake)
+            )
+        if not torch.compiler.is_compiling():
+            agree_on_shapes(*args[:3], self.everyone)
+        call = call._replace(sum_groups=self.sum_groups, agree_groups=self.everyone)
+        return attend_view(args, call, view, self.groups, wants_lse)
+
+    def _mistake(self, args: AttentionArgs, view: View | None, block_mask: Any) -> Any:
+        if view is None:
+            noted = getattr(block_mask, "mistake", None)
+            return noted or note_mistake(
+                "ShardedCallError", argument="block_mask", found="is none of the plan's masks",
+                expected="make_plan must be given every mask that layers use, None included",
+            )  # fmt: skip
+        for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
+            if tensor.dim() == 4 and tensor.size(2) != self.tokens:
+                return note_mistake(
+                    "ShardedCallError", argument=name, found=f"has {tensor.size(2)} tokens",
+                    expected=f"the plan gives {self.tokens} to every rank; shard the batch first",
+                )  # fmt: skip
+        if args.query.size(1) % view.heads or args.key.size(1) % (view.heads * view.groups):
+            return note_mistake(
+                "ShardedCallError", argument="key", found=f"has {args.key.size(1)} heads",
+                expected=f"they are shared out to {view.heads} ranks in {view.groups} groups",
+            )  # fmt: skip
+        return None
+
+    def packed(self, packing: Packing, mask_mod: MaskMod | None) -> tuple[RowTables, Any]:
+        """See ops.sharding.Context."""
+        known = getattr(packing.offsets_q, VIEW, None)
+        if known is None:
+            return _unknown(packing, "cu_seqlens_q", "is not of the plan's PackedSequences")
+        if packing.offsets_k is not packing.offsets_q or packing.used_k is not None:
+            return _unknown(packing, "cu_seqlens_k or seqused_k", "is given")
+        if packing.window != known.window or (mask_mod is None) != known.is_all:
+            return _unknown(
+                packing, "is_causal, window_size, bottom_right or mask_mod",
+                "differs from that of the plan's PackedSequences",
+            )  # fmt: skip
+        tables = known.tables
+        keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
+        return tables, _PackedMask(known.view, keep)
+
+    def sum_gradient(self, tensor: Tensor) -> Tensor:
+        """See ops.sharding.Context."""
+        return sum_gradient(tensor, self.sum_groups)
+
+    def seed(self, dropout: Dropout, query: Tensor) -> tuple[Tensor, ...]:
+        """See ops.sharding.Context."""
+        drawn = dropout.operand(query)
+        if not drawn or dropout.seed is not None:
+            return drawn
+        seed = drawn[0]
+        for group in self.everyone.split(","):
+            seed = collectives.from_first(seed, group)
+        return (seed,)
+
+
+class context_parallel:
+    """Divide the sequence of every attention call inside among the ranks of a mesh.
+
+    Inside, tensors with a sequence dimension hold a rank's tokens (see `shard`), and
+    `flexhop.flex_attention` and `flexhop.varlen_attention` on them return what they would on the
+    whole. They are given the masks, or the offsets, that the plan was made from. Mods see global
+    positions, heads and batches; captured tensors are those of the whole sequence. Backward passes
+    belong inside, because activation checkpointing calls attention again.
+
+    Every rank enters with the same plan and makes the same calls in the same order.
+
+    Args:
+        plan: from `make_plan`.
+        mesh: of `plan.ranks` ranks, in one dimension; in two, (groups, heads), if the plan divides
+            both the sequence and the heads.
+        sum_captured: gradients of captured tensors and sinks are summed over the mesh. Say False
+            if something else sums those of all parameters over it, as FSDP over a mesh that holds
+            this one does: each rank then keeps its own part.
+        bucket: sizes of exchanges are rounded up to so many units, so that batches whose documents
+            lie differently have the same shapes, and compiled code serves them all.
+
+    Raises:
+        PlanError: the mesh has another size.
+        RankDisagreementError: ranks enter with different plans.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh, *, sum_captured: bool = True, bucket: int = 1
+    ) -> None:
+        _check_mesh(plan, mesh)
+        self.plan = plan
+        self.mesh = mesh
+        self.rank = _rank_of(mesh)
+        self.device = _device_of(mesh)
+        self._groups = _groups_of(plan, mesh)
+        self._sum_captured = sum_captured
+        mend = "Make the plan from the same masks, and with the same arguments, on every rank"
+        for group in filter(None, self._groups):
+            agree("the plan", plan.fingerprint(), group, mend)
+        self._views = {
+            name: make_view(plan, name, self.rank, self.device, bucket) for name in plan.masks
+        }
+        self._before: Any = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's tokens, [tokens] int64; the last one for padding."""
+        return self.plan.positions(self.rank).clamp(max=self.plan.length - 1).to(self.device)
+
+    def shard(self, *tensors: Tensor, dim: int = 1, fill: float = 0) -> Any:
+        """This rank's part of tensors of the whole sequence.
+
+        Args:
+            tensors: with `plan.length` entries in dimension dim, equal on all ranks.
+            dim: of the sequence.
+            fill: what stands in the places of padding, such as -100 for labels to be ignored.
+
+        Returns:
+            A tensor, or a tuple of as many as were given.
+
+        Raises:
+            PlanError: another length.
+        """
+        parts = tuple(self.plan.shard(t, dim, self.rank, fill) for t in tensors)
+        return parts[0] if len(parts) == 1 else parts
+
+    def unshard(self, *tensors: Tensor, dim: int = 1) -> Any:
+        """The whole sequence from the parts of all ranks, on every rank, without padding.
+
+        Differentiable: a part's gradient is that of its place in the whole, which every rank has
+        to compute alike.
+        """
+        wholes = tuple(self._gather(t, dim, sums=False) for t in tensors)
+        return wholes[0] if len(wholes) == 1 else wholes
+
+    def capture(self, *tensors: Tensor, dim: int = 0) -> Any:
+        """Whole tensors, to be captured by mods, from parts that each rank computed.
+
+        As `unshard`, with the gradient that suits `sum_captured`: each part's is summed over all
+        ranks once.
+        """
+        wholes = tuple(self._gather(t, dim, sums=not self._sum_captured) for t in tensors)
+        return wholes[0] if len(wholes) == 1 else wholes
+
+    def _gather(self, tensor: Tensor, dim: int, *, sums: bool) -> Tensor:
+        dim = dim % tensor.dim()
+        if tensor.size(dim) != self.plan.tokens:
+            raise PlanError(
+                argument=f"dimension {dim} of the part", found=f"has {tensor.size(dim)} entries",
+                expected=f"every rank has {self.plan.tokens} tokens",
+            )  # fmt: skip
+        parts = tensor
+        for group in filter(None, reversed(self._groups)):
+            parts = gather_parts(parts, dim, group, sums=sums)
+        return parts.index_select(dim, self.plan.order().to(tensor.device))
+
+    def __enter__(self) -> Self:
+        default = None
+        for name, source in self.plan.sources.items():
+            if source is None:
+                default = self._views[name]
+            elif isinstance(source, PackedSequences):
+                setattr(source.cu_seqlens, VIEW, _Offsets(self._views[name], source))
+            else:
+                setattr(source, VIEW, self._views[name])
+        self._before = SLOT.current
+        SLOT.current = _Rank(
+            self.plan.tokens, self._groups, sums=self._sum_captured, default=default
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        SLOT.current = self._before
+        for source in self.plan.sources.values():
+            holder = source.cu_seqlens if isinstance(source, PackedSequences) else source
+            if holder is not None and hasattr(holder, VIEW):
+                delattr(holder, VIEW)
+
+
+class _Offsets:
+    """What is known of packed sequences: their view, and the tables of the whole batch."""
+
+    def __init__(self, view: View, source: PackedSequences) -> None:
+        self.view = view
+        self.tables = source.tables()
+        self.window = source.window
+        self.is_all = source.mask_mod is None
+
+
+class _PackedMask(NamedTuple):
+    """Stands for the block mask of packed sequences."""
+
+    flexhop_view: View | None
+    mask_mod: MaskMod
+    mistake: Any = None
+
+
+def _unknown(packing: Packing, argument: str, found: str) -> tuple[RowTables, _PackedMask]:
+    """Tables of the right form, and a mask that says what is wrong."""
+    mistake = note_mistake(
+        "ShardedCallError", argument=argument, found=found,
+        expected="the plan knows PackedSequences(cu_seqlens, total, ...), and calls repeat them",
+    )  # fmt: skip
+    empty = packing.offsets_q[:0].int()
+    return RowTables(*[empty] * 6), _PackedMask(None, noop_mask, mistake)
+
+
+def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+    if mesh.size() != plan.ranks:
+        raise PlanError(
+            argument="mesh", found=f"has {mesh.size()} ranks",
+            expected=f"the plan is for {plan.ranks}",
+        )  # fmt: skip
+    both = plan.groups > 1 and plan.heads > 1
+    wanted = (plan.groups, plan.heads)
+    if mesh.ndim > 2 or (mesh.ndim == 2 and tuple(mesh.shape) != wanted):
+        raise PlanError(
+            argument="mesh", found=f"has the shape {tuple(mesh.shape)}",
+            expected=f"it needs one dimension, or the two of {wanted}",
+        )  # fmt: skip
+    if both and mesh.ndim == 1:
+        raise PlanError(
+            argument="mesh", found="has one dimension",
+            expected=f"a plan by sequence and heads needs two, of {wanted} ranks",
+        )  # fmt: skip
+
+
+def _rank_of(mesh: DeviceMesh) -> int:
+    place = mesh.get_coordinate()
+    if place is None:
+        raise PlanError(
+            argument="mesh", found="does not hold this rank", expected="every rank of it enters"
+        )
+    rank = 0
+    for coordinate, size in zip(place, mesh.shape, strict=True):
+        rank = rank * size + coordinate
+    return rank
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _groups_of(plan: Plan, mesh: DeviceMesh) -> tuple[str, str]:
+    """Names of the groups that divide the sequence, and the heads; "" if none does."""
+    if mesh.ndim == 1:
+        name = mesh.get_group().group_name
+        return (name, "") if plan.heads == 1 else ("", name)
+    by_sequence, by_heads = (mesh.get_group(dim).group_name for dim in (0, 1))
+    return by_sequence, by_heads

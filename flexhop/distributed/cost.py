@@ -1,0 +1,197 @@
+"""What a layout and a way of exchanging keys cost, in seconds, on the slowest rank.
+
+A model, not a measurement: it orders alternatives. docs/distributed.md lists its assumptions and
+compares it with measurements.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from flexhop.distributed.grids import Demand
+
+Method = Literal["gather", "blocks", "stages"]
+METHODS: tuple[Method, ...] = ("gather", "blocks", "stages")
+# Forward and backward are 2 + 5 products of matrices; a product of two is counted 2 x 2 flops.
+_PASSES = 3.5
+# Numbers of groups of heads whose exchanges overlap with the computation of the group before.
+_GROUPS = (1, 2, 4, 8)
+
+
+class AttentionShape(NamedTuple):
+    """What one layer's attention looks like; the default is that of a model of 8B parameters."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    value_dim: int = 128
+    batch: int = 1
+    itemsize: int = 2
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys and values of one token, of all batches."""
+        width = self.head_dim + self.value_dim
+        return self.batch * self.kv_heads * width * self.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the queries and results of one token, of all batches."""
+        width = self.head_dim + self.value_dim
+        return self.batch * self.heads * width * self.itemsize
+
+    @property
+    def pair_flops(self) -> int:
+        """Of one pair of query and key, forward, in all heads."""
+        return 2 * (self.head_dim + self.value_dim) * self.heads * self.batch
+
+
+class Machine(NamedTuple):
+    """Speeds; the default is a node of eight H100 or H200, and InfiniBand between nodes.
+
+    flops: of attention, per second. node: ranks that the fast link joins. fast, slow: bytes per
+    second, rank and direction, within a node and between nodes. fast_latency, slow_latency:
+    seconds of one collective. launch: seconds of one more kernel. memory: bytes per second.
+    """
+
+    flops: float = 550e12
+    node: int = 8
+    fast: float = 360e9
+    slow: float = 45e9
+    fast_latency: float = 30e-6
+    slow_latency: float = 60e-6
+    launch: float = 10e-6
+    memory: float = 3.5e12
+
+
+class Cost(NamedTuple):
+    """Of one mask and layout, for one layer.
+
+    visits: pairs of queries and keys in visited blocks, by rank. received: units of keys that
+    each rank receives, forward. method, groups: how keys are exchanged, and in how many groups of
+    heads. bytes: that the slowest rank receives forward. seconds: forward and backward.
+    """
+
+    visits: tuple[float, ...]
+    received: tuple[int, ...]
+    method: Method
+    groups: int
+    bytes: int
+    seconds: float
+
+
+class Traffic(NamedTuple):
+    """Units of keys into one rank, from its own node and from others."""
+
+    fast: int
+    slow: int
+
+
+def find_cost(
+    demand: Demand, unit: int, own: tuple[Tensor, ...], heads: int,
+    shape: AttentionShape, machine: Machine, methods: tuple[Method, ...] = METHODS,
+) -> Cost:  # fmt: skip
+    """The cheapest way of exchanging the keys of one mask.
+
+    Args:
+        demand, unit: of the mask, and tokens of a unit.
+        own: units of each group of ranks.
+        heads: ranks of a group, which share its tokens by heads.
+        shape, machine: what is computed, and on what.
+        methods: among which to choose.
+    """
+    work, needs = demand.work, demand.needs
+    visits = tuple(float(work[_existing(units, work)].sum()) / heads for units in own)
+    per_head = shape._replace(heads=shape.heads // heads, kv_heads=max(1, shape.kv_heads // heads))
+    node = max(1, machine.node // heads)
+    wanted = [_traffic(needs, own, rank, node) for rank in range(len(own))]
+    everything = [_all_traffic(own, rank, node) for rank in range(len(own))]
+    compute = max(visits) * per_head.pair_flops * _PASSES / machine.flops
+    tokens = len(own[0]) * unit
+    swap = _swap_seconds(tokens // heads, heads, shape, machine)
+    found = []
+    for method in methods:
+        traffic = everything if method == "gather" else wanted
+        most = max(traffic, key=lambda t: _move_seconds(t, unit, per_head, machine))
+        move = _move_seconds(most, unit, per_head, machine)
+        units = tuple(t.fast + t.slow for t in traffic)
+        size = max(units) * unit * per_head.key_bytes
+        for groups in _groups(method, per_head, move):
+            seconds = _seconds(method, groups, compute, move, tokens, per_head, machine)
+            found.append(Cost(visits, units, method, groups, size, seconds + swap))
+    return min(found, key=lambda cost: (cost.seconds, METHODS.index(cost.method)))
+
+
+def _existing(units: Tensor, work: Tensor) -> Tensor:
+    return units[units < work.size(0)]
+
+
+def _traffic(needs: Tensor, own: tuple[Tensor, ...], rank: int, node: int) -> Traffic:
+    wanted = needs[_existing(own[rank], needs)].any(0)
+    amounts = [0, 0]
+    for owner, units in enumerate(own):
+        if owner != rank:
+            amounts[owner // node != rank // node] += int(wanted[_existing(units, needs)].sum())
+    return Traffic(*amounts)
+
+
+def _all_traffic(own: tuple[Tensor, ...], rank: int, node: int) -> Traffic:
+    """Of an all-gather; between nodes, the ranks of a node share what arrives."""
+    near = sum(other // node == rank // node for other in range(len(own))) - 1
+    far = len(own) - 1 - near
+    each = len(own[0])
+    return Traffic((near + far) * each, -(-far * each // node))
+
+
+def _move_seconds(traffic: Traffic, unit: int, shape: AttentionShape, machine: Machine) -> float:
+    """Of one exchange of all heads; nothing where nothing travels."""
+    if not traffic.fast + traffic.slow:
+        return 0.0
+    size = unit * shape.key_bytes
+    latency = machine.slow_latency if traffic.slow else machine.fast_latency
+    moving = max(traffic.fast * size / machine.fast, traffic.slow * size / machine.slow)
+    return latency + moving
+
+
+def _groups(method: Method, shape: AttentionShape, move: float) -> tuple[int, ...]:
+    """In how many groups of heads keys may be exchanged."""
+    if method == "stages" or not move:
+        return (1,)
+    return tuple(n for n in _GROUPS if shape.kv_heads % n == 0)
+
+
+def _seconds(
+    method: Method, groups: int, compute: float, move: float, tokens: int,
+    shape: AttentionShape, machine: Machine,
+) -> float:  # fmt: skip
+    """Forward and backward; gradients of keys travel back as keys came."""
+    forward, backward = compute / _PASSES, compute * (1 - 1 / _PASSES)
+    if not move:
+        return compute + 2 * machine.launch
+    if method == "stages":
+        # Keys travel while the own ones are used: no more than all of the time hides.
+        merge = 6 * tokens * shape.query_bytes / machine.memory + 4 * machine.launch
+        return max(forward, move) + max(backward, move) + merge
+    each = move / groups
+    overlapped = each + (groups - 1) * max(forward / groups, each) + forward / groups
+    returned = backward / groups + (groups - 1) * max(backward / groups, each) + each
+    copies = 4 * tokens * shape.key_bytes / machine.memory
+    return overlapped + returned + copies + 2 * groups * machine.launch
+
+
+def _swap_seconds(tokens: int, heads: int, shape: AttentionShape, machine: Machine) -> float:
+    """Tokens for heads and back, forward and backward."""
+    if heads == 1:
+        return 0.0
+    size = tokens * (shape.query_bytes + shape.key_bytes) * (1 - 1 / heads)
+    is_near = heads <= machine.node
+    link = machine.fast if is_near else machine.slow
+    return 2 * size / link + 4 * (machine.fast_latency if is_near else machine.slow_latency)
+
+
+def imbalance(cost: Cost) -> float:
+    """Work of the slowest rank by the mean, 1 is perfect."""
+    mean = sum(cost.visits) / len(cost.visits)
+    return max(cost.visits) / mean if mean else 1.0

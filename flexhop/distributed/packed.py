@@ -1,0 +1,41 @@
+"""Packed sequences of a whole batch, as a plan takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from flexhop.mods.functions import MaskMod
+from flexhop.sequences.row_tables import RowTables, Window, tabulate_rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """What `varlen_attention` says of its sequences, for the plan of a context-parallel batch.
+
+    Inside of the context, varlen_attention is called with the same `cu_seqlens` tensor, which
+    speaks of the whole batch, and the same choices.
+
+    Args:
+        cu_seqlens: [S + 1] int32 or int64, where each sequence begins, and the end of the last.
+        total: tokens of the whole batch; from the end of the last sequence on they are padding.
+        is_causal, window_size, bottom_right, mask_mod: as for `varlen_attention`.
+    """
+
+    cu_seqlens: Tensor
+    total: int
+    is_causal: bool = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    bottom_right: bool = True
+    mask_mod: MaskMod | None = None
+
+    @property
+    def window(self) -> Window:
+        """The keys that a query sees around its own."""
+        left, right = self.window_size
+        return Window(left, 0 if self.is_causal else right, self.bottom_right)
+
+    def tables(self) -> RowTables:
+        """By token of the whole batch: its sequence, its place, and the keys that it sees."""
+        return tabulate_rows(self.cu_seqlens, self.cu_seqlens, self.total, self.window)

@@ -1,0 +1,54 @@
+"""Whether all ranks of a group call with the same things, found out before they exchange any.
+
+Ranks compare texts through their process group's store: a rank that does not come, or comes with
+something else, is an error and not a collective that never ends.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from flexhop.compat import collectives
+from flexhop.errors import RankDisagreementError
+
+_known: set[tuple[str, str, str]] = set()
+_comparisons: collections.Counter[str] = collections.Counter()
+
+
+def agree(subject: str, text: str, group: str, mend: str) -> None:
+    """Compare a text with those of the other ranks, once for each text.
+
+    Args:
+        subject: of the text, for the error.
+        text: what this rank calls with.
+        group: name of the process group, all of whose ranks come here.
+        mend: what to do about a difference.
+
+    Raises:
+        RankDisagreementError: another rank has another text, or does not come in time.
+    """
+    if (group, subject, text) in _known:
+        return
+    _comparisons[group] += 1
+    key = f"{subject}/{_comparisons[group]}"
+    texts, missing = collectives.exchange_texts(text, key, group)
+    if missing:
+        raise RankDisagreementError(
+            subject=subject, mend=mend,
+            found=f"rank {collectives.rank_in(group)} has {text}, and ranks {missing} did not "
+            f"come within {collectives.timeout_of(group)}",
+        )  # fmt: skip
+    if len(set(texts)) > 1:
+        raise RankDisagreementError(subject=subject, found=_by_text(texts), mend=mend)
+    _known.add((group, subject, text))
+
+
+def _by_text(texts: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on rank {_words(found)}" for text, found in ranks.items())
+
+
+def _words(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

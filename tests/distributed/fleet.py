@@ -1,0 +1,84 @@
+"""Processes of one gloo group that are spawned once and run many functions."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 240  # seconds for one function
+
+
+class Fleet:
+    """`size` ranks, each of which runs what `run` is given."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = mp.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory()
+        self._orders = [context.SimpleQueue() for _ in range(size)]
+        self._answers = context.Queue()
+        self._processes = [
+            context.Process(
+                target=_serve,
+                args=(rank, size, port, self._orders[rank], self._answers, self._folder.name),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results of function(*arguments) by rank; a failure on any rank fails here."""
+        for orders in self._orders:
+            orders.put((function, arguments))
+        results: list[Any] = [None] * self.size
+        failures = []
+        for _ in range(self.size):
+            rank, failed, value = self._answers.get(timeout=TIMEOUT)
+            results[rank] = value
+            if failed:
+                failures.append(f"rank {rank}:\n{value}")
+        assert not failures, "\n".join(failures)
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for orders in self._orders:
+            orders.put(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, port: int, orders: Any, answers: Any, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    # One per rank: PyTorch 2.12 to 2.15 takes graphs of other CPU ranks for its own, with the
+    # names of their process groups.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / str(rank))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    while (order := orders.get()) is not None:
+        function, arguments = order
+        try:
+            torch.manual_seed(0)
+            answers.put((rank, False, function(*arguments)))
+        except Exception:
+            answers.put((rank, True, traceback.format_exc()))
+    dist.destroy_process_group()
