@@ -103,11 +103,13 @@ PROBLEMS: dict[str, Problem] = {
 # What random problems are made of: terms of masks, and of scores with what they capture.
 _MASK_TERMS = (
     "q >= k", "q - k < {w}", "k - q <= {w}", "(q - k).abs() < {w}", "k < {w}",
-    "q // {w} == k // {w}", "(q + h * {w} >= k)", "k % 3 != 1", "(q - k) % {p} == 0", "q + b * 9 >= k", "(q ^ k) & 4 == 0",
+    "q // {w} == k // {w}", "(q + h * {w} >= k)", "k % 3 != 1",
+    "(q - k) % {p} == 0", "q + b * 9 >= k", "(q ^ k) & 4 == 0",
 )  # fmt: skip
 _SCORE_TERMS = (
     ("s + t[h] * (k - q)", (HEADS,)), ("s + t[b, h]", (BATCH, HEADS)),
-    ("s * torch.exp(t[k])", ("S",)), ("s + t[q] * t[k]", ("S",)), ("s + t[torch.clamp(q - k, -9, 9) + 9]", (19,)),
+    ("s * torch.exp(t[k])", ("S",)), ("s + t[q] * t[k]", ("S",)),
+    ("s + t[torch.clamp(q - k, -9, 9) + 9]", (19,)),
     ("torch.tanh(s) + t[h, q]", (HEADS, "S")), ("torch.where(q >= k, s, s * t[h])", (HEADS,)),
     ("s + t[q // 7, k // 7]", (32, 32)), ("s - torch.log1p((q - k).abs() * t[h].exp())", (HEADS,)),
 )  # fmt: skip

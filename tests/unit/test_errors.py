@@ -383,7 +383,7 @@ ERRORS = [
             "found": "(Shard(2),)",
             "expected": "tokens stay whole",
             "mend": "Redistribute it",
-        },  # fmt: skip
+        },
         (ValueError, NotImplementedError),
         "query is placed as (Shard(2),), but tokens stay whole. Redistribute it.",
     ),
