@@ -1,13 +1,21 @@
-"""Numbers to text: TFLOP/s by unmasked area, ratios, the geometric mean, a Markdown table."""
+"""Numbers to text: TFLOP/s by unmasked area, ratios, the geometric mean, a Markdown table.
+
+``python -m benchmarks.report`` takes the tables that docs/benchmarks.md records. It draws them in
+docs/images and writes the table of README.md.
+"""
 
 import math
 import statistics
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.area import flops
+from benchmarks.chart import bar_chart, read_results, summary
 
 Result = dict[str, Any]
+SPEED_BEGIN = "<!-- speed: begin (python -m benchmarks.report writes this table) -->"
+SPEED_END = "<!-- speed: end -->"
 
 
 def tflops(result: Result, direction: str, name: str) -> float | None:
@@ -113,3 +121,27 @@ def decoding_table(results: list[dict[str, Any]], names: tuple[str, ...]) -> str
     for result in results:
         lines += [f"- {result['name']}, {n}: {why}" for n, why in result["failed"].items()]
     return "\n".join(lines)
+
+
+def record(root: Path) -> dict[Path, str]:
+    """What README.md and docs/images have to hold, by path, according to docs/benchmarks.md.
+
+    Args:
+        root: the checkout.
+    """
+    page = (root / "docs" / "benchmarks.md").read_text()
+    forward, backward = (read_results(page, name) for name in ("Forward", "Backward"))
+    head, rest = (root / "README.md").read_text().split(SPEED_BEGIN, 1)
+    table = f"{SPEED_BEGIN}\n{summary(forward, backward)}\n{SPEED_END}"
+    title = "{}, TFLOP/s on an H200 in bf16 (higher is better; below: flexhop over flex_attention)"
+    return {
+        root / "README.md": head + table + rest.split(SPEED_END, 1)[1],
+        root / "docs/images/forward.svg": bar_chart(forward, title.format("Forward")),
+        root / "docs/images/backward.svg": bar_chart(backward, title.format("Backward")),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in record(Path(__file__).resolve().parents[1]).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)

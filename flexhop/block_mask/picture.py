@@ -174,15 +174,17 @@ def svg(cells: Tensor, pixels: int = PICTURE_PIXELS) -> str:
 
 
 def outline(chosen: Tensor) -> str:
-    """The path of an SVG image over the chosen cells, one rectangle for each run in a row.
+    """The path of an SVG image over the chosen cells: a rectangle for each run in equal rows.
 
     Args:
         chosen: [rows, columns] bool, on the CPU.
     """
-    edges = pad(chosen.to(torch.int8), (1, 1)).diff(dim=1)
+    rows, heights = torch.unique_consecutive(chosen, dim=0, return_counts=True)
+    edges = pad(rows.to(torch.int8), (1, 1)).diff(dim=1)
     starts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
+    tops, heights = (heights.cumsum(0) - heights).tolist(), heights.tolist()
     return "".join(
-        f"M{start} {row}h{end - start}v1h{start - end}z"
+        f"M{start} {tops[row]}h{end - start}v{heights[row]}h{start - end}z"
         for (row, start), (_, end) in zip(starts, ends, strict=True)
     )
 

@@ -5,6 +5,7 @@ line before its fence, with the reason: ``<!-- test: gpu -->`` or ``<!-- test: s
 """
 
 import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +15,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+from benchmarks import chart, report
+from flexhop import masks, mods
+from flexhop.mods import library
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -154,13 +159,58 @@ def test_the_glossary_is_short():
         r"^\| (\*\*.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE
     )
     words = [word for row in rows for word in re.findall(r"\*\*(.+?)\*\*", row)]
-    assert 20 <= len(rows) <= 40 and len(set(words)) == len(words)
+    assert 20 <= len(words) <= 40 and len(set(words)) == len(words)
 
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     paths = [page.relative_to(ROOT / "docs").as_posix() for page in DOCS]
     assert [path for path in paths if path not in navigation] == []
+
+
+def test_charts_and_the_table_of_the_readme_are_those_of_the_recorded_results():
+    for path, text in report.record(ROOT).items():
+        assert path.read_text() == text, f"{name_of(path)}: run python -m benchmarks.report"
+
+
+def test_the_headline_is_the_recorded_mean():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    means = [
+        chart.read_results(page, d).speedup("geometric mean") for d in ("Forward", "Backward")
+    ]
+    head = " ".join((ROOT / "README.md").read_text().split("```")[0].split())
+    assert "{:.1f}x faster forward and {:.1f}x faster backward".format(*means) in head
+
+
+def gallery() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("gallery", ROOT / "scripts" / "draw_gallery.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gallery_is_complete():
+    """Every public function of masks and mods that makes a mod has an image on the page."""
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    makers = [(masks, name) for name in vars(masks)] + [(mods, name) for name in vars(library)]
+    public = {
+        name
+        for room, name in makers
+        if callable(made := getattr(room, name, None))
+        and getattr(made, "__module__", "") in (masks.__name__, library.__name__)
+        and not name.startswith(("_", "ids_from", "alibi_slopes"))
+    }
+    drawn = {name.removeprefix("gallery/") for name in gallery().drawings()} - {"tutorial"}
+    assert public == drawn
+    assert [name for name in sorted(drawn) if f"(images/gallery/{name}.svg)" not in page] == []
+    assert [name for name in sorted(public) if not re.search(rf"`[^`]*\b{name}\b", page)] == []
+
+
+def test_the_gallery_is_drawn_by_this_code():
+    for name, draw in gallery().drawings().items():
+        path = ROOT / "docs" / "images" / f"{name}.svg"
+        assert path.read_text() == draw(), f"{name_of(path)}: run scripts/draw_gallery.py"
 
 
 def test_the_site_builds_strictly(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Pictures of block masks: what is drawn is what is visited."""
 
+import itertools
 import re
 import sys
 from xml.etree import ElementTree
@@ -47,11 +48,12 @@ def cells_of(image):
     cells = [[EMPTY] * columns for _ in range(rows)]
     for path in root.iter("{http://www.w3.org/2000/svg}path"):
         kind = COLORS.index(path.get("fill"))
-        for left, top, width, back in re.findall(r"M(\d+) (\d+)h(\d+)v1h(-\d+)z", path.get("d")):
-            assert int(width) == -int(back)
-            for column in range(int(left), int(left) + int(width)):
-                assert cells[int(top)][column] == EMPTY  # nothing is painted twice
-                cells[int(top)][column] = kind
+        for place in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)h-(\d+)z", path.get("d")):
+            left, top, width, height, back = (int(number) for number in place)
+            assert width == back
+            for row, column in itertools.product(range(height), range(width)):
+                assert cells[top + row][left + column] == EMPTY  # nothing is painted twice
+                cells[top + row][left + column] = kind
     return cells
 
 
@@ -114,8 +116,8 @@ def test_large_masks_stay_small():
 
 
 def test_an_outline_covers_exactly_what_is_chosen():
-    chosen = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
-    assert outline(chosen) == "M0 0h2v1h-2zM3 0h1v1h-1zM0 2h4v1h-4z"
+    chosen = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    assert outline(chosen) == "M0 0h2v1h-2zM3 0h1v1h-1zM0 2h4v2h-4z"
 
 
 def test_plot():
