@@ -93,8 +93,8 @@ def _dispatch(
         mistake = _mask_mistake(attn_mask, operands)
     if mistake is not None:
         return _attend(operands, (None, None), choices, mistake)
-    block_mask = _causal_blocks(*operands[:2]) if is_causal else None
-    score_mod = None if attn_mask is None else _mask_score(attn_mask)
+    block_mask = causal_blocks(*operands[:2]) if is_causal else None
+    score_mod = None if attn_mask is None else mask_score(attn_mask)
     shares_heads = choices.enable_gqa or operands[1].size(1) == 1
     choices = _Choices(choices.scale, shares_heads, choices.dropout)
     out = _attend(operands, (score_mod, block_mask), choices)
@@ -161,7 +161,7 @@ def _expanded(tensor: Tensor, dim: int, size: int) -> Tensor:
     return tensor.expand(sizes)
 
 
-def _causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
+def causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
     """Query i sees the keys 0..i. Written by arithmetic: the mask is not evaluated."""
     queries, keys = query.size(2), key.size(2)
     row, column = (torch.arange(n, device=query.device) for n in (queries, keys))
@@ -170,7 +170,7 @@ def _causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
     return mask_ranges(by_query, by_key, causal)
 
 
-def _mask_score(attn_mask: Tensor) -> ScoreMod:
+def mask_score(attn_mask: Tensor) -> ScoreMod:
     """A score_mod that reads attn_mask; a dimension of size 1 is read at 0."""
     missing = 4 - attn_mask.dim()
     kept = [axis for axis in range(missing, 4) if attn_mask.size(axis - missing) != 1]

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from flexhop.block_mask.fields import (
     TENSOR_FIELDS,
@@ -36,7 +37,7 @@ from flexhop.errors import BlockMaskFieldError, BlockMaskTypeError, UnsupportedF
 from flexhop.mods.functions import MaskMod, noop_mask
 
 
-class BlockMask(MaskPictures):
+class BlockMask(MaskPictures, TorchBlockMask):
     """A block-sparse attention mask: lists of blocks, and the mask_mod for the partial ones.
 
     Four pairs of int32 tensors, with R blocks of queries and C blocks of keys:

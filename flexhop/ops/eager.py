@@ -197,7 +197,8 @@ def listed_blocks(args: AttentionArgs | BackwardArgs) -> Grids:
         return Grids()
     blocks = BlockTensors(*args.blocks)
     size = int(args.options["q_block_size"]), int(args.options["kv_block_size"])
-    columns = block_count(args.key.size(2), size[1])
+    # One more than there are: PyTorch compiles code of its own for sizes of 1.
+    columns = block_count(args.key.size(2), size[1]) + 1
     if args.options.get("has_ranges"):
         seen = blocks.kv_num_blocks, blocks.kv_indices.squeeze(-1)
         partial, full = ranges_to_dense(seen, columns, size)

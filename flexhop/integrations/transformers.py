@@ -1,0 +1,190 @@
+"""Hugging Face transformers: `attn_implementation="flexhop"`.
+
+    import flexhop.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flexhop")
+
+Importing this module registers two functions with transformers. `block_mask` makes the mask of a
+step: a BlockMask that all layers with the same mask share. `attention` computes one layer.
+docs/transformers.md says what is covered.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from flexhop.attention import flex_attention
+from flexhop.block_mask import BlockMask
+from flexhop.block_mask_fields import TENSOR_FIELDS
+from flexhop.compat.dynamic import mark_dynamic
+from flexhop.integrations.transformers_masks import BlocksOfAnyLength, block_mask, codes_of, tensors_of
+from flexhop.mods import ScoreMod, softcap
+from flexhop.sdpa import mask_score
+
+NAME = "flexhop"
+
+
+def register(name: str = NAME, *, compiled: bool = True) -> None:
+    """Make `attn_implementation=name` work; importing this module calls `register()`.
+
+    Args:
+        name: of the implementation.
+        compiled: False computes attention by its definition, slowly, for debugging. A model under
+            `torch.compile` is compiled in either case.
+    """
+    AttentionInterface.register(name, attention if compiled else uncompiled_attention)
+    AttentionMaskInterface.register(name, block_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BlockMask | Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, as transformers calls it.
+
+    Args:
+        module: the layer; not looked at.
+        query: [B, Hq, M, D]; key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv].
+        attention_mask: from `block_mask`; or a tensor that broadcasts to [B, Hq, M, N], bool
+            (True is visible) or added to the scores; or None, every key is visible.
+        arguments: `scaling`, `softcap`, `s_aux` (sinks, [Hq]), `position_bias` (added to the
+            scores, broadcasts to [B, Hq, M, N]), `dropout`, `is_causal` (where there is no mask)
+            and `kernel_options`. Others concern other implementations.
+
+    Returns:
+        out [B, M, Hq, Dv], and None in place of the weights.
+    """
+    if torch.compiler.is_compiling():
+        attend = flex_attention
+    else:
+        kind = _kind(query, key, value, attention_mask, arguments)
+        attend = _compiled(kind)
+        lengths = _lengths.setdefault(kind, set())
+        if len(lengths) < 2:
+            lengths.add((query.size(2), key.size(2)))
+        if len(lengths) > 1 or query.size(2) == 1:
+            _let_lengths_change(query, key, value, attention_mask)
+    return _attention(attend, (query, key, value), attention_mask, arguments), None
+
+
+def uncompiled_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BlockMask | Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """`attention` by its definition, not compiled."""
+    return _attention(flex_attention, (query, key, value), attention_mask, arguments), None
+
+
+@functools.cache
+def _compiled(key: Hashable) -> Callable[..., Tensor]:
+    """flex_attention, compiled apart for calls of one kind.
+
+    PyTorch limits how often a function is compiled anew, and the layers of a few models together
+    would reach the limit. Each kind gets a function of its own, under a name of its own, because
+    PyTorch remembers by name which sizes change.
+    """
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, **arguments: Any
+    ) -> Tensor:
+        if block_mask is not None:
+            block_mask = BlocksOfAnyLength(block_mask, query.size(2), key.size(2))
+        return flex_attention(query, key, value, block_mask=block_mask, **arguments)
+
+    code = attend.__code__.replace(co_name=f"flexhop_attention_{next(_numbers)}")
+    return torch.compile(FunctionType(code, globals()), fullgraph=True)
+
+
+def _kind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | Tensor | None,
+    arguments: dict[str, Any],
+) -> Hashable:
+    """The kind of a call: all that is compiled for anew, but lengths, batches and layouts."""
+    is_tensor = isinstance(mask, Tensor)
+    mod = () if mask is None or is_tensor else codes_of(mask.mask_mod)
+    names = ("softcap", "s_aux", "position_bias", "dropout")
+    given = tuple(name for name in names if arguments.get(name) is not None)
+    sizes = (query.size(1), key.size(1), query.size(3), value.size(3), query.size(2) == 1)
+    where = (query.dtype, query.device, torch.is_grad_enabled())
+    return (is_tensor, mod, given, sizes, where)
+
+
+_numbers = itertools.count()
+_lengths: dict[Hashable, set[tuple[int, int]]] = {}
+
+
+def _let_lengths_change(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | Tensor | None
+) -> None:
+    for tensor in (query, key, value):
+        mark_dynamic(tensor, (2,))
+    if isinstance(mask, Tensor):
+        mark_dynamic(mask, (2, 3))
+    elif mask is not None:
+        for name in TENSOR_FIELDS:
+            if (tensor := getattr(mask, name)) is not None:
+                mark_dynamic(tensor, range(2, tensor.dim()))
+        for table in tensors_of(mask.mask_mod):  # [B, positions], those of transformers
+            mark_dynamic(table, range(1, table.dim()))
+
+
+def _attention(
+    attend: Callable[..., Tensor],
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: BlockMask | Tensor | None,
+    arguments: dict[str, Any],
+) -> Tensor:
+    query, key, _ = operands
+    biases = [arguments.get("position_bias")]
+    if isinstance(mask, Tensor):
+        biases.append(mask[..., : key.size(2)])
+        mask = None
+    out = attend(
+        *operands,
+        score_mod=_score_mod(arguments.get("softcap"), [t for t in biases if t is not None]),
+        block_mask=mask,
+        scale=arguments.get("scaling"),
+        enable_gqa=query.size(1) != key.size(1),
+        kernel_options=arguments.get("kernel_options"),
+        sinks=arguments.get("s_aux"),
+        dropout_p=arguments.get("dropout") or 0,
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _score_mod(cap: float | None, biases: list[Tensor]) -> ScoreMod | None:
+    """Soft-cap first, then what is added, in the order of transformers' eager attention."""
+    mods = [] if cap is None else [_softcap(cap)]
+    mods += [mask_score(bias) for bias in biases]
+    if len(mods) < 2:
+        return mods[0] if mods else None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        for mod in mods:
+            score = mod(score, b, h, q_idx, kv_idx)
+        return score
+
+    return score_mod
+
+
+_softcap = functools.cache(softcap)
+
+register()

@@ -1,0 +1,151 @@
+"""The masks of transformers as block masks: `block_mask`, which makes one for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from flexhop.block_mask import BlockMask
+from flexhop.mask_creation import create_block_mask
+from flexhop.mods import MaskMod, and_masks
+
+MaskFunction = Callable[..., Any]
+
+
+def block_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **arguments: Any,
+) -> BlockMask | None:
+    """The mask of a step, as transformers asks for it.
+
+    Args:
+        batch_size: B. q_length: M, queries of this step. kv_length: N, keys that they may see.
+        q_offset: position of the first query in its sequence; kv_offset: of the first key.
+        mask_function: (b, h, q_idx, kv_idx) -> bool, of positions in the sequence.
+        attention_mask: [B, S] bool, False for padding; positions from S on are padding too.
+        arguments: `device`; `use_vmap`, True if users' functions are part of mask_function;
+            `allow_is_bidirectional_skip`. Others concern other implementations.
+
+    Returns:
+        a BlockMask for [B, H, M, N]; None if every key is visible.
+    """
+    is_open = mask_function is bidirectional_mask_function and attention_mask is None
+    if is_open and arguments.get("allow_is_bidirectional_skip", False):
+        return None
+    device = torch.device(arguments.get("device", "cpu"))
+    keep: MaskMod = mask_function
+    if attention_mask is not None:
+        keep = and_masks(keep, _padding(attention_mask, kv_length + kv_offset))
+    has_offset = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0
+    if has_offset:
+        keep = _shifted(keep, _scalar(q_offset, device), _scalar(kv_offset, device))
+    is_shared = attention_mask is None and not arguments.get("use_vmap", False)
+    is_shared = is_shared and not tensors_of(mask_function)  # each has a row per batch
+    mask = create_block_mask(
+        keep,
+        None if is_shared else batch_size,
+        None,
+        q_length,
+        kv_length,
+        device,
+        compute_q_blocks=torch.is_grad_enabled(),
+    )
+    return mask if torch.compiler.is_compiling() else _with_two_blocks(mask)
+
+
+def _padding(attention_mask: Tensor, positions: int) -> MaskMod:
+    """Keys that are tokens: attention_mask[b, kv_idx], and False behind its end."""
+    missing = positions - attention_mask.size(-1)
+    tokens = pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+
+    def padding_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return tokens[b, kv_idx]
+
+    return padding_mask
+
+
+def _shifted(mask_function: MaskMod, q_offset: Tensor, kv_offset: Tensor) -> MaskMod:
+    """A function of positions as one of indices of this step's queries and keys."""
+
+    def shifted_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
+
+    return shifted_mask
+
+
+def _scalar(value: int | Tensor, device: torch.device) -> Tensor:
+    """A 0-d tensor: a number that changes with each token must not be compiled into kernels.
+
+    A static cache hands out its own counter and counts on during the step, hence the copy.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device, torch.int32, copy=True)
+    return torch.full((), value, dtype=torch.int32, device=device)
+
+
+def codes_of(function: Any) -> tuple[Hashable, ...]:
+    """The code of a function and of all functions that it holds: what compiled code is bound to."""
+    code = getattr(function, "__code__", type(function))
+    return (code, *(codes_of(held) for held in _held(function) if callable(held)))
+
+
+def tensors_of(function: Any) -> list[Tensor]:
+    """The tensors that a function and the functions that it holds have captured."""
+    held = _held(function)
+    below = [tensor for value in held if callable(value) for tensor in tensors_of(value)]
+    return [value for value in held if isinstance(value, Tensor)] + below
+
+
+def _held(function: Any) -> list[Any]:
+    """What a closure holds, inside tuples too."""
+    cells = getattr(function, "__closure__", None) or ()
+    held = [cell.cell_contents for cell in cells]
+    return [part for value in held for part in (value if isinstance(value, tuple) else (value,))]
+
+
+def _with_two_blocks(mask: BlockMask) -> BlockMask:
+    """Room for two blocks of keys, and for two of queries unless there is one query.
+
+    PyTorch compiles code of its own for sizes of 1. Without this, code that was compiled for short
+    sequences would be compiled again as they grow past one block.
+    """
+    rows, columns = mask.kv_indices.shape[-2:]
+    more_rows = 1 if rows == 1 and mask.seq_lengths[0] > 1 else 0
+    more_columns = 1 if columns == 1 else 0
+    if not (more_rows or more_columns):
+        return mask
+    room = {"kv": (more_rows, more_columns), "q": (more_columns, more_rows)}
+    for side, (lists, entries) in room.items():
+        for prefix in (side, f"full_{side}"):
+            counts, indices = f"{prefix}_num_blocks", f"{prefix}_indices"
+            if getattr(mask, counts) is not None:
+                setattr(mask, counts, pad(getattr(mask, counts), (0, lists)))
+                setattr(mask, indices, pad(getattr(mask, indices), (0, entries, 0, lists)))
+    return mask
+
+
+class BlocksOfAnyLength:
+    """A BlockMask as compiled code sees it, with the lengths of the operands.
+
+    Those of the mask are Python ints, for each of which PyTorch would first compile anew.
+    """
+
+    def __init__(self, mask: BlockMask, q_length: int, kv_length: int) -> None:
+        self.kv_num_blocks, self.kv_indices = mask.kv_num_blocks, mask.kv_indices
+        self.full_kv_num_blocks = mask.full_kv_num_blocks
+        self.full_kv_indices = mask.full_kv_indices
+        self.q_num_blocks, self.q_indices = mask.q_num_blocks, mask.q_indices
+        self.full_q_num_blocks, self.full_q_indices = mask.full_q_num_blocks, mask.full_q_indices
+        self.BLOCK_SIZE, self.mask_mod = mask.BLOCK_SIZE, mask.mask_mod
+        self.seq_lengths = q_length, kv_length
