@@ -248,6 +248,8 @@ def _same_value(a: Any, b: Any) -> bool:
         return a.__code__ == b.__code__ and _same_values(_captured(a), _captured(b))
     if isinstance(a, (tuple, list)):
         return _same_values(tuple(a), tuple(b))
+    if callable(a) and (held := getattr(a, "__dict__", None)) is not None:
+        return _same_values((*held, *held.values()), (*vars(b), *vars(b).values()))
     return bool(a == b)
 
 

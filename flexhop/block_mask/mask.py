@@ -32,12 +32,13 @@ from flexhop.block_mask.lists import (
 )
 from flexhop.block_mask.picture import MaskPictures
 from flexhop.block_mask.selection import Index, select_blocks, sliced_mask_mod
+from flexhop.block_mask.tensorlike import TensorLikeMask
 from flexhop.compat.pytree import Serializer, register_container
 from flexhop.errors import BlockMaskFieldError, BlockMaskTypeError, UnsupportedFeatureError
 from flexhop.mods.functions import MaskMod, noop_mask
 
 
-class BlockMask(MaskPictures, TorchBlockMask):
+class BlockMask(MaskPictures, TensorLikeMask, TorchBlockMask):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A block-sparse attention mask: lists of blocks, and the mask_mod for the partial ones.
 
     Four pairs of int32 tensors, with R blocks of queries and C blocks of keys:
@@ -283,20 +284,6 @@ class BlockMask(MaskPictures, TorchBlockMask):
             (None, None) if self.full_kv_indices is None else dense_to_lists(full & inside),
             (new_q_len, new_kv_len),
             self.mask_mod,
-        )
-
-    def to(self, device: torch.device | str) -> BlockMask:
-        """A mask whose lists are on `device`; what mask_mod captured stays where it is."""
-        moved: dict[str, Any] = {}
-        for name in TENSOR_FIELDS:
-            tensor = getattr(self, name)
-            moved[name] = None if tensor is None else tensor.to(device)
-        return BlockMask(
-            seq_lengths=self.seq_lengths,
-            BLOCK_SIZE=self.BLOCK_SIZE,
-            mask_mod=self.mask_mod,
-            dq_kv_order_spt=self.dq_kv_order_spt,
-            **moved,
         )
 
     @classmethod

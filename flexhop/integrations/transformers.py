@@ -22,11 +22,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from flexhop.attention import flex_attention
 from flexhop.block_mask import BlockMask
-from flexhop.block_mask_fields import TENSOR_FIELDS
+from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.compat.dynamic import mark_dynamic
-from flexhop.integrations.transformers_masks import BlocksOfAnyLength, block_mask, codes_of, tensors_of
+from flexhop.integrations.transformers_masks import (
+    BlocksOfAnyLength,
+    block_mask,
+    codes_of,
+)
 from flexhop.mods import ScoreMod, softcap
-from flexhop.sdpa import mask_score
+from flexhop.mods.captured import captured_tensors
+from flexhop.sdpa import causal_blocks, mask_score
 
 NAME = "flexhop"
 
@@ -90,7 +95,7 @@ def uncompiled_attention(
     return _attention(flex_attention, (query, key, value), attention_mask, arguments), None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _compiled(key: Hashable) -> Callable[..., Tensor]:
     """flex_attention, compiled apart for calls of one kind.
 
@@ -100,14 +105,14 @@ def _compiled(key: Hashable) -> Callable[..., Tensor]:
     """
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, **arguments: Any
+        query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **arguments: Any
     ) -> Tensor:
         if block_mask is not None:
             block_mask = BlocksOfAnyLength(block_mask, query.size(2), key.size(2))
         return flex_attention(query, key, value, block_mask=block_mask, **arguments)
 
     code = attend.__code__.replace(co_name=f"flexhop_attention_{next(_numbers)}")
-    return torch.compile(FunctionType(code, globals()), fullgraph=True)
+    return _compile(FunctionType(code, globals()))
 
 
 def _kind(
@@ -127,6 +132,7 @@ def _kind(
     return (is_tensor, mod, given, sizes, where)
 
 
+_compile = functools.partial(torch.compile, fullgraph=True)
 _numbers = itertools.count()
 _lengths: dict[Hashable, set[tuple[int, int]]] = {}
 
@@ -140,9 +146,9 @@ def _let_lengths_change(
         mark_dynamic(mask, (2, 3))
     elif mask is not None:
         for name in TENSOR_FIELDS:
-            if (tensor := getattr(mask, name)) is not None:
+            if (tensor := getattr(mask, name, None)) is not None:
                 mark_dynamic(tensor, range(2, tensor.dim()))
-        for table in tensors_of(mask.mask_mod):  # [B, positions], those of transformers
+        for table in captured_tensors(mask.mask_mod):  # [B, positions], those of transformers
             mark_dynamic(table, range(1, table.dim()))
 
 
@@ -154,13 +160,15 @@ def _attention(
 ) -> Tensor:
     query, key, _ = operands
     biases = [arguments.get("position_bias")]
+    blocks: Any = None if isinstance(mask, Tensor) else mask
     if isinstance(mask, Tensor):
         biases.append(mask[..., : key.size(2)])
-        mask = None
+    elif mask is None and arguments.get("is_causal") and query.size(2) > 1:
+        blocks = causal_blocks(query, key)
     out = attend(
         *operands,
         score_mod=_score_mod(arguments.get("softcap"), [t for t in biases if t is not None]),
-        block_mask=mask,
+        block_mask=blocks,
         scale=arguments.get("scaling"),
         enable_gqa=query.size(1) != key.size(1),
         kernel_options=arguments.get("kernel_options"),

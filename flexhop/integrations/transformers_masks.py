@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from flexhop.block_mask import BlockMask
-from flexhop.mask_creation import create_block_mask
+from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.mods import MaskMod, and_masks
+from flexhop.mods.captured import captured_tensors
 
 MaskFunction = Callable[..., Any]
 
@@ -51,7 +51,7 @@ def block_mask(
     if has_offset:
         keep = _shifted(keep, _scalar(q_offset, device), _scalar(kv_offset, device))
     is_shared = attention_mask is None and not arguments.get("use_vmap", False)
-    is_shared = is_shared and not tensors_of(mask_function)  # each has a row per batch
+    is_shared = is_shared and not captured_tensors(mask_function)  # each has a row per batch
     mask = create_block_mask(
         keep,
         None if is_shared else batch_size,
@@ -64,7 +64,7 @@ def block_mask(
     return mask if torch.compiler.is_compiling() else _with_two_blocks(mask)
 
 
-def _padding(attention_mask: Tensor, positions: int) -> MaskMod:
+def _padding(attention_mask: Tensor, positions: Any) -> MaskMod:
     """Keys that are tokens: attention_mask[b, kv_idx], and False behind its end."""
     missing = positions - attention_mask.size(-1)
     tokens = pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
@@ -95,16 +95,10 @@ def _scalar(value: int | Tensor, device: torch.device) -> Tensor:
 
 
 def codes_of(function: Any) -> tuple[Hashable, ...]:
-    """The code of a function and of all functions that it holds: what compiled code is bound to."""
+    """What compiled code is bound to: code of a function and of those it holds, and numbers."""
     code = getattr(function, "__code__", type(function))
-    return (code, *(codes_of(held) for held in _held(function) if callable(held)))
-
-
-def tensors_of(function: Any) -> list[Tensor]:
-    """The tensors that a function and the functions that it holds have captured."""
-    held = _held(function)
-    below = [tensor for value in held if callable(value) for tensor in tensors_of(value)]
-    return [value for value in held if isinstance(value, Tensor)] + below
+    held = [codes_of(value) if callable(value) else value for value in _held(function)]
+    return (code, *(value for value in held if isinstance(value, (tuple, int, float))))
 
 
 def _held(function: Any) -> list[Any]:
@@ -149,3 +143,4 @@ class BlocksOfAnyLength:
         self.full_q_num_blocks, self.full_q_indices = mask.full_q_num_blocks, mask.full_q_indices
         self.BLOCK_SIZE, self.mask_mod = mask.BLOCK_SIZE, mask.mask_mod
         self.seq_lengths = q_length, kv_length
+        self.has_ranges = getattr(mask, "has_ranges", False)

@@ -32,6 +32,7 @@ LAW: dict[str, set[str]] = {
     | {"options", "debug", "compat", "errors"},
     "plugin": {"ops", "lowering", "mods", "errors", "debug", "compat"},
     "offline": {"errors", "compat"},
+    "integrations": {"attention", "block_mask", "mods", "sdpa", "compat"},
     "__init__": {"attention", "block_mask", "cache", "flash", "masks", "mods", "ops", "options"}
     | {"errors", "plugin", "reports", "sdpa", "sequences", "varlen"},
 }

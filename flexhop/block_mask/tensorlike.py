@@ -1,0 +1,175 @@
+"""A mask asked as if it were a tensor: its size, where it is, copies of it.
+
+Frameworks hand masks about as tensors and ask these questions on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from flexhop.block_mask.fields import TENSOR_FIELDS, MaskFields, MaskModKey
+from flexhop.errors import BlockMaskFieldError
+from flexhop.mods.captured import captured_tensors, map_captured
+
+
+class TensorLikeMask(MaskFields):
+    """Methods of a BlockMask that tensors have too.
+
+    Those that copy also copy the tensors that mask_mod has captured, in closures, in partials and
+    in objects; not those in globals or modules.
+    """
+
+    @property
+    def ndim(self) -> int:
+        """4: batch, head, query, key; 2 if batch and head were left out."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """As ndim."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape as a torch.Size, or one entry of it."""
+        shape = torch.Size(self.shape)
+        return shape if dim is None else shape[dim]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the lists are on a GPU."""
+        return self.device.type == "cuda"
+
+    def is_contiguous(self) -> bool:
+        """Whether every list is."""
+        return all(t.is_contiguous() for t in self._tensors())
+
+    def contiguous(self) -> Self:
+        """The mask, with contiguous lists; itself if they are. Captured tensors are left alone."""
+        return self if self.is_contiguous() else self._with_lists(Tensor.contiguous)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """A mask on `device`, and with it what mask_mod captured."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def cpu(self) -> Self:
+        """As to("cpu")."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int = "cuda", non_blocking: bool = False) -> Self:
+        """As to(device)."""
+        where = f"cuda:{device}" if isinstance(device, int) else device
+        return self.to(where, non_blocking)
+
+    def pin_memory(self) -> Self:
+        """A mask in page-locked memory, from which copies to a GPU need not be waited for."""
+        return self._map(Tensor.pin_memory)
+
+    def clone(self) -> Self:
+        """A mask that shares no tensor with this one."""
+        return self._map(Tensor.clone)
+
+    def detach(self) -> Self:
+        """A mask whose tensors are detached."""
+        return self._map(Tensor.detach)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+
+        made = self._map(copied)
+        memo[id(self)] = made
+        return made
+
+    def copy_(self, source: MaskFields) -> Self:
+        """Overwrite this mask with another one in place, as captured CUDA graphs need it.
+
+        Args:
+            source: a BlockMask of the same lengths, block size, batches, heads and mask_mod, but
+                for the values of its lists and of the tensors that mask_mod captured. Its rows of
+                blocks may be narrower than this mask's.
+
+        Raises:
+            BlockMaskFieldError: it does not fit; nothing has been copied.
+        """
+        pairs = [*self._matched_lists(source), *self._matched_captures(source)]
+        for own, other in pairs:
+            own.copy_(other)
+        if self.full_kv_num_blocks is not None and source.full_kv_num_blocks is None:
+            self.full_kv_num_blocks.zero_()
+            if self.full_q_num_blocks is not None:
+                self.full_q_num_blocks.zero_()
+        return self
+
+    def _matched_lists(self, source: MaskFields) -> list[tuple[Tensor, Tensor]]:
+        for name in ("seq_lengths", "BLOCK_SIZE"):
+            own, other = getattr(self, name), getattr(source, name)
+            if own != other:
+                _refuse(name, f"it is {other} in the source and {own} in the target")
+        if self.full_kv_num_blocks is None and source.full_kv_num_blocks is not None:
+            _refuse("full_kv_num_blocks", "the source lists full blocks, the target does not")
+        pairs = [self._matched_list(name, source) for name in TENSOR_FIELDS]
+        return [pair for pair in pairs if pair is not None]
+
+    def _matched_list(self, name: str, source: MaskFields) -> tuple[Tensor, Tensor] | None:
+        """Where one list goes and what it becomes; None if the target does without it."""
+        own: Tensor | None = getattr(self, name)
+        other: Tensor | None = getattr(source, name)
+        if own is None or (other is None and name.startswith("full_")):  # that becomes empty
+            return None
+        if other is None:
+            _refuse(name, "the target has it and the source has not")
+        if name.endswith("_indices") and other.size(-1) < own.size(-1):
+            own = own[..., : other.size(-1)]
+        if own.shape != other.shape:
+            _refuse(name, f"shape {tuple(other.shape)} does not fit into {tuple(own.shape)}")
+        return own, other
+
+    def _matched_captures(self, source: MaskFields) -> list[tuple[Tensor, Tensor]]:
+        """What mask_mod captured here and there."""
+        if self.mask_mod is source.mask_mod:
+            return []
+        if _without_tensors(self.mask_mod) != _without_tensors(source.mask_mod):
+            _refuse("mask_mod", "the source has another function, or other numbers in it")
+        own, other = captured_tensors(self.mask_mod), captured_tensors(source.mask_mod)
+        for mine, theirs in zip(own, other, strict=True):
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                _refuse(
+                    "mask_mod",
+                    f"it captured {theirs.dtype} of shape {tuple(theirs.shape)} in the source and "
+                    f"{mine.dtype} of shape {tuple(mine.shape)} in the target",
+                )
+        return [(a, b) for a, b in zip(own, other, strict=True) if a is not b]
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for name in TENSOR_FIELDS if (t := getattr(self, name)) is not None]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        made = self._with_lists(change)
+        made.mask_mod = map_captured(self.mask_mod, change)
+        return made
+
+    def _with_lists(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A shallow copy, subclass and further attributes included, with changed lists."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        for name in TENSOR_FIELDS:
+            if (tensor := getattr(self, name)) is not None:
+                setattr(made, name, change(tensor))
+        return made
+
+
+def _without_tensors(mod: Any) -> MaskModKey:
+    """A mod as a key that is equal for mods that differ in captured tensors only."""
+    return MaskModKey(map_captured(mod, lambda _: _ANY_TENSOR))
+
+
+_ANY_TENSOR = torch.empty(0)
+
+
+def _refuse(field: str, reason: str) -> NoReturn:
+    raise BlockMaskFieldError(field=field, reason=reason)
