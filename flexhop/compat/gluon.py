@@ -15,9 +15,10 @@ import sympy
 import torch
 from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv
 
-from flexhop.compat import inductor
+from flexhop.compat import inductor, tanh
 from flexhop.templates.printers import gluon_sums
 from flexhop.templates.printers.holes import ScatterSite
 
@@ -37,7 +38,7 @@ from flexhop.compat.gluon_runtime import (
 """
 
 
-class GluonOverrides(TritonKernelOverrides):
+class GluonOverrides(tanh.Numbers):
     """How operations are printed where Triton's text is not accepted; all others are."""
 
     @classmethod
@@ -151,10 +152,31 @@ def make_template(name: str, grid: Callable[..., Any], source: str) -> GluonTemp
     return template
 
 
+class _Removed(OrderedSet[str]):
+    """Buffers that Inductor leaves out because nothing reads them, but for those in `kept`."""
+
+    kept: OrderedSet[str]
+
+    def add(self, name: str) -> None:
+        """Leave a buffer out, if it may be."""
+        if name not in self.kept:
+            super().add(name)
+
+
 def keep_apart(result: Any) -> None:
-    """Forbid Inductor to fuse what follows: the kernel has no place where it could stand."""
+    """Forbid Inductor to fuse what follows, or to leave the result out if nothing reads it.
+
+    The kernel has no place where other code could stand, and it stores its result in any case:
+    another of its results may be the one that is read.
+    """
     result.realize()
-    V.graph.no_fuse_buffer_names.add(result.get_name())
+    graph = V.graph
+    graph.no_fuse_buffer_names.add(result.get_name())
+    if not isinstance(graph.removed_buffers, _Removed):
+        removed = _Removed(graph.removed_buffers)
+        removed.kept = OrderedSet()
+        graph.removed_buffers = removed
+    graph.removed_buffers.kept.add(result.get_name())
 
 
 def suits_bulk_copies(value: Any) -> bool:

@@ -274,9 +274,12 @@ def _scalar_buffer(output: Any) -> Any:
 
 
 def note_subgraphs(result: Any, captures: Sequence[Any], buffers: Sequence[Any]) -> None:
-    """Tell the template's buffer about captured SymInts, which reach the kernel by this alone."""
+    """Tell the template's buffer about captured SymInts, which reach the kernel by this alone.
+
+    One whose value is known by now has become a Python number, which Inductor does not expect.
+    """
     template_buffer = result.data.data
-    template_buffer.subgraph_inps = list(captures)
+    template_buffer.subgraph_inps = [x if is_ir(x) else sympy.sympify(x) for x in captures]
     template_buffer.subgraph_outs = list(buffers)
 
 

@@ -1,26 +1,43 @@
-"""Inductor: how tanh is computed in the kernels.
+"""Inductor: how tanh is computed in the kernels, and how sizes that are known are printed.
 
-CUDA's own function has a branch, which every score that a thread holds takes for itself. Names are
-the same in torch 2.11 to 2.15.
+CUDA's own tanh has a branch, which every score that a thread holds takes for itself. Names are the
+same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.triton import TritonKernelOverrides
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V, ops
 
-__all__ = ["IMPORT", "Overrides", "register_tanh_approx"]
+__all__ = ["IMPORT", "Numbers", "Overrides", "register_tanh_approx"]
 
 IMPORT = "from flexhop.compat.triton_runtime import branchless_tanh\n"
 
 
-class Overrides(TritonKernelOverrides):
-    """How operations are printed; all but one as Inductor prints them."""
+class Numbers(TritonKernelOverrides):
+    """Prints an index that is a number as a constant.
+
+    Inductor gives it the shape of a block of its own kernels (XBLOCK), which templates do not have.
+    """
+
+    @classmethod
+    def index_expr(cls, expr: Any, dtype: torch.dtype) -> Any:
+        """An index, such as a size, of this dtype."""
+        known = V.graph.sizevars.simplify(sympy.sympify(expr))
+        if not known.is_number:
+            return super().index_expr(expr, dtype)
+        text = cls.constant(int(known), dtype)
+        return V.kernel.cse.generate(V.kernel.compute, text, dtype=dtype, shape=())
+
+
+class Overrides(Numbers):
+    """How operations are printed; all but these as Inductor prints them."""
 
     @staticmethod
     def tanh(x: Any) -> str:
