@@ -253,7 +253,10 @@ def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> N
     grad_weights = dense.product(grad_out, dense.value.detach().transpose(-1, -2)).to(wide)
     grad_scores = weights * (grad_weights - delta)
     grad_value = dense.product(weights.to(dtype).transpose(-1, -2), grad_out)
-    torch.autograd.backward((dense.scores, dense.value), (grad_scores, grad_value))
+    pairs = [(dense.value, grad_value)]
+    if dense.scores.requires_grad:  # a score_mod may do without its score
+        pairs.append((dense.scores, grad_scores))
+    torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def evaluate_score_mod(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:

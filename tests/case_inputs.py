@@ -93,6 +93,7 @@ class Case:
         options: kernel options of the kernel tiers.
         lse: whether the loss depends on lse, too.
         max_scores: whether the largest scores are asked for and compared.
+        ignores_score: whether score_mod does without its score, so query gets no gradient.
         stock: whether PyTorch's compiled flex_attention takes it on CUDA, with gradients.
     """
 
@@ -113,6 +114,7 @@ class Case:
     options: KernelOptions | None = None
     lse: bool = False
     max_scores: bool = False
+    ignores_score: bool = False
     stock: bool = True
 
     @property

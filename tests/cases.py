@@ -450,6 +450,32 @@ LEARNED = [
     Case("learned_grouped", score=lambda c: lambda s, b, h, q, k: s * c.bias[b, h] + c.bias[b, h],
          captures=lambda s, r: {"bias": r.normal(s.batch, s.heads)}, learned=("bias",), dtype=BF16,
          shape=Shape(2, 6, 2, 37, 65, kv_batch=1), stock=False),
+    Case("learned_row", score=lambda c: lambda s, b, h, q, k: s + c.bias[..., k][1], learned=("bias",), shape=LEARN,
+         captures=lambda s, r: {"bias": r.normal(3, s.kv_len)}, stock=False),
+]  # fmt: skip
+
+# Scores that do without q·k, and have fewer dimensions than it.
+IGNORANT = [
+    dataclasses.replace(case, ignores_score=True, stock=False)
+    for case in (
+        Case("zeros", score=plain(lambda s, b, h, q, k: torch.zeros_like(s)), mask=plain(causal), shape=ODD, lse=True),
+        Case("score_of_key", score=plain(lambda s, b, h, q, k: (k % 7) * 0.3), shape=ODD, options=SMALL_TILES),
+        Case("score_of_query", score=plain(lambda s, b, h, q, k: q * 0.1), dtype=BF16, shape=ODD, lse=True),
+        Case("score_of_head", score=lambda c: lambda s, b, h, q, k: c.bias[h], learned=("bias",), dtype=FP16,
+             captures=lambda s, r: {"bias": r.normal(s.heads, dtype=FP16)}, shape=LEARN),
+        Case("learned_distance_alone", score=lambda c: lambda s, b, h, q, k: c.bias[h, (q - k).abs()],
+             captures=lambda s, r: {"bias": r.normal(s.heads, s.q_len)}, learned=("bias",), shape=LEARN,
+             mask=plain(causal)),
+        Case("zeros_capped", score=lambda c: lambda s, b, h, q, k: torch.tanh(torch.zeros_like(s) + c.bias[k]),
+             captures=lambda s, r: {"bias": r.normal(s.kv_len)}, learned=("bias",), shape=LEARN),
+        Case("decode_zeros", score=plain(lambda s, b, h, q, k: torch.zeros_like(s)), options=decoded(3), lse=True,
+             **short(3, 3)),
+        Case("decode_score_of_key", score=plain(lambda s, b, h, q, k: k * 0.02), options=decoded(2),
+             dtype=BF16, **short(1, 3)),
+        Case("decode_learned_alone", options=decoded(2), learned=("bias",), dtype=FP16,
+             score=lambda c: lambda s, b, h, q, k: (c.bias[h, k]).masked_fill(~(q // 3 <= k // 3), -math.inf),
+             captures=lambda s, r: {"bias": r.normal(s.heads, s.kv_len)}, **short(2, 3)),
+    )
 ]  # fmt: skip
 
 WIDTHS = [
@@ -549,7 +575,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 CASES = [
-    *SCORES, *MASKS, *CAPTURES, *LEARNED, *WIDTHS, *GROUPS, *LAYOUTS, *DECODE, *OPTIONS,
+    *SCORES, *MASKS, *CAPTURES, *LEARNED, *IGNORANT, *WIDTHS, *GROUPS, *LAYOUTS, *DECODE, *OPTIONS,
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two cases share a name"

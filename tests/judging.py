@@ -49,8 +49,11 @@ class Outcome:
         if case.max_scores and max_scores is not None:
             tensors["max_scores"] = max_scores
         for name, leaf in inputs.leaves(case).items():
-            assert leaf.grad is not None, f"{name} has no gradient"
-            tensors[f"grad_{name}"] = leaf.grad
+            grad = leaf.grad
+            if grad is None and case.ignores_score:  # autograd knows that nothing depends on it
+                grad = torch.zeros_like(leaf)
+            assert grad is not None, f"{name} has no gradient"
+            tensors[f"grad_{name}"] = grad
         return cls(tensors)
 
 

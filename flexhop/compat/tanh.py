@@ -23,7 +23,7 @@ IMPORT = "from flexhop.compat.triton_runtime import branchless_tanh\n"
 class Numbers(TritonKernelOverrides):
     """Prints an index that is a number as a constant.
 
-    Inductor gives it the shape of a block of its own kernels (XBLOCK), which templates do not have.
+    Inductor gives it the shape of a block of its own kernels, XBLOCK, which templates lack.
     """
 
     @classmethod

@@ -1,0 +1,123 @@
+"""Calls of which some kernel did not compile once, found by random problems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.masks import causal
+from flexhop.mods import dequantize
+from flexhop.offline import Generated, generate
+from flexhop.offline.cubin import compile_kernel
+
+BF16 = torch.bfloat16
+
+
+def operands(*shape: int, learned: str = "", dtype: torch.dtype = BF16) -> list[torch.Tensor]:
+    """Query, key and value; those that `learned` names need a gradient."""
+    return [torch.zeros(shape, dtype=dtype, requires_grad=name in learned) for name in "qkv"]
+
+
+def compiled(generated: Generated) -> int:
+    """How many kernels of ours there are; each compiles for Hopper GPUs."""
+    cubins = [compile_kernel(kernel, 90) for kernel in generated.templates]
+    assert all(cubin.registers for cubin in cubins)
+    return len(cubins)
+
+
+def hopper_call(query, key, value, *captured):
+    table = captured[0] if captured else None
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score if table is None else score + table[h, q_idx] * table[h, kv_idx]
+
+    return flexhop.flex_attention(
+        query, key, value, score_mod, kernel_options=flexhop.KernelOptions(backend="hopper")
+    )
+
+
+@pytest.mark.parametrize("learned", ["q", "k", "v", "qv"])
+def test_some_gradients_of_the_hopper_kernel_are_not_asked_for(learned):
+    generated = generate(hopper_call, *operands(1, 2, 256, 64, learned=learned), grad=True)
+    generated.kernel_with("differentiate")
+
+
+def test_no_gradient_but_of_a_captured_tensor_is_asked_for():
+    table = torch.zeros(2, 256, requires_grad=True)
+    generated = generate(hopper_call, *operands(1, 2, 256, 64), table, grad=True)
+    generated.kernel_with("differentiate")
+
+
+def test_lse_alone_is_asked_of_the_hopper_kernel():
+    def lse_of(query, key, value):
+        _, aux = flexhop.flex_attention(
+            query, key, value, return_aux=flexhop.AuxRequest(lse=True),
+            kernel_options=flexhop.KernelOptions(backend="hopper"),
+        )  # fmt: skip
+        return aux.lse
+
+    generate(lse_of, *operands(1, 2, 256, 64)).kernel_with("consume")
+
+
+def test_a_score_without_dimensions_in_a_branch():
+    """Reads of a table by both positions stand in a branch, whose two sides must be alike."""
+    table = torch.zeros(2, 139, requires_grad=True)
+
+    def call(query, key, value, table):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.zeros_like(score) + table[h, q_idx - kv_idx + 69]
+
+        options = flexhop.KernelOptions(backend="triton")
+        return flexhop.flex_attention(query, key, value, score_mod, kernel_options=options)
+
+    generated = generate(call, *operands(1, 2, 70, 32, learned="qkv"), table, grad=True)
+    assert compiled(generated) == 3
+
+
+def test_a_score_of_keys_alone_with_dropout():
+    def call(query, key, value):
+        return flexhop.flex_attention(
+            query, key, value, lambda s, b, h, q, k: (k % 7) * 0.3, dropout_p=0.1,
+            dropout_seed=torch.zeros(2, dtype=torch.int64),
+        )  # fmt: skip
+
+    assert compiled(generate(call, *operands(1, 2, 70, 32))) == 1
+
+
+def test_a_captured_size_that_is_known_by_now():
+    """A difference of two lengths that are one and the same is a number, not a symbol."""
+
+    def call(query, key, value):
+        offset = key.size(2) - query.size(2)
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score - (q_idx + offset - kv_idx).abs()
+
+        return flexhop.flex_attention(query, key, value, score_mod)
+
+    assert compiled(generate(call, *operands(3, 2, 70, 32), dynamic=True)) == 1
+
+
+def test_a_page_table_of_which_a_size_is_known_by_now():
+    table = flexhop.PageTable(
+        torch.zeros(2, 24, dtype=torch.int32), 8, torch.full((2,), 192, dtype=torch.int32)
+    )
+    query = torch.zeros(2, 8, 130, 64)
+    key = torch.zeros(48, 4, 8, 64, dtype=torch.float8_e5m2)
+    mask = flexhop.create_block_mask(causal, None, None, 130, 192, "cpu", BLOCK_SIZE=64)
+    scale = torch.ones(2, 4, 192)
+
+    def call(query, key, value):
+        return flexhop.flex_attention(
+            query,
+            key,
+            value,
+            block_mask=mask,
+            page_table=table,
+            k_mod=dequantize(scale),
+            enable_gqa=True,
+        )
+
+    generated = generate(call, query, key, torch.zeros(48, 4, 8, 24), dynamic=True)
+    compile_kernel(generated.kernel_with("key_mod"), 90)
