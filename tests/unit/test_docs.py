@@ -164,7 +164,8 @@ def test_the_glossary_is_short():
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
-    paths = [page.relative_to(ROOT / "docs").as_posix() for page in DOCS]
+    lab = ROOT / "docs" / "lab"  # journals, which the pages of the designs link to
+    paths = [p.relative_to(ROOT / "docs").as_posix() for p in DOCS if not p.is_relative_to(lab)]
     assert [path for path in paths if path not in navigation] == []
 
 

@@ -1,7 +1,7 @@
 """The forward kernel of Hopper GPUs: what it serves, its tile and its constants.
 
 Pure functions of Problem. The text is in templates/hopper/forward/, the reasons of its numbers
-are in docs/kernels/hopper.md.
+are in docs/lab/hopper.md.
 """
 
 from __future__ import annotations
