@@ -1,24 +1,29 @@
 """From a mask_mod to the blocks it needs, without ever holding the whole mask.
 
 A block needs two facts: whether mask_mod keeps anything in it, and whether it keeps everything.
-Eagerly they are computed chunk by chunk, within CHUNK_ELEMENTS. Under torch.compile they are one
-reduction over a pointwise function, which Inductor turns into a loop that stores nothing else.
+coverage.py finds them eagerly, by whole blocks; scores.py finds them by looking at every score.
 """
 
 from __future__ import annotations
 
-import itertools
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flexhop.block_mask.coverage import coverage
 from flexhop.block_mask.fields import block_size_pair
-from flexhop.block_mask.lists import block_count, dense_to_lists
+from flexhop.block_mask.lists import dense_to_lists
 from flexhop.block_mask.mask import BlockMask
-from flexhop.compat.indexing import IndexMode
+from flexhop.block_mask.scores import (
+    Grid,
+    compiled_coverage,
+    count_up,
+    evaluate_mod,
+    whole_blocks,
+)
 from flexhop.errors import (
     BlockMaskFieldError,
     ModLoweringError,
@@ -26,40 +31,6 @@ from flexhop.errors import (
     SequenceLengthError,
 )
 from flexhop.mods.functions import MaskMod, ScoreMod, check_arity, is_score_mod
-
-# Elements of the mask that eager creation looks at together. A mask of a few comparisons holds
-# about 16 bytes of temporaries for each, so this is about 64 MiB.
-CHUNK_ELEMENTS = 4 * 1024 * 1024
-# Longest side of what it looks at as one; longer blocks are looked at in pieces.
-LONGEST = 1024
-# vmap's in_dims for mapping over kv_idx, q_idx, h and b in turn; the last one is outermost.
-MAPPED = (
-    (None, None, None, 0),
-    (None, None, 0, None),
-    (None, 0, None, None),
-    (0, None, None, None),
-)
-
-
-class Grid(NamedTuple):
-    """The matrix of one mask, and how it is cut into blocks."""
-
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
-    block: tuple[int, int]
-    device: torch.device
-
-    @property
-    def rows(self) -> int:
-        """Blocks of queries."""
-        return block_count(self.q_len, self.block[0])
-
-    @property
-    def columns(self) -> int:
-        """Blocks of keys."""
-        return block_count(self.kv_len, self.block[1])
 
 
 def create_block_mask(
@@ -79,8 +50,12 @@ def create_block_mask(
 ) -> BlockMask:
     """Find the blocks that a mask_mod needs.
 
-    The mask itself is never held: memory is bounded by CHUNK_ELEMENTS eagerly and by the lists
-    of blocks under torch.compile. Nothing waits for the device.
+    The mask itself is never held: memory is that of the lists of blocks. Eagerly, most blocks are
+    told apart by what the operators of mask_mod say about whole blocks (docs/analysis.md), which
+    gives the lists that looking at every score would give. Under torch.compile every score is
+    looked at, and nothing waits for the device. Eagerly nothing waits if each query sees one
+    stretch of keys by the operators alone (causal, windows, prefixes, padding), in CUDA graphs,
+    and where `torch.cuda.set_sync_debug_mode` asks for it; else lists of undecided blocks do.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors, all in range.
@@ -143,7 +118,7 @@ def create_mask(
     else:
         keep = _checked(cast(MaskMod, mod_fn))
     sizes = (grid.batch, grid.heads, Q_LEN, KV_LEN)
-    return _evaluate(keep, *(_indices(size, grid.device) for size in sizes))
+    return evaluate_mod(keep, *(count_up(size, grid.device) for size in sizes))
 
 
 def _grid(
@@ -172,13 +147,14 @@ def _block_mask(
     mask_mod: MaskMod, grid: Grid, separate_full_blocks: bool, compute_q_blocks: bool
 ) -> BlockMask:
     keep = _checked(mask_mod)
-    if torch.compiler.is_compiling():
-        some, every = _coverage(keep, grid)
-    else:
-        some, every = _coverage_by_chunks(keep, grid)
+    if not torch.compiler.is_compiling():
+        return _listed(
+            mask_mod, grid, coverage(mask_mod, keep, grid), separate_full_blocks, compute_q_blocks
+        )
+    some, every = compiled_coverage(keep, grid)
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if separate_full_blocks:
-        full_blocks = every & _whole_blocks(grid)
+        full_blocks = every & whole_blocks(grid)
         full = dense_to_lists(full_blocks)
         some = some & ~full_blocks
     return BlockMask.from_kv_blocks(
@@ -191,102 +167,32 @@ def _block_mask(
     )
 
 
-def _whole_blocks(grid: Grid) -> Tensor:
-    """[R, C] bool: blocks that do not overhang; only they can be full."""
-    rows = _indices(grid.rows, grid.device) < grid.q_len // grid.block[0]
-    columns = _indices(grid.columns, grid.device) < grid.kv_len // grid.block[1]
-    return rows[:, None] & columns
+def _listed(
+    mask_mod: MaskMod,
+    grid: Grid,
+    covered: tuple[Tensor, Tensor],
+    separate_full_blocks: bool,
+    compute_q_blocks: bool,
+) -> BlockMask:
+    """The mask of some blocks; those of all batches and heads are listed once."""
+    some, every = covered
+    full = every & whole_blocks(grid) if separate_full_blocks else None
+    partial = some if full is None else some & ~full
 
+    def lists(dense: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dense is None:
+            return None, None
+        shape = (grid.batch, grid.heads)
+        found = dense_to_lists(dense)
+        return tuple(t.expand(*shape, *t.shape[2:]).contiguous() for t in found)
 
-def _coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Whether each block keeps something, and everything: [B, H, R, C] bool each.
-
-    Two things keep Inductor from storing the mask. All indices have the shape of the whole, so
-    that whatever it computes on the way has the loops of the final sum and fuses with it. And one
-    sum says both facts, so that the mask has one reader.
-    """
-    device = grid.device
-    queries = _pieces(grid.q_len, grid.block[0], device)
-    keys = _pieces(grid.kv_len, grid.block[1], device)
-    shape = (grid.batch, grid.heads, len(queries), len(keys), queries.shape[1], keys.shape[1])
-    indices = (
-        _indices(grid.batch, device)[:, None, None, None, None, None],
-        _indices(grid.heads, device)[:, None, None, None, None],
-        queries[:, None, :, None],
-        keys[:, None, :],
-    )
-    for _ in shape:
-        keep = torch.vmap(keep)
-    with torch.no_grad(), IndexMode():
-        kept = keep(*(index.expand(shape) for index in indices))
-    area = shape[4] * shape[5]
-    count = kept.sum((4, 5), dtype=torch.int32 if area < 2**31 else torch.int64)
-    return count > 0, count == area
-
-
-def _coverage_by_chunks(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The same as `_coverage`, looking at CHUNK_ELEMENTS at a time."""
-    batch, heads = _indices(grid.batch, grid.device), _indices(grid.heads, grid.device)
-    queries = _pieces(grid.q_len, grid.block[0], grid.device, LONGEST)
-    keys = _pieces(grid.kv_len, grid.block[1], grid.device, LONGEST)
-    shape = (grid.batch, grid.heads, len(queries), len(keys))
-    some = torch.empty(shape, dtype=torch.bool, device=grid.device)
-    every = torch.empty_like(some)
-    for b, h, q, kv in _chunks(shape, queries.shape[1] * keys.shape[1]):
-        kept = _evaluate(keep, batch[b], heads[h], queries[q].flatten(), keys[kv].flatten())
-        tiles = kept.unflatten(3, (-1, keys.shape[1])).unflatten(2, (-1, queries.shape[1]))
-        some[b, h, q, kv] = tiles.any(5).any(3)
-        every[b, h, q, kv] = tiles.all(5).all(3)
-    some, every = (
-        table.unflatten(3, (grid.columns, -1)).unflatten(2, (grid.rows, -1))
-        for table in (some, every)
-    )
-    return some.any(5).any(3), every.all(5).all(3)
-
-
-def _pieces(length: int, block: int, device: torch.device, longest: int | None = None) -> Tensor:
-    """Positions in order, a row for each block, or for each piece of a block: [P, size] int32.
-
-    What a piece lacks at the end of its block, or a block at the end of the sequence, is filled
-    by repeating the last position, which changes neither "some" nor "every" and keeps captured
-    tables from being read out of range.
-    """
-    reach = min(block, length)
-    size = reach if longest is None else min(reach, longest)
-    within = torch.arange(block_count(reach, size) * size, device=device, dtype=torch.int32)
-    start = torch.arange(block_count(length, block), device=device, dtype=torch.int32) * block
-    position = (start[:, None] + within.clamp(max=reach - 1)).clamp(max=length - 1)
-    return position.view(-1, size)
-
-
-def _chunks(shape: tuple[int, ...], area: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a table into parts of at most CHUNK_ELEMENTS, if each entry stands for `area`."""
-    room = max(1, CHUNK_ELEMENTS // area)
-    spans: list[list[slice]] = []
-    for size in reversed(shape):  # the last dimension first: its parts are contiguous
-        step = min(size, room)
-        room = max(1, room // step)
-        spans.insert(0, [slice(start, start + step) for start in range(0, size, step)])
-    return itertools.product(*spans)
-
-
-def _evaluate(
-    mod: Callable[..., Tensor], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    """Apply a mod to each combination of indices: [len(b), len(h), len(q_idx), len(kv_idx)].
-
-    Mapped and not broadcast, because a mod may index in steps, `table[b][q_idx]`, which means
-    something else for indices that have dimensions.
-    """
-    for dims in MAPPED:
-        mod = torch.vmap(mod, in_dims=dims)
-    with torch.no_grad(), IndexMode():
-        return mod(b, h, q_idx, kv_idx)
-
-
-def _indices(size: int, device: torch.device) -> Tensor:
-    """0 to size - 1, as kernels count: int32."""
-    return torch.arange(size, device=device, dtype=torch.int32)
+    sides = [*lists(partial), *lists(full)]
+    if compute_q_blocks:
+        sides += [*lists(partial.mT), *lists(None if full is None else full.mT)]
+    else:
+        sides += [None] * 4
+    lengths = (grid.q_len, grid.kv_len)
+    return BlockMask(lengths, *sides, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
 
 
 def _checked(mask_mod: MaskMod) -> MaskMod:

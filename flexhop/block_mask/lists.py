@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Entries of lists that are made together: about 24 bytes of temporaries for each.
+LISTED_AT_ONCE = 4 * 1024 * 1024
+
 
 def block_count(length: int, block: int) -> int:
     """Number of blocks that cover `length` positions; the last one may overhang."""
@@ -118,9 +121,23 @@ def dense_to_lists(dense: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks = dense.sum(-1, dtype=torch.int32)
     if torch.compiler.is_compiling():
         return num_blocks, _order_by_counting(dense, num_blocks)
-    # Stable, so that columns stay ascending.
-    order = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
-    return num_blocks, order.to(torch.int32).contiguous()
+    if dense.numel() <= LISTED_AT_ONCE:
+        return num_blocks, _order_by_running_sums(dense, num_blocks)
+    order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
+    step = max(1, LISTED_AT_ONCE * dense.shape[-2] // dense.numel())
+    for row in range(0, dense.shape[-2], step):
+        rows = slice(row, row + step)
+        order[..., rows, :] = _order_by_running_sums(dense[..., rows, :], num_blocks[..., rows])
+    return num_blocks, order
+
+
+def _order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
+    """The indices of `dense_to_lists`: how many marks are ahead of a column says where it goes."""
+    column = torch.arange(dense.shape[-1], device=dense.device, dtype=torch.int32)
+    ahead = dense.cumsum(-1, dtype=torch.int32)  # marks up to a column, and in it
+    place = torch.where(dense, ahead - 1, num_blocks[..., None] + column - ahead)
+    order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
+    return order.scatter_(-1, place.long(), column.expand_as(place))
 
 
 def _order_by_counting(dense: Tensor, num_blocks: Tensor) -> Tensor:

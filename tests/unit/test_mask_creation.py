@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexhop.block_mask import BlockMask, create_block_mask, create_mask
-from flexhop.block_mask import creation as mask_creation
+from flexhop.block_mask import BlockMask, coverage, create_block_mask, create_mask, scores
 from flexhop.errors import (
     BlockMaskFieldError,
     BlockSizeError,
@@ -80,8 +79,9 @@ def assert_same_lists(first: BlockMask, second: BlockMask) -> None:
 def test_random_masks(shape, block, dense, seed, chunk):
     table = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < dense
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mask_creation, "CHUNK_ELEMENTS", chunk)
-        patch.setattr(mask_creation, "LONGEST", 13)
+        patch.setattr(scores, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(coverage, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(scores, "LONGEST", 13)
         mask = create_block_mask(table_mask(table), *shape, "cpu", block)
     assert mask.shape == shape
     assert_matches(mask, table)
@@ -99,9 +99,9 @@ def test_causal_of_ragged_lengths(length, block):
 @pytest.mark.parametrize("area", [1, 128 * 128, 1024 * 1024])
 def test_chunks_are_bounded_and_cover_everything(shape, area):
     covered = torch.zeros(shape, dtype=torch.int32)
-    for chunk in mask_creation._chunks(shape, area):
+    for chunk in scores._chunks(shape, area):
         covered[chunk] += 1
-        assert covered[chunk].numel() * area <= mask_creation.CHUNK_ELEMENTS
+        assert covered[chunk].numel() * area <= scores.CHUNK_ELEMENTS
     assert bool((covered == 1).all())
 
 

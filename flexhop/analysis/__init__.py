@@ -1,0 +1,60 @@
+"""One analysis of mods: what every part of one depends on, and in which range.
+
+    facts = analyse(graph_module, ("score", "b", "h", "q", "k"), {"q": 4096, "k": 4096})
+    facts[node].depends          # frozenset({"h", "q", "k"})
+    facts[node].seen.coordinates # one Coordinate: q - k, between -4095 and 4095
+    facts[node].form             # q - k + 4095
+    facts[node].low, .high       # 0, 8190
+    facts[node].cost             # instructions per score, of this node alone
+
+`facts.forms` answers the rest: `grows`, `split`, `is_exact`. Nothing of this looks at a captured
+tensor. For masks, `trace` gives the graph by one call, `evaluate` the interval of every node in
+many boxes of scores at once, captured tensors included, and `find_span` the one stretch of keys
+that each query sees, if there is one.
+
+An operator without a rule (operators.py) is unknown, and unknown is always sound: it may be any
+number of its dtype, and depends on what its operands depend on.
+"""
+
+from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
+from flexhop.analysis.cost import FUNCTION, instructions_of, rate
+from flexhop.analysis.facts import Analysis, Facts, analyse
+from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
+from flexhop.analysis.graph import Mod, read_graph
+from flexhop.analysis.interval import Interval, point
+from flexhop.analysis.spans import Span, find_span
+from flexhop.analysis.tables import OutOfRange, Tables
+from flexhop.analysis.trace import Untraceable, trace
+from flexhop.analysis.truths import Truth, truth_of
+from flexhop.analysis.values import Values, can_compute
+
+__all__ = [
+    "FUNCTION",
+    "Analysis",
+    "Coordinate",
+    "Facts",
+    "Form",
+    "Forms",
+    "Interval",
+    "Mod",
+    "OutOfRange",
+    "Seen",
+    "Span",
+    "Split",
+    "Tables",
+    "Truth",
+    "Untraceable",
+    "Values",
+    "analyse",
+    "can_compute",
+    "evaluate",
+    "evaluate_result",
+    "find_span",
+    "instructions_of",
+    "plain_inputs",
+    "point",
+    "rate",
+    "read_graph",
+    "trace",
+    "truth_of",
+]

@@ -1,0 +1,52 @@
+"""How many instructions an operator takes for a score.
+
+Numbers are those of the machine code of Hopper's kernels for single operators; they decide between
+kernels, no more. What depends on the query alone is computed once per row of a tile, and what
+depends on the key alone once for two rows, as threads hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import fx
+
+# One instruction unless listed. Functions of CUDA's library have branches, and are in the text
+# once for every score that a thread holds.
+_INSTRUCTIONS: dict[str, float] = {
+    "clone": 0, "alias": 0, "detach": 0, "lift_fresh_copy": 0, "view": 0, "expand": 0,
+    "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,
+    "ones": 0, "zeros_like": 0, "ones_like": 0, "full_like": 0,
+    "maximum": 3, "minimum": 3, "clamp": 4, "convert_element_type": 2, "_to_copy": 2, "index": 3,
+    "exp": 4, "exp2": 3, "log": 10, "log2": 8, "log10": 10, "sqrt": 6, "rsqrt": 4,
+    "reciprocal": 8, "div": 9, "sigmoid": 13, "silu": 14, "tanh": 12, "erf": 29, "gelu": 33,
+    "gelu_backward": 45, "tanh_approx": 4,
+    "expm1": 20, "log1p": 40, "softplus": 50, "log_sigmoid_forward": 50, "logaddexp": 55,
+    "mish": 65, "atan": 25, "atan2": 45, "asin": 25, "acos": 25, "sinh": 25, "cosh": 20,
+    "asinh": 50, "acosh": 50, "atanh": 50, "erfinv": 40, "erfc": 60, "sin": 85, "cos": 85,
+    "tan": 100, "pow": 60, "lgamma": 130, "digamma": 130, "floor_divide": 20, "remainder": 20,
+    "fmod": 20, "__mod__": 20, "__floordiv__": 20,
+}  # fmt: skip
+# Where the other operand is a number of the program.
+_BY_NUMBER = {"div": 2.0, "floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
+_SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that are not computed by logarithms
+FUNCTION = 4  # instructions from which something is more than a sum or a product
+
+
+def instructions_of(node: fx.Node) -> float:
+    """Instructions of one operator, wherever it is computed."""
+    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", "")
+    operands: Any = node.args
+    if name == "pow" and len(operands) > 1 and operands[1] in _SQUARES:
+        return 2.0
+    if len(operands) > 1 and not isinstance(operands[1], fx.Node):
+        return _BY_NUMBER.get(name, _INSTRUCTIONS.get(name, 1.0))
+    return _INSTRUCTIONS.get(name, 1.0)
+
+
+def rate(depends: Collection[str]) -> float:
+    """How often a value is computed for a score, if it depends on these inputs."""
+    if "score" in depends or "grad" in depends or ("q" in depends and "k" in depends):
+        return 1.0
+    return 0.5 if "k" in depends else 0.0

@@ -1,0 +1,288 @@
+"""What the nodes of a mod depend on: inputs, linear forms, coordinates, growth.
+
+Every integer node is a sum of coefficients times atoms, plus a number; an atom is an input or a
+node that is no such sum. A *coordinate* is what a node sees of the positions of query and key:
+q alone, k alone, or one integer that is a sum of something of q and something of k, such as the
+distance q - k, or the distance of rows q // w - k // w. A node that sees coordinates other than q
+and k alone takes no more values than these do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from flexhop.analysis.boxes import evaluate, plain_inputs
+from flexhop.analysis.graph import Mod, dtype_of, is_number
+from flexhop.analysis.interval import Interval, extent, is_int
+from flexhop.analysis.operators import Trait, packet_of, traits_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+POSITIONS = frozenset("qk")
+_CONVERSIONS = (aten._to_copy, prims.convert_element_type)
+_LARGEST = 2**31  # of the values that a coordinate takes
+
+
+class Form(NamedTuple):
+    """offset + the sum of coefficient * atom."""
+
+    terms: Mapping[fx.Node, int]
+    offset: int
+
+    def plus(self, other: Form, factor: int = 1) -> Form:
+        """The form of self + factor * other."""
+        terms = dict(self.terms)
+        for atom, coefficient in other.terms.items():
+            terms[atom] = terms.get(atom, 0) + factor * coefficient
+        kept = {atom: coefficient for atom, coefficient in terms.items() if coefficient}
+        return Form(kept, self.offset + factor * other.offset)
+
+    def times(self, factor: int) -> Form:
+        """The form of factor * self."""
+        return Form({}, 0).plus(self, factor)
+
+
+class Coordinate(NamedTuple):
+    """A sum over atoms of which each depends on the query or on the key, but not on both.
+
+    Its first coefficient is positive, and its coefficients have no common divisor.
+
+    Args:
+        terms: atoms with coefficients, those of the query first.
+        first, last: what the sum lies between.
+    """
+
+    terms: tuple[tuple[fx.Node, int], ...]
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        """How many values it takes at most."""
+        return self.last - self.first + 1
+
+
+class Seen(NamedTuple):
+    """What a node depends on: coordinates, "q", "k" or a Coordinate, and other inputs by name."""
+
+    coordinates: frozenset[Any]
+    others: frozenset[str]
+
+
+class Split(NamedTuple):
+    """factor * coordinate + rest, where rest depends on neither position."""
+
+    coordinate: Coordinate
+    factor: int
+    rest: Form
+
+
+class Forms:
+    """Dependence, forms and coordinates of the nodes of a mod.
+
+    Args:
+        mod: no captured tensor of it is looked at.
+        sizes: bounds on what b, h, q and k may be, by these names: one more than the largest.
+        held: operators that have the form of their first operand.
+    """
+
+    def __init__(self, mod: Mod, sizes: Mapping[str, int], held: Collection[Any] = ()) -> None:
+        self.mod, self.sizes, self._held = mod, dict(sizes), frozenset(held)
+        self.values = evaluate(mod, plain_inputs(mod, sizes))
+        self.depends: dict[fx.Node, frozenset[str]] = {}
+        self.depends |= {node: frozenset((name,)) for name, node in mod.inputs.items()}
+        self.depends |= {node: frozenset() for node in mod.captures}
+        for node in mod.operators:
+            self.depends[node] = self.of_all(node.all_input_nodes)
+        self._forms: dict[fx.Node, Form | None] = {}
+        self._seen: dict[fx.Node, Seen] = {}
+
+    def of_all(self, values: Iterable[Any]) -> frozenset[str]:
+        """What any of some nodes depends on."""
+        return frozenset[str]().union(*(self.depends_on(value) for value in values))
+
+    def depends_on(self, value: Any) -> frozenset[str]:
+        """The inputs that a node, or a plain number, depends on, by name."""
+        return self.depends.get(value, frozenset()) if isinstance(value, fx.Node) else frozenset()
+
+    def range_of(self, value: Any) -> tuple[Any, Any]:
+        """Plain numbers that a node lies between, for all scores."""
+        if not isinstance(value, fx.Node):
+            return value, value
+        found = self.values.get(value)
+        return found.static if isinstance(found, Interval) else (-math.inf, math.inf)
+
+    def bounds_of(self, value: Any) -> tuple[Any, Any]:
+        """The same, no wider than its linear form: 2 * q - q is q."""
+        low, high = self.range_of(value)
+        form = self.form(value) if self.is_exact(value) else None
+        if form is None or value in form.terms:
+            return low, high
+        found = self._bounds(form.terms.items())
+        if found is None:
+            return low, high
+        return max(low, found[0] + form.offset), min(high, found[1] + form.offset)
+
+    # Linear forms.
+
+    def form(self, value: Any) -> Form | None:
+        """The sum that an integer node is; None for what is no integer.
+
+        Sums and products hold as they wrap around, modulo 2^32 or 2^64. So a form says what a node
+        is modulo that, and `is_exact` whether it is that number.
+        """
+        if isinstance(value, int) and not isinstance(value, bool):
+            return Form({}, value)
+        if not isinstance(value, fx.Node) or not self.is_integer(value):
+            return None
+        if value not in self._forms:
+            self._forms[value] = self._form(value) or Form({value: 1}, 0)
+        return self._forms[value]
+
+    def _form(self, node: fx.Node) -> Form | None:
+        packet = packet_of(node.target)
+        if packet in self._held or node.target in self._held:
+            return self.form(node.args[0])
+        if packet in _CONVERSIONS and not self.is_exact(node.args[0]):
+            return None  # a change of width
+        parts = [self.form(a) for a in node.args[:2]]
+        if packet in (*_CONVERSIONS, aten.neg) and parts[0] is not None:
+            return parts[0].times(-1 if packet is aten.neg else 1)
+        if len(parts) < 2 or parts[0] is None or parts[1] is None:
+            return None
+        return self._sum_form(packet, node, parts[0], parts[1])
+
+    def _sum_form(self, packet: Any, node: fx.Node, a: Form, b: Form) -> Form | None:
+        factor = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
+        if not isinstance(factor, int) or packet not in _SUMS | {aten.mul}:
+            return None
+        if packet is aten.mul:
+            a, b = (a, b) if not a.terms else (b, a)
+            return b.times(a.offset) if not a.terms else None
+        if packet is aten.rsub:
+            return b.plus(a, -factor)
+        return a.plus(b, factor if packet is aten.add else -factor)
+
+    def is_integer(self, node: fx.Node) -> bool:
+        """Whether a node is an integer without dimensions."""
+        dtype = dtype_of(node)
+        return dtype is not None and is_number(node) and is_int(dtype)
+
+    def is_exact(self, value: Any) -> bool:
+        """Whether an integer is what its operators say without ever wrapping around."""
+        if not isinstance(value, fx.Node):
+            return isinstance(value, int)
+        dtype = dtype_of(value)
+        if dtype is None or not self.is_integer(value):
+            return False
+        low, high = self.range_of(value)
+        first, last = extent(dtype)
+        is_given = value.op == "placeholder" or packet_of(value.target) is aten.index
+        return is_given or (first < low and high < last)
+
+    # Coordinates.
+
+    def seen(self, node: Any) -> Seen:
+        """What a node sees of the positions, and of other inputs."""
+        if not isinstance(node, fx.Node):
+            return Seen(frozenset(), frozenset())
+        if node not in self._seen:
+            self._seen[node] = self._find_seen(node)
+        return self._seen[node]
+
+    def _find_seen(self, node: fx.Node) -> Seen:
+        depends = self.depends_on(node)
+        if not depends >= POSITIONS:
+            return Seen(depends & POSITIONS, depends - POSITIONS)
+        split = self.split(node)
+        if split is not None:
+            return Seen(frozenset((split.coordinate,)), self.of_all(split.rest.terms))
+        found = [self.seen(source) for source in node.all_input_nodes]
+        coordinates = frozenset[Any]().union(*(seen.coordinates for seen in found))
+        return Seen(coordinates, frozenset[str]().union(*(seen.others for seen in found)))
+
+    def split(self, node: Any) -> Split | None:
+        """A node as a multiple of a coordinate of query and key, plus what sees no position."""
+        form = self.form(node)
+        if form is None:
+            return None
+        moving = {a: c for a, c in form.terms.items() if self.depends_on(a) & POSITIONS}
+        if any(self.depends_on(a) >= POSITIONS for a in moving):
+            return None
+        if not self.of_all(moving) >= POSITIONS or "score" in self.of_all(moving):
+            return None
+        order = sorted(moving.items(), key=self._order)
+        factor = math.gcd(*moving.values()) * (1 if order[0][1] > 0 else -1)
+        terms = tuple((atom, coefficient // factor) for atom, coefficient in order)
+        bounds = self._bounds(terms)
+        if bounds is None:
+            return None
+        rest = {a: c for a, c in form.terms.items() if a not in moving}
+        return Split(Coordinate(terms, *bounds), factor, Form(rest, form.offset))
+
+    def _order(self, term: tuple[fx.Node, int]) -> tuple[bool, str]:
+        return "q" not in self.depends_on(term[0]), term[0].name
+
+    def _bounds(self, terms: Iterable[tuple[fx.Node, int]]) -> tuple[int, int] | None:
+        low, high = 0, 0
+        for atom, coefficient in terms:
+            found = [coefficient * end for end in self.range_of(atom)]
+            low, high = low + min(found), high + max(found)
+        if not (math.isfinite(low) and math.isfinite(high)) or high - low >= _LARGEST:
+            return None
+        return int(low), int(high)
+
+    # Growth.
+
+    def grows(self, value: Any, position: str) -> int | None:
+        """1 if a value never falls along a position, -1 if it never rises, 0 if it stays.
+
+        By the operators alone, not by what captured tensors hold; None if they do not tell.
+        """
+        if position not in self.depends_on(value):
+            return 0
+        if value is self.mod.inputs[position]:
+            return 1
+        if self.is_integer(value) and not self.is_exact(value):
+            return None
+        form = self.form(value)
+        if form is not None and set(form.terms) != {value}:
+            signs = [_signed(self.grows(a, position), c) for a, c in form.terms.items()]
+            return agreed(signs)
+        return self._grows_by_operator(value, position)
+
+    def _grows_by_operator(self, value: fx.Node, position: str) -> int | None:
+        packet = packet_of(value.target)
+        signs = [
+            self.grows(a, position) for a in value.args if isinstance(a, (fx.Node, int, float))
+        ]
+        if Trait.GROWS in traits_of(packet) and set(value.kwargs) <= {"dtype", "min", "max"}:
+            return agreed(signs) if not _has_node(value.kwargs) else None
+        if packet in (aten.sub, aten.neg) and not value.kwargs:
+            return agreed([*signs[:-1], _signed(signs[-1], -1)])
+        if packet in (aten.floor_divide, aten.div, aten.mul) and len(signs) == 2 and signs[1] == 0:
+            low, high = self.range_of(value.args[1])
+            return signs[0] if low >= 0 else _signed(signs[0], -1) if high <= 0 else None
+        return None
+
+
+_SUMS = frozenset({aten.add, aten.sub, aten.rsub})
+
+
+def _has_node(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, fx.Node) for value in values.values())
+
+
+def _signed(sign: int | None, factor: int) -> int | None:
+    """How factor * x grows, if x grows as `sign` says."""
+    return sign and (sign if factor > 0 else -sign)
+
+
+def agreed(signs: Iterable[int | None]) -> int | None:
+    """How a sum grows whose parts grow as `signs` say."""
+    moving = {sign for sign in signs if sign != 0}
+    return 0 if not moving else moving.pop() if len(moving) == 1 else None

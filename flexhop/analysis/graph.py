@@ -1,0 +1,152 @@
+"""A mod as a graph of operators, in the form that the rest of the analysis reads.
+
+What hands on its argument is left out, reads in steps are one read, and equal nodes are one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.analysis.operators import TRANSPARENT, packet_of
+
+aten = torch.ops.aten
+
+
+class Mod(NamedTuple):
+    """A function of a score, indices and captured tensors.
+
+    Args:
+        graph: its operators.
+        inputs: the nodes of score, b, h, q, k and grad, as far as it takes them, by these names.
+        captures: the nodes of captured tensors, and the tensors if they are known.
+        results: what it returns: nodes, or plain numbers.
+    """
+
+    graph: fx.Graph
+    inputs: Mapping[str, fx.Node]
+    captures: Mapping[fx.Node, Tensor | None]
+    results: tuple[Any, ...]
+
+    @property
+    def result(self) -> Any:
+        """The first thing that it returns."""
+        return self.results[0]
+
+    @property
+    def operators(self) -> list[fx.Node]:
+        """Nodes that compute something, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+
+class Builder:
+    """Makes the graph of a mod, operator by operator."""
+
+    def __init__(self, names: Sequence[str], examples: Sequence[Tensor]) -> None:
+        self.graph = fx.Graph()
+        self.inputs: dict[str, fx.Node] = {}
+        self.captures: dict[fx.Node, Tensor | None] = {}
+        self._seen: dict[Any, fx.Node] = {}
+        for name, example in zip(names, examples, strict=True):
+            self.inputs[name] = self._placeholder(name, example)
+
+    def capture(self, example: Tensor, tensor: Tensor | None = None) -> fx.Node:
+        """A captured tensor; the same node for the same tensor."""
+        key = ("capture", id(tensor))
+        if tensor is None or key not in self._seen:
+            node = self._placeholder(f"capture_{len(self.captures)}", example)
+            self.captures[node] = tensor
+            self._seen[key] = node
+        return self._seen[key]
+
+    def _placeholder(self, name: str, example: Tensor) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = example
+        return node
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Any, example: Any) -> fx.Node:
+        """What an operator gives; example: a tensor of its shape and dtype."""
+        packet = packet_of(target)
+        if packet in TRANSPARENT and is_number(args[0]) and _has_form(args[0], example):
+            return args[0]
+        if packet is aten.index:
+            args = _composed(args)
+        key = (target, _frozen(args), _frozen(tuple(sorted(kwargs.items()))))
+        if key not in self._seen:
+            node = self.graph.call_function(target, args, kwargs)
+            node.meta["val"] = example
+            self._seen[key] = node
+        return self._seen[key]
+
+    def mod(self, results: Sequence[Any]) -> Mod:
+        """The function that returns `results`."""
+        return Mod(self.graph, self.inputs, self.captures, tuple(results))
+
+
+def read_graph(module: fx.GraphModule, names: Sequence[str]) -> tuple[Mod, dict[fx.Node, Any]]:
+    """A mod whose graph exists, and the node of it that stands for each node of the graph.
+
+    Args:
+        module: (*inputs, *captures) -> value or values.
+        names: of the inputs before the captures.
+    """
+    nodes = module.graph.find_nodes(op="placeholder")
+    examples = [node.meta.get("val") for node in nodes]
+    builder = Builder(names, examples[: len(names)])
+    known: dict[fx.Node, Any] = dict(
+        zip(nodes[: len(names)], builder.inputs.values(), strict=True)
+    )
+    for node, example in zip(nodes[len(names) :], examples[len(names) :], strict=True):
+        known[node] = builder.capture(example)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = builder.capture(node.meta.get("val"))
+        if node.op == "call_function":
+            args = fx.map_arg(node.args, known.__getitem__)
+            kwargs = fx.map_arg(node.kwargs, known.__getitem__)
+            known[node] = builder.call(node.target, tuple(args), kwargs, node.meta.get("val"))
+    results = module.graph.output_node().args[0]
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    return builder.mod([known.get(r, r) if isinstance(r, fx.Node) else r for r in results]), known
+
+
+def is_number(value: Any) -> bool:
+    """Whether a node is a tensor without dimensions."""
+    example = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(example, Tensor) and example.dim() == 0
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """The dtype of a node that is a tensor."""
+    example = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return example.dtype if isinstance(example, Tensor) else None
+
+
+def operands(
+    node: fx.Node, of: Callable[[fx.Node], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keywords of a node, with what `of` gives in place of nodes."""
+    return tuple(fx.map_arg(node.args, of)), dict(fx.map_arg(node.kwargs, of))
+
+
+def _has_form(node: Any, example: Any) -> bool:
+    same = isinstance(example, Tensor) and example.dim() == 0
+    return same and dtype_of(node) == example.dtype
+
+
+def _composed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A read of what was read of a table: one read."""
+    inner, indices = args
+    is_read = isinstance(inner, fx.Node) and packet_of(inner.target) is aten.index
+    if is_read and all(map(is_number, (*inner.args[1], *indices))):
+        return inner.args[0], [*inner.args[1], *indices]
+    return args
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_frozen, value))
+    return (type(value).__name__, value) if isinstance(value, (bool, int, float)) else value

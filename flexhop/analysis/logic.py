@@ -1,0 +1,236 @@
+"""What comparisons, bits, choices and conversions do to intervals; rules as in arithmetic.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.analysis.interval import (
+    Interval,
+    Number,
+    Unsupported,
+    are_finite,
+    both,
+    cast,
+    constant,
+    either,
+    ends,
+    extent,
+    is_int,
+    least,
+    lift,
+    like,
+    most,
+    negate,
+    promoted,
+    select,
+    truth,
+    unless_nan,
+)
+
+Ends = tuple[Any, ...]
+
+
+def less(_: Any, a: Any, b: Any, *, strict: bool = True) -> Ends:
+    """a < b."""
+    dtype = promoted(a, b)
+    (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
+    always, maybe = (q < r, p < s) if strict else (q <= r, p <= s)
+    return unless_nan(always, a, b), maybe
+
+
+def less_equal(dtype: Any, a: Any, b: Any) -> Ends:
+    """a <= b."""
+    return less(dtype, a, b, strict=False)
+
+
+def greater(dtype: Any, a: Any, b: Any) -> Ends:
+    """a > b."""
+    return less(dtype, b, a)
+
+
+def greater_equal(dtype: Any, a: Any, b: Any) -> Ends:
+    """a >= b."""
+    return less(dtype, b, a, strict=False)
+
+
+def equal(_: Any, a: Any, b: Any) -> Ends:
+    """a == b."""
+    dtype = promoted(a, b)
+    (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
+    if dtype == torch.bool:
+        p, q, r, s = (cast(x, torch.int64) for x in (p, q, r, s))
+    always = both(q <= r, s <= p)  # p <= q and r <= s: all four are equal
+    return unless_nan(always, a, b), both(p <= s, r <= q)
+
+
+def not_equal(dtype: Any, a: Any, b: Any) -> Ends:
+    """a != b."""
+    always, maybe = equal(dtype, a, b)
+    return negate(maybe), negate(always)
+
+
+# Bits.
+
+
+def and_(dtype: Any, a: Any, b: Any) -> Ends:
+    """a & b."""
+    if dtype == torch.bool:
+        (p, q), (r, s) = truth(a), truth(b)
+        return both(p, r), both(q, s)
+    return _by_bits(dtype, a, b, lambda x, y: x & y)
+
+
+def or_(dtype: Any, a: Any, b: Any) -> Ends:
+    """a | b."""
+    if dtype == torch.bool:
+        (p, q), (r, s) = truth(a), truth(b)
+        return either(p, r), either(q, s)
+    return _by_bits(dtype, a, b, lambda x, y: x | y)
+
+
+def xor(dtype: Any, a: Any, b: Any) -> Ends:
+    """a ^ b."""
+    if dtype == torch.bool:
+        (p, q), (r, s) = truth(a), truth(b)
+        always = either(both(p, negate(s)), both(negate(q), r))
+        never = either(both(p, r), both(negate(q), negate(s)))
+        return always, negate(never)
+    return _by_bits(dtype, a, b, lambda x, y: x ^ y)
+
+
+def not_(dtype: Any, a: Any) -> Ends:
+    """~a."""
+    if dtype == torch.bool:
+        low, high = truth(a)
+        return negate(high), negate(low)
+    low, high = ends(a, dtype)
+    return -1 - high, -1 - low
+
+
+def of_truth(rule: Callable[..., Ends]) -> Callable[..., Ends]:
+    """A rule for bools, of whether its operands are not 0."""
+
+    def rule_of_truth(_: Any, *values: Any) -> Ends:
+        return rule(torch.bool, *(Interval(*truth(v), torch.bool) for v in values))
+
+    return rule_of_truth
+
+
+def _by_bits(dtype: Any, a: Any, b: Any, operate: Callable[..., Number]) -> Ends:
+    """Numbers of an interval share the bits above the highest one in which its ends differ."""
+    (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
+    if not any(isinstance(x, Tensor) for x in (p, q, r, s)):
+        if not are_finite(p, q, r, s) or min(p, r) < 0:
+            raise Unsupported
+        size = max((p ^ q).bit_length(), (r ^ s).bit_length())
+        low = operate(p, r) >> size << size
+        return low, low | ((1 << size) - 1)
+    if min(lift(a).static[0], lift(b).static[0]) < 0:
+        raise Unsupported
+    free = _filled(p ^ q) | _filled(r ^ s)
+    low = operate(p, r) & ~free
+    return low, low | free
+
+
+def _filled(a: Number) -> Number:
+    """All bits below the highest set one, and itself."""
+    if not isinstance(a, Tensor):
+        return (1 << int(a).bit_length()) - 1
+    for shift in (1, 2, 4, 8, 16, 32):
+        a = a | (a >> shift)
+    return a
+
+
+def shift_count(value: Any, limit: int) -> int:
+    """A plain number of places to shift by.
+
+    Raises:
+        Unsupported: it is not one number, or out of range.
+    """
+    low, high = lift(value).low, lift(value).high
+    if isinstance(low, Tensor) or isinstance(high, Tensor) or low != high or not 0 <= low < limit:
+        raise Unsupported
+    return int(low)
+
+
+# Choice and conversion.
+
+
+def where(dtype: Any, condition: Any, a: Any, b: Any) -> Ends:
+    """a where a condition holds, else b."""
+    always, maybe = truth(condition)
+    (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
+    if dtype == torch.bool:
+        low = either(both(always, p), either(both(negate(maybe), r), both(p, r)))
+        return low, either(both(maybe, q), both(negate(always), s))
+    if always is maybe:
+        return _chosen(dtype, always, (p, r)), _chosen(dtype, always, (q, s))
+    p, q, r, s = (_beside(x, dtype, always, maybe) for x in (p, q, r, s))
+    low = select(always, p, select(negate(maybe), r, least(p, r)))
+    high = select(always, q, select(negate(maybe), s, most(q, s)))
+    return low, high
+
+
+def _chosen(dtype: torch.dtype, condition: Number, choices: tuple[Number, Number]) -> Number:
+    return select(condition, *(_beside(x, dtype, condition, condition) for x in choices))
+
+
+def _beside(value: Number, dtype: torch.dtype, *conditions: Number) -> Number:
+    """A plain number beside tensors, in the dtype that ends have."""
+    tensors = [c for c in conditions if isinstance(c, Tensor)]
+    if isinstance(value, Tensor) or not tensors:
+        return value
+    carrier = torch.int64 if is_int(dtype) else dtype
+    return torch.full((), value, dtype=carrier, device=tensors[0].device)
+
+
+def convert(dtype: Any, a: Any, *_: Any) -> Ends:
+    """a in another dtype."""
+    a = lift(a)
+    if dtype == torch.bool:
+        return truth(a)
+    if a.dtype == torch.bool:
+        low, high = (cast(end, torch.int64) for end in (a.low, a.high))
+        return ends(Interval(low, high, torch.int64), dtype)
+    if is_int(dtype) and a.dtype.is_floating_point:
+        return _truncated(dtype, a)
+    return ends(a, dtype)
+
+
+def _truncated(dtype: torch.dtype, a: Interval) -> Ends:
+    """Floats towards 0; what no integer is may become any."""
+    first, last = extent(dtype)
+    if not isinstance(a.low, Tensor) and not isinstance(a.high, Tensor):
+        if not are_finite(a.low, a.high) or a.nan is not False:
+            raise Unsupported
+        return int(a.low), int(a.high)
+    ok = both(negate(a.nan), both(a.low > -(2.0**31) + 1, a.high < 2.0**31 - 256))
+    other = a.low if isinstance(a.low, Tensor) else a.high
+    low, high = (
+        (end if isinstance(end, Tensor) else like(other, end)).trunc() for end in (a.low, a.high)
+    )
+    if not isinstance(ok, Tensor):
+        if not ok:
+            raise Unsupported
+        return low.to(torch.int64), high.to(torch.int64)
+    low, high = (torch.where(ok, end, 0.0).to(torch.int64) for end in (low, high))
+    return torch.where(ok, low, first), torch.where(ok, high, last)
+
+
+def full(dtype: Any, *args: Any) -> Ends:
+    """The last operand, whatever the others are."""
+    low, _ = ends(lift(args[-1]), dtype)
+    return low, low
+
+
+def filled_with(value: int) -> Callable[..., Ends]:
+    """A rule for what makes zeros, or ones."""
+
+    def rule(dtype: Any, *_: Any) -> Ends:
+        return ends(constant(bool(value) if dtype == torch.bool else value), dtype)
+
+    return rule

@@ -1,0 +1,218 @@
+"""Masks of which each query sees one stretch of keys: where it begins and ends.
+
+A comparison of integers says F(b, h, q) - G(b, h, k) >= 0. If G never falls, or never rises, along
+the keys, the keys that satisfy it are a stretch up to an end. Stretches meet in stretches, and two
+that begin at the first key, or end at the last one, join in one. That follows from the operators
+of a mask alone, whatever captured tensors hold, so kernels and block lists may be chosen by it.
+
+Cost: vectors of M and of N numbers, and binary searches. Nothing has M * N numbers, and nothing
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.analysis.forms import Form, Forms, agreed
+from flexhop.analysis.interval import HUGE
+from flexhop.analysis.operators import Trait, packet_of, traits_of
+from flexhop.analysis.truths import (
+    All,
+    AtLeast,
+    Choice,
+    Equals,
+    Leaf,
+    Some,
+    Truth,
+    are_integers,
+    truth_of,
+)
+from flexhop.analysis.values import NotReproducible, Values
+
+aten = torch.ops.aten
+_FAR = 2**50  # as good as any larger number beside sums of positions
+_MODERATE = 2**48  # sums of positions; a larger one may not be beside a number that is unbounded
+
+
+class Span(NamedTuple):
+    """Query q sees the keys first <= k < end: [B or 1, H or 1, M] int64 each.
+
+    starts, stops: whether all stretches begin at the first key, and end behind the last one.
+    """
+
+    first: Tensor
+    end: Tensor
+    starts: bool = False
+    stops: bool = False
+
+
+class _NoSpan(Exception):
+    """The mask is no stretch by these rules."""
+
+
+def find_span(forms: Forms, device: torch.device) -> Span | None:
+    """The stretch of each query; None if the operators of the mask do not prove one.
+
+    Args:
+        forms: of a mask with captured tensors, and its sizes of b, h, q and k.
+        device: where the numbers will be.
+    """
+    try:
+        finder = _Finder(forms, device)
+        return finder.of(truth_of(forms, forms.mod.result))
+    except (_NoSpan, NotReproducible):
+        return None
+
+
+class _Finder:
+    def __init__(self, forms: Forms, device: torch.device) -> None:
+        self.forms, self.device = forms, device
+        self.queries, self.keys = forms.sizes["q"], forms.sizes["k"]
+        counts = {}
+        for axis, name in enumerate("bhqk"):
+            count = torch.arange(forms.sizes[name], device=device, dtype=torch.int32)
+            counts[name] = count.view([-1 if n == min(axis, 2) else 1 for n in range(3)])
+        self.values = Values(forms.mod, counts, device)
+
+    def of(self, truth: Truth) -> Span:
+        """The stretch of keys for which a condition holds."""
+        if isinstance(truth, bool):
+            return self._constant(torch.full((1, 1, 1), truth, device=self.device))
+        if isinstance(truth, (All, Some)):
+            spans = [self.of(part) for part in truth.parts]
+            found = spans[0]
+            for span in spans[1:]:
+                found = _meet(found, span) if isinstance(truth, All) else _join(found, span)
+            return found
+        if isinstance(truth, AtLeast):
+            return self._search(aten.ge, *self._sides(truth.form))
+        if isinstance(truth, Equals):
+            return self._search(aten.eq if truth.is_equal else aten.ne, *self._sides(truth.form))
+        if isinstance(truth, Choice):
+            return self._choice(truth)
+        return self._leaf(truth)
+
+    def _choice(self, truth: Choice) -> Span:
+        a, b = self.of(truth.chosen), self.of(truth.other)
+        condition = self.values.of(truth.condition)
+        first = torch.where(condition, a.first, b.first)
+        end = torch.where(condition, a.end, b.end)
+        return Span(first, end, a.starts and b.starts, a.stops and b.stops)
+
+    def _leaf(self, leaf: Leaf) -> Span:
+        node, depends = leaf.node, self.forms.depends_on(leaf.node)
+        if "k" not in depends:
+            return self._constant(self.values.of(node).bool() == leaf.is_true)
+        packet = packet_of(node.target)
+        if Trait.COMPARISON not in traits_of(packet):
+            raise _NoSpan
+        if not leaf.is_true:
+            packet = _NEGATED[packet]
+        a, b = node.args[:2]
+        if "k" in self.forms.depends_on(a):
+            a, b, packet = b, a, _FLIPPED[packet]
+        if "k" in self.forms.depends_on(a) or "q" in self.forms.depends_on(b):
+            raise _NoSpan
+        if not are_integers(self.forms, a, b):
+            raise _NoSpan  # NaN has no order
+        of_query, of_key = (self._number(x) for x in (a, b))
+        return self._search(packet, of_query, of_key, self.forms.grows(b, "k"))
+
+    # Values that depend on one position at most: [B or 1, H or 1, M or N].
+
+    def _number(self, value: Any) -> Tensor:
+        if isinstance(value, fx.Node):
+            return self.values.of(value).long()
+        return torch.full((1, 1, 1), value, dtype=torch.int64, device=self.device)
+
+    # Comparisons.
+
+    def _sides(self, form: Form) -> tuple[Tensor, Tensor, int | None]:
+        """form as of_query - of_key, and how the latter grows along the keys."""
+        sides = [torch.full((1, 1, 1), form.offset, device=self.device), None]
+        signs: list[int | None] = []
+        room, is_far = abs(form.offset), 0
+        for atom, coefficient in form.terms.items():
+            depends = self.forms.depends_on(atom)
+            if depends >= {"q", "k"}:
+                raise _NoSpan
+            low, high = self.forms.range_of(atom)
+            value, reach = self._number(atom), max(abs(low), abs(high)) * abs(coefficient)
+            if reach > _MODERATE:  # of two numbers, a larger one decides
+                value, is_far = value.clamp(-_FAR, _FAR), is_far + 1
+                reach = 0 if abs(coefficient) < HUGE // _FAR // 4 else _FAR
+            room += reach
+            if "k" not in depends:
+                sides[0] = sides[0] + coefficient * value
+                continue
+            part = -coefficient * value
+            sides[1] = part if sides[1] is None else sides[1] + part
+            sign = self.forms.grows(atom, "k")
+            signs.append(sign and (-sign if coefficient > 0 else sign))
+        if room > _MODERATE or is_far > 1:
+            raise _NoSpan
+        of_key = torch.zeros_like(sides[0][..., :1]) if sides[1] is None else sides[1]
+        return sides[0], of_key, agreed(signs)
+
+    def _search(self, packet: Any, of_query: Tensor, of_key: Tensor, sign: int | None) -> Span:
+        """Keys for which of_query <packet> of_key. sign: how of_key grows."""
+        if sign is None or packet is aten.ne:
+            raise _NoSpan
+        lead = torch.broadcast_shapes(of_query.shape[:-1], of_key.shape[:-1])
+        of_query = of_query.expand(*lead, self.queries).contiguous()
+        of_key = of_key.expand(*lead, self.keys)
+        ordered = (of_key.flip(-1) if sign < 0 else of_key).contiguous()
+
+        def place(right: bool) -> Tensor:
+            """How many keys are below a query's number; right: or equal to it."""
+            found = torch.searchsorted(ordered, of_query, right=right)
+            return self.keys - found if sign < 0 else found
+
+        below = (packet in (aten.gt, aten.ge)) == (sign >= 0)  # the lower keys are seen
+        if packet is aten.eq:
+            low, high = place(False), place(True)
+            return Span(high, low) if sign < 0 else Span(low, high)
+        found = place(packet in (aten.ge, aten.lt))
+        if below:
+            return Span(torch.zeros_like(found), found, starts=True)
+        return Span(found, torch.full_like(found, self.keys), stops=True)
+
+    def _constant(self, truth: Tensor) -> Span:
+        """All keys, or none, by the query."""
+        end = torch.where(truth, self.keys, 0)
+        end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, self.queries)))
+        return Span(torch.zeros_like(end), end, starts=True)
+
+
+def _meet(a: Span, b: Span) -> Span:
+    first, end = torch.maximum(a.first, b.first), torch.minimum(a.end, b.end)
+    starts, stops = a.starts and b.starts, a.stops and b.stops
+    return Span(first, end if starts or stops else torch.maximum(first, end), starts, stops)
+
+
+def _join(a: Span, b: Span) -> Span:
+    if not (a.starts and b.starts) and not (a.stops and b.stops):
+        raise _NoSpan
+    first, end = torch.minimum(a.first, b.first), torch.maximum(a.end, b.end)
+    return Span(first, end, a.starts and b.starts, a.stops and b.stops)
+
+
+_FLIPPED = {
+    aten.lt: aten.gt,
+    aten.gt: aten.lt,
+    aten.le: aten.ge,
+    aten.ge: aten.le,
+    aten.eq: aten.eq,
+    aten.ne: aten.ne,
+}
+_NEGATED = {
+    aten.lt: aten.ge,
+    aten.ge: aten.lt,
+    aten.le: aten.gt,
+    aten.gt: aten.le,
+    aten.eq: aten.ne,
+    aten.ne: aten.eq,
+}

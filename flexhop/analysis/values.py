@@ -1,0 +1,110 @@
+"""A mod on tensors that broadcast: the numbers of many scores at once, without tracing or vmap.
+
+Only for mods of which this gives the very same numbers: those of integers, bools, and floats that
+are rounded once. Functions of floats differ in their last bits between vectors and single numbers,
+so a mod with them is asked itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.analysis.graph import Mod, dtype_of, is_number, operands
+from flexhop.analysis.operators import HARMLESS, Trait, packet_of, traits_of
+
+aten = torch.ops.aten
+_OPTIONS = HARMLESS | {"alpha", "min", "max", "rounding_mode"}
+_INTEGER_OPERATORS = frozenset(
+    {aten.remainder, aten.fmod, aten.floor_divide, aten.bitwise_xor, aten.__xor__, aten.square}
+    | {aten.bitwise_right_shift, aten.__rshift__, aten.logical_xor, aten.relu, aten.pow, aten.div}
+    | {aten.index}
+)
+_ROUNDED = frozenset(
+    {aten.add, aten.sub, aten.mul, aten.neg, aten.abs, aten.floor, aten.ceil, aten.trunc}
+    | {aten.minimum, aten.maximum, aten.clamp, aten._to_copy, aten.where, aten.relu}
+)
+
+
+class NotReproducible(Exception):
+    """A node's number may depend on how it is computed."""
+
+
+def is_reproducible(node: fx.Node) -> bool:
+    """Whether an operator gives the same number wherever it is computed."""
+    packet, dtype = packet_of(node.target), dtype_of(node)
+    if dtype is None or not is_number(node):
+        return False
+    if packet is aten.index or Trait.FACTORY in traits_of(packet):
+        return True
+    if dtype.is_floating_point:
+        is_wide = dtype in (torch.float32, torch.float64)
+        return packet in _ROUNDED and is_wide and set(node.kwargs) <= HARMLESS
+    is_known = bool(traits_of(packet)) or packet in _INTEGER_OPERATORS
+    return is_known and set(node.kwargs) <= _OPTIONS
+
+
+def can_compute(mod: Mod) -> bool:
+    """Whether `compute` gives the numbers of a mod."""
+    return None not in mod.captures.values() and all(map(is_reproducible, mod.operators))
+
+
+class Values:
+    """Numbers of the nodes of a mod, on tensors that broadcast.
+
+    Args:
+        mod: with captured tensors.
+        inputs: tensors of its inputs by name, all of as many dimensions.
+        device: where they are.
+    """
+
+    def __init__(self, mod: Mod, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+        self._device = device
+        self._known = {mod.inputs[name]: tensor for name, tensor in inputs.items()}
+        self._form = (1,) * next(iter(inputs.values())).dim()
+        for node, tensor in mod.captures.items():
+            if tensor is None:
+                raise NotReproducible
+            self._known[node] = self._with_dimensions(tensor)
+
+    def of(self, node: fx.Node) -> Tensor:
+        """A node for all values of what it depends on.
+
+        Raises:
+            NotReproducible: it may differ from what the mod itself gives.
+        """
+        if node not in self._known:
+            if not is_reproducible(node):
+                raise NotReproducible
+            self._known[node] = self._compute(node)
+        return self._known[node]
+
+    def compute(self, nodes: Iterable[fx.Node], result: fx.Node) -> Tensor:
+        """A result, by all operators in order; each number lives until its last use."""
+        left = {node: len(node.users) for node in self._known}
+        for node in nodes:
+            self._known[node] = self._compute(node)
+            left[node] = len(node.users)
+            for source in node.all_input_nodes:
+                left[source] -= 1
+                if left[source] == 0 and source is not result:
+                    del self._known[source]
+        return self._known[result]
+
+    def _compute(self, node: fx.Node) -> Tensor:
+        args, kwargs = operands(node, self.of)
+        if packet_of(node.target) is aten.index:
+            table, indices = args
+            if not isinstance(table, Tensor) or table.dim() != len(indices):
+                raise NotReproducible
+            return table[tuple(indices)]
+        if "device" in kwargs:
+            kwargs["device"] = self._device
+        found = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._with_dimensions(found.to(dtype_of(node)))
+
+    def _with_dimensions(self, tensor: Tensor) -> Tensor:
+        """A number gets dimensions, so that dtypes meet as those of 0-d tensors do."""
+        return tensor.view(self._form) if tensor.dim() == 0 else tensor

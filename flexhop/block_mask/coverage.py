@@ -1,0 +1,371 @@
+"""Which blocks a mask keeps some of, and all of, by what its operators say about whole blocks.
+
+1. Masks of which each query sees one stretch of keys: from where stretches begin and end.
+2. Intervals over blocks: all, none, some and not all, or unknown. Large grids of blocks are looked
+   at in coarse blocks first.
+3. Of unknown blocks: a few scores, intervals of smaller parts, more scores, and then every score.
+
+The result is that of looking at every score (scores.py). Memory is O(blocks). Only the lists of
+unknown blocks wait for the device; masks of the first kind never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop import analysis
+from flexhop.analysis import Interval, Mod, Tables
+from flexhop.block_mask.scores import (
+    CHUNK_ELEMENTS,
+    MAPPED,
+    Grid,
+    coverage_by_chunks,
+)
+from flexhop.compat.indexing import IndexMode
+from flexhop.mods.functions import MaskMod
+
+COARSE = 16  # blocks of a side of a coarse block
+FEW = {"cpu": 1 << 14, "other": 1 << 20}  # blocks up to which there is no coarse grid
+PATIENCE = 0.05  # of a trial's blocks that a step must settle to be taken for the others
+TRIAL = 256  # blocks of a trial
+MANY = 4096  # blocks from which there is a trial
+
+
+def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Whether each block keeps something, and everything: [B or 1, H or 1, R, C] bool each.
+
+    Args:
+        mask_mod: the user's function.
+        keep: the same, with its results checked.
+        grid: the blocks.
+    """
+    probe = torch.empty(0, device=grid.device)
+    if type(probe) is not Tensor or probe.is_meta:  # fake tensors hold no numbers to look at
+        return coverage_by_chunks(keep, grid)
+    try:
+        mod = analysis.trace(mask_mod, grid.device)
+    except Exception:  # whatever is wrong with the mask, asking it for scores says so in its words
+        return coverage_by_chunks(keep, grid)
+    forms = analysis.Forms(mod, _sizes(grid))
+    depends = forms.depends_on(mod.result)
+    batch, heads = (grid.batch if "b" in depends else 1), (grid.heads if "h" in depends else 1)
+    reduced = grid._replace(batch=batch, heads=heads)
+    forms.sizes |= _sizes(reduced)
+    span = analysis.find_span(forms, grid.device)
+    if span is not None:
+        return blocks_of_span(span, reduced)
+    try:
+        return _Search(mod, keep, reduced).find()
+    except (analysis.OutOfRange, _WouldWait):
+        return coverage_by_chunks(keep, reduced)
+
+
+def _sizes(grid: Grid) -> dict[str, int]:
+    return {"b": grid.batch, "h": grid.heads, "q": grid.q_len, "k": grid.kv_len}
+
+
+def _may_wait(device: torch.device) -> bool:
+    """Whether the host may wait for a device: not in a CUDA graph, nor if the user forbids it."""
+    if device.type != "cuda":
+        return True
+    return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
+
+
+class _WouldWait(Exception):
+    """Unknown blocks would have to be listed, where the host may not wait for the device."""
+
+
+# Stretches.
+
+
+def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
+    """(some, every), [B or 1, H or 1, R, C] bool, of a mask that is stretches. Waits for nothing.
+
+    A query touches the blocks from its first key's to its last key's, and covers those between:
+    it adds one where they begin and takes one where they end, and a running sum counts queries.
+    """
+    shape = (grid.batch, grid.heads, grid.q_len)
+    first, end = (t.expand(shape) for t in (span.first, span.end))
+    some = torch.empty(
+        (*shape[:2], grid.rows, grid.columns), dtype=torch.bool, device=first.device
+    )
+    every = torch.empty_like(some)
+    step = max(1, CHUNK_ELEMENTS // (shape[0] * shape[1] * (grid.columns + 2)))
+    for row in range(0, grid.rows, step):
+        part = slice(row * grid.block[0], (row + step) * grid.block[0])
+        rows = slice(row, row + step)
+        some[:, :, rows], every[:, :, rows] = _rows_of_span(first[..., part], end[..., part], grid)
+    return some, every
+
+
+def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The same, of some rows of blocks and the stretches of their queries."""
+    (height, size), columns = grid.block, grid.columns
+    count = first.shape[-1]
+    place = torch.arange(count, device=first.device) // height
+    rows = -(-count // height)
+    queries = (count - torch.arange(rows, device=first.device) * height).clamp(max=height)
+    is_some = end > first
+    begin = first // size
+    touched = begin, torch.where(is_some, (end + size - 1) // size, begin)
+    begin = (first + size - 1) // size
+    # The last block may be cut off: it is covered as far as it exists.
+    stop = torch.where(is_some & (end == grid.kv_len), columns, end // size)
+    covered = begin, torch.maximum(begin, stop)
+    counts: list[Tensor] = []
+    for start, stop in (touched, covered):
+        shape = (*first.shape[:2], rows * (columns + 2))
+        marks = torch.zeros(shape, dtype=torch.int32, device=first.device)
+        for where, sign in ((start, 1), (stop, -1)):
+            where = place * (columns + 2) + where.clamp(max=columns + 1)
+            marks.scatter_add_(2, where, torch.full_like(where, sign, dtype=torch.int32))
+        marks = marks.unflatten(2, (rows, columns + 2))
+        counts.append(marks.cumsum(-1, dtype=torch.int32)[..., :columns])
+    return counts[0] > 0, counts[1] == queries[:, None]
+
+
+# Intervals, and then scores.
+
+
+class _Found(NamedTuple):
+    """Of boxes: is the mask True everywhere; somewhere perhaps; known to be True and False."""
+
+    always: Tensor
+    maybe: Tensor
+    mixed: Tensor
+    is_decided: bool
+
+
+class _Step(NamedTuple):
+    """look(blocks [U, 4]) -> (kept, missed, decided), [U] bool each.
+
+    area: scores, or boxes, that it looks at for a block.
+    """
+
+    look: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    area: int
+
+
+class _Search:
+    def __init__(self, mod: Mod, keep: MaskMod, grid: Grid) -> None:
+        self.mod, self.keep, self.grid = mod, keep, grid
+        self.tables = Tables(grid.block)
+        self.can_compute = analysis.can_compute(mod)
+        shape = (grid.batch, grid.heads, grid.rows, grid.columns)
+        self.some = torch.empty(shape, dtype=torch.bool, device=grid.device)
+        self.every = torch.empty_like(self.some)
+
+    def find(self) -> tuple[Tensor, Tensor]:
+        """(some, every): [B, H, R, C] bool."""
+        few = FEW.get(self.grid.device.type, FEW["other"])
+        is_small = self.some.numel() <= few
+        left = self._one_grid() if is_small else self._two_grids()
+        steps = (self._probe(2), self._parts(64), self._probe(16), self._parts(16), self._dense())
+        for step in steps:
+            if not len(left):
+                break
+            left = self._settle(step, left, must=step is steps[-1])
+        return self.some, self.every
+
+    def _ask(
+        self,
+        b: Tensor,
+        h: Tensor,
+        q: tuple[Tensor, Tensor],
+        k: tuple[Tensor, Tensor],
+        tables: Tables | None = None,
+    ) -> _Found:
+        """The mask on boxes: of one batch and head each, and queries and keys between two."""
+        grid = self.grid
+        inputs = {
+            "b": analysis.point(b, torch.int32, (0, grid.batch - 1), "b"),
+            "h": analysis.point(h, torch.int32, (0, grid.heads - 1), "h"),
+        }
+        for name, ends, length in (("q", q, grid.q_len), ("k", k, grid.kv_len)):
+            static, uses = (0, length - 1), frozenset((name,))
+            inputs[name] = Interval(*ends, torch.int32, False, static, uses, True, True)
+        found = analysis.evaluate_result(self.mod, inputs, tables or self.tables)
+        some = found.high if found.decided else found.some
+        miss = ~found.low if isinstance(found.low, Tensor) else not found.low
+        mixed = some & (miss if found.decided else found.miss)
+        flags = (found.low, found.high, mixed)
+        device = grid.device
+        flags = (f if isinstance(f, Tensor) else torch.full((), f, device=device) for f in flags)
+        return _Found(*flags, found.decided)
+
+    def _ends(self, start: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
+        return start.clamp(max=length - 1), (start + size - 1).clamp(max=length - 1)
+
+    def _over_grid(self, block: tuple[int, int], tables: Tables) -> _Found:
+        """Intervals over all blocks of a size, which broadcast."""
+        grid, device = self.grid, self.grid.device
+        rows, columns = -(-grid.q_len // block[0]), -(-grid.kv_len // block[1])
+        row, column = (torch.arange(n, device=device) for n in (rows, columns))
+        q = self._ends(row[:, None] * block[0], block[0], grid.q_len)
+        k = self._ends(column * block[1], block[1], grid.kv_len)
+        b = torch.arange(grid.batch, device=device)[:, None, None, None]
+        h = torch.arange(grid.heads, device=device)[:, None, None]
+        return self._ask(b, h, q, k, tables)
+
+    def _one_grid(self) -> Tensor:
+        """Intervals over all blocks; gives those that are unknown, [U, 4]."""
+        found = self._over_grid(self.grid.block, self.tables)
+        self.some.copy_(found.maybe)
+        self.every.copy_(found.always)
+        if found.is_decided:
+            return self._nothing()
+        unknown = (found.maybe & ~found.always & ~found.mixed).expand_as(self.some)
+        return self._listed(unknown)
+
+    def _nothing(self) -> Tensor:
+        return torch.empty((0, 4), dtype=torch.int64, device=self.grid.device)
+
+    def _listed(self, flags: Tensor) -> Tensor:
+        if not _may_wait(self.grid.device):
+            raise _WouldWait
+        return flags.nonzero()
+
+    def _two_grids(self) -> Tensor:
+        """The same through a coarse grid: most blocks are settled many at a time."""
+        grid, device = self.grid, self.grid.device
+        large = (grid.block[0] * COARSE, grid.block[1] * COARSE)
+        found = self._over_grid(large, Tables(large))
+        rows, columns = -(-grid.rows // COARSE), -(-grid.columns // COARSE)
+        shape = (grid.batch, grid.heads, rows, columns)
+        left = self._listed((found.maybe & ~found.always).expand(shape))
+        padded = (*shape[:3], COARSE, columns, COARSE)
+        maybe, always = (
+            flag.expand(shape)[..., None, :, None].expand(padded).contiguous()
+            for flag in (found.maybe, found.always)
+        )
+        within = torch.arange(COARSE, device=device)
+        unknown = [self._nothing()]
+        for part in left.split(max(1, CHUNK_ELEMENTS // COARSE**2)):
+            b, h, r, c = part.unbind(1)
+            row = r[:, None, None] * COARSE + within[:, None]
+            column = c[:, None, None] * COARSE + within
+            q = self._ends(row * grid.block[0], grid.block[0], grid.q_len)
+            k = self._ends(column * grid.block[1], grid.block[1], grid.kv_len)
+            found = self._ask(b[:, None, None], h[:, None, None], q, k)
+            maybe[b, h, r, :, c], always[b, h, r, :, c] = (
+                flag.expand(len(part), COARSE, COARSE) for flag in (found.maybe, found.always)
+            )
+            if found.is_decided:
+                continue
+            is_real = (row < grid.rows) & (column < grid.columns)
+            flags = found.maybe & ~found.always & ~found.mixed & is_real
+            n, i, j = flags.expand(len(part), COARSE, COARSE).nonzero().unbind(1)
+            unknown.append(torch.stack([b[n], h[n], r[n] * COARSE + i, c[n] * COARSE + j], 1))
+        for target, flag in ((self.some, maybe), (self.every, always)):
+            target.copy_(flag.flatten(4, 5).flatten(2, 3)[..., : grid.rows, : grid.columns])
+        return torch.cat(unknown)
+
+    # What is unknown then.
+
+    def _settle(self, step: _Step, left: Tensor, must: bool) -> Tensor:
+        """Take a step for blocks that are left, a chunk at a time; give those that still are."""
+        size = max(1, CHUNK_ELEMENTS // step.area)
+        is_trial = not must and len(left) > MANY and size > TRIAL
+        remaining, start = [self._nothing()], 0
+        while start < len(left):
+            part = left[start : start + (TRIAL if is_trial else size)]
+            kept, missed, decided = step.look(part)
+            where = tuple(part.unbind(1))
+            self.some[where], self.every[where] = kept, ~missed
+            start += len(part)
+            if must:
+                continue
+            remaining.append(part[~((kept & missed) | decided)])
+            if is_trial and len(remaining[-1]) > (1 - PATIENCE) * len(part):
+                remaining.append(left[start:])
+                break
+            is_trial = False
+        return torch.cat(remaining)
+
+    def _probe(self, side: int) -> _Step:
+        """Some scores of each block: one that is kept and one that is not make it partial."""
+        device = self.grid.device
+        rows, columns = (_scattered(side, n, i, device) for i, n in enumerate(self.grid.block))
+
+        def look(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            kept = self._scores(part, rows, columns).flatten(1)
+            some, every = kept.any(1), kept.all(1)
+            return some, ~every, torch.zeros_like(some)
+
+        return _Step(look, side * side)
+
+    def _dense(self) -> _Step:
+        """Every score of each block."""
+        device = self.grid.device
+        rows, columns = (torch.arange(n, device=device) for n in self.grid.block)
+
+        def look(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            kept = self._scores(part, rows, columns).flatten(1)
+            some, every = kept.any(1), kept.all(1)
+            return some, ~every, torch.ones_like(some)
+
+        return _Step(look, self.grid.block[0] * self.grid.block[1])
+
+    def _parts(self, side: int) -> _Step:
+        """Intervals over smaller parts of each block."""
+        grid = self.grid
+        row, column = (
+            torch.arange(-(-size // side), device=grid.device) * side for size in grid.block
+        )
+        is_even = grid.block[0] % side == 0 and grid.block[1] % side == 0
+        tables = Tables((side, side) if is_even else None)
+
+        def look(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            b, h, r, c = (index[:, None, None] for index in part.unbind(1))
+            q = _within(r * grid.block[0], row[:, None], side, (grid.block[0], grid.q_len))
+            k = _within(c * grid.block[1], column, side, (grid.block[1], grid.kv_len))
+            found = self._ask(b, h, q, k, tables)
+            shape = (len(part), len(row), len(column))
+            always, maybe, mixed = (flag.expand(shape).flatten(1) for flag in found[:3])
+            settled = (always | ~maybe).all(1)
+            return (always | mixed).any(1), (~maybe | mixed).any(1), settled
+
+        return _Step(look, len(row) * len(column))
+
+    def _scores(self, part: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The mask at some rows and columns of blocks: [U, rows, columns]."""
+        grid = self.grid
+        b, h, r, c = part.to(torch.int32).unbind(1)
+        q = (r[:, None] * grid.block[0] + rows).clamp(max=grid.q_len - 1).to(torch.int32)
+        k = (c[:, None] * grid.block[1] + columns).clamp(max=grid.kv_len - 1).to(torch.int32)
+        shape = (len(part), q.shape[1], k.shape[1])
+        with torch.no_grad():
+            if self.can_compute:
+                one = {"b": b[:, None, None], "h": h[:, None, None]}
+                inputs = one | {"q": q[:, :, None], "k": k[:, None, :]}
+                values = analysis.Values(self.mod, inputs, grid.device)
+                return values.compute(self.mod.operators, self.mod.result).expand(shape)
+            keep = torch.vmap(torch.vmap(self.keep, in_dims=MAPPED[0]), in_dims=MAPPED[1])
+            with IndexMode():
+                return torch.vmap(keep)(b, h, q, k).expand(shape)
+
+
+def _within(
+    start: Tensor, offset: Tensor, side: int, sizes: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The ends of parts, none of which leaves its block, or is behind the last position."""
+    block, length = sizes
+    last = (length - 1) // side * side if block % side == 0 else length - 1
+    first = torch.minimum((start + offset).clamp(max=last), start + block - 1)
+    return first, torch.minimum(first + side, start + block).clamp(max=length) - 1
+
+
+def _scattered(side: int, size: int, axis: int, device: torch.device) -> Tensor:
+    """The two ends of a block and some places between, at irregular distances, increasing.
+
+    Regular ones would see one residue of a dilated mask only.
+    """
+    if side >= size:
+        return torch.arange(size, device=device)
+    ratio = (0.6180339887, 0.7548776662)[axis]
+    inner = sorted({1 + int((size - 2) * ((n * ratio) % 1.0)) for n in range(1, side - 1)})
+    return torch.tensor([0, *inner, size - 1], device=device)

@@ -1,0 +1,150 @@
+"""Which blocks a mask keeps some of, and all of, by looking at every score.
+
+Eagerly they are looked at chunk by chunk, within CHUNK_ELEMENTS. Under torch.compile it is one
+reduction over a pointwise function, which Inductor turns into a loop that stores nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.block_mask.lists import block_count
+from flexhop.compat.indexing import IndexMode
+from flexhop.mods.functions import MaskMod
+
+# Elements of the mask that eager creation looks at together. A mask of a few comparisons holds
+# about 16 bytes of temporaries for each, so this is about 64 MiB.
+CHUNK_ELEMENTS = 4 * 1024 * 1024
+# Longest side of what it looks at as one; longer blocks are looked at in pieces.
+LONGEST = 1024
+# vmap's in_dims for mapping over kv_idx, q_idx, h and b in turn; the last one is outermost.
+MAPPED = (
+    (None, None, None, 0),
+    (None, None, 0, None),
+    (None, 0, None, None),
+    (0, None, None, None),
+)
+
+
+class Grid(NamedTuple):
+    """The matrix of one mask, and how it is cut into blocks."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        """Blocks of queries."""
+        return block_count(self.q_len, self.block[0])
+
+    @property
+    def columns(self) -> int:
+        """Blocks of keys."""
+        return block_count(self.kv_len, self.block[1])
+
+
+def whole_blocks(grid: Grid) -> Tensor:
+    """[R, C] bool: blocks that do not overhang; only they can be full."""
+    rows = count_up(grid.rows, grid.device) < grid.q_len // grid.block[0]
+    columns = count_up(grid.columns, grid.device) < grid.kv_len // grid.block[1]
+    return rows[:, None] & columns
+
+
+def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Whether each block keeps something, and everything: [B, H, R, C] bool each.
+
+    Two things keep Inductor from storing the mask. All indices have the shape of the whole, so
+    that whatever it computes on the way has the loops of the final sum and fuses with it. And one
+    sum says both facts, so that the mask has one reader.
+    """
+    device = grid.device
+    queries = _pieces(grid.q_len, grid.block[0], device)
+    keys = _pieces(grid.kv_len, grid.block[1], device)
+    shape = (grid.batch, grid.heads, len(queries), len(keys), queries.shape[1], keys.shape[1])
+    indices = (
+        count_up(grid.batch, device)[:, None, None, None, None, None],
+        count_up(grid.heads, device)[:, None, None, None, None],
+        queries[:, None, :, None],
+        keys[:, None, :],
+    )
+    for _ in shape:
+        keep = torch.vmap(keep)
+    with torch.no_grad(), IndexMode():
+        kept = keep(*(index.expand(shape) for index in indices))
+    area = shape[4] * shape[5]
+    count = kept.sum((4, 5), dtype=torch.int32 if area < 2**31 else torch.int64)
+    return count > 0, count == area
+
+
+def coverage_by_chunks(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The same as `compiled_coverage`, looking at CHUNK_ELEMENTS at a time."""
+    batch, heads = count_up(grid.batch, grid.device), count_up(grid.heads, grid.device)
+    queries = _pieces(grid.q_len, grid.block[0], grid.device, LONGEST)
+    keys = _pieces(grid.kv_len, grid.block[1], grid.device, LONGEST)
+    shape = (grid.batch, grid.heads, len(queries), len(keys))
+    some = torch.empty(shape, dtype=torch.bool, device=grid.device)
+    every = torch.empty_like(some)
+    for b, h, q, kv in _chunks(shape, queries.shape[1] * keys.shape[1]):
+        kept = evaluate_mod(keep, batch[b], heads[h], queries[q].flatten(), keys[kv].flatten())
+        tiles = kept.unflatten(3, (-1, keys.shape[1])).unflatten(2, (-1, queries.shape[1]))
+        some[b, h, q, kv] = tiles.any(5).any(3)
+        every[b, h, q, kv] = tiles.all(5).all(3)
+    some, every = (
+        table.unflatten(3, (grid.columns, -1)).unflatten(2, (grid.rows, -1))
+        for table in (some, every)
+    )
+    return some.any(5).any(3), every.all(5).all(3)
+
+
+def _pieces(length: int, block: int, device: torch.device, longest: int | None = None) -> Tensor:
+    """Positions in order, a row for each block, or for each piece of a block: [P, size] int32.
+
+    What a piece lacks at the end of its block, or a block at the end of the sequence, is filled
+    by repeating the last position, which changes neither "some" nor "every" and keeps captured
+    tables from being read out of range.
+    """
+    reach = min(block, length)
+    size = reach if longest is None else min(reach, longest)
+    within = torch.arange(block_count(reach, size) * size, device=device, dtype=torch.int32)
+    start = torch.arange(block_count(length, block), device=device, dtype=torch.int32) * block
+    position = (start[:, None] + within.clamp(max=reach - 1)).clamp(max=length - 1)
+    return position.view(-1, size)
+
+
+def _chunks(shape: tuple[int, ...], area: int) -> Iterator[tuple[slice, ...]]:
+    """Cut a table into parts of at most CHUNK_ELEMENTS, if each entry stands for `area`."""
+    room = max(1, CHUNK_ELEMENTS // area)
+    spans: list[list[slice]] = []
+    for size in reversed(shape):  # the last dimension first: its parts are contiguous
+        step = min(size, room)
+        room = max(1, room // step)
+        spans.insert(0, [slice(start, start + step) for start in range(0, size, step)])
+    return itertools.product(*spans)
+
+
+def evaluate_mod(
+    mod: Callable[..., Tensor], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    """Apply a mod to each combination of indices: [len(b), len(h), len(q_idx), len(kv_idx)].
+
+    Mapped and not broadcast, because a mod may index in steps, `table[b][q_idx]`, which means
+    something else for indices that have dimensions.
+    """
+    for dims in MAPPED:
+        mod = torch.vmap(mod, in_dims=dims)
+    with torch.no_grad(), IndexMode():
+        return mod(b, h, q_idx, kv_idx)
+
+
+def count_up(size: int, device: torch.device) -> Tensor:
+    """0 to size - 1, as kernels count: int32."""
+    return torch.arange(size, device=device, dtype=torch.int32)
