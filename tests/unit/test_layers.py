@@ -125,5 +125,5 @@ def floor_of(room: str) -> int:
 
 
 def test_the_house_is_low():
-    assert len(LAW) <= 23
+    assert len(LAW) <= 24
     assert max(floor_of(room) for room in LAW if room != "__init__") <= 10
