@@ -1,4 +1,4 @@
-"""The facts of one call, read from the IR once and never changed."""
+"""The facts of one call, read from the IR once. A lowering may add facts in a copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels without a GPU: generate them, run them on the CPU, compile them to machine code.
 
-`generate` serves `flexhop.explain()` and the tests. `flexhop.offline.interpret` runs generated
-code in Triton's interpreter, `flexhop.offline.cubin` compiles it for an architecture.
+`generate` returns the kernels of a function. `flexhop.offline.interpret` runs them in Triton's
+interpreter, `flexhop.offline.cubin` compiles them for an architecture.
 """
 
 from flexhop.offline.codegen import Generated, generate

@@ -33,10 +33,10 @@ __all__ = ["Report", "explain"]
 MAX_ELEMENTS = 1 << 22
 
 _ON_CPU = (
-    "Query is on the CPU, where a compiled call runs the definition in chunks of queries; the "
-    "kernels are those of the GPU named above."
+    "query is on the CPU: a compiled call there runs the definition in chunks of queries. The "
+    "kernels above are those of the GPU named above."
 )
-_NO_KERNEL = "There is no fp64 kernel: a compiled call runs the definition in chunks of queries."
+_NO_KERNEL = "fp64 has no kernels: a compiled call runs the definition in chunks of queries."
 
 
 def explain(
@@ -58,10 +58,10 @@ def explain(
     v_mod: KeyMod | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
-    """Say what torch.compile would make of a call: graphs, kernels, tiles, work.
+    """Report what torch.compile would make of a call: graphs, kernels, tiles, work.
 
-    Nothing is computed and no GPU is needed. Query, key and value may be on the CPU, on a GPU, on
-    "meta", or fake: only their shapes, dtypes and requires_grad are read.
+    It computes nothing and needs no GPU. query, key and value may be on the CPU, on a GPU, on
+    "meta", or fake: explain reads only their shapes, dtypes and requires_grad.
 
     Args:
         query: [B, Hq, M, D]. Nested inputs are reported as packed tokens.
@@ -285,32 +285,35 @@ def _elements(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
 
 def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> list[str]:
     notes = [
-        "Other dtypes, numbers of heads, head sizes, options, code of the mods, or Python values "
-        "that they close over compile anew; another length or batch once, as torch.compile's "
-        "`dynamic` says.",
+        "A call compiles again if a dtype, the number of heads, a head size, an option, the code "
+        "of a mod or a Python value that it captures changes. A new length or batch size compiles "
+        "again once, unless torch.compile's `dynamic` says otherwise.",
     ]
     if args.score_captures or args.mask_captures:
         notes.append(
-            "Captured tensors are operands: new values of the same shapes run as they are."
+            "Captured tensors are operands: new values of the same shape do not compile again."
         )
     if found.joint is None:
         notes.append("No operand needs a gradient: the backward kernels would not run.")
     elif found.joint.sites and args.options.get("deterministic"):
-        notes.append("Gradients of captured tensors are added up as integers, exactly.")
+        notes.append("Gradients of captured tensors are summed exactly, as integers.")
     elif found.joint.sites:
         notes.append(
-            "Gradients of captured tensors are added up by atomics in "
-            f"{_scatters(found.plans)}: their rounding differs from run to run."
+            f"The {_scatters(found.plans)} kernel adds gradients of captured tensors atomically: "
+            "their last bits differ from run to run."
         )
     if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
         notes.append(
-            "The gradient of query is added up in fp32 in the order of the keys."
+            "The gradient of query is summed in fp32, in the order of the keys."
             if args.options.get("deterministic")
-            else "The gradient of query is added up in fp32 in no fixed order: its last bits "
-            "differ from run to run. torch.use_deterministic_algorithms(True) orders them."
+            else "The gradient of query is summed in fp32 without a fixed order: its last bits "
+            "differ from run to run. torch.use_deterministic_algorithms(True) fixes the order."
         )
     if found.joint is not None and mask is not None and not args.options["has_q_blocks"]:
-        notes.append("The mask has no query lists: the backward pass raises an error.")
+        notes.append(
+            "The block mask has no query side (compute_q_blocks=False), so the backward pass "
+            "raises an error."
+        )
     if mask is not None and mask.density == 1.0:
         notes.append("The block mask skips nothing.")
     return [*notes, *(_kernel_notes(found.plans[0].constants) if found.plans else [_NO_KERNEL])]
@@ -325,15 +328,15 @@ def _kernel_notes(constants: dict[str, Any]) -> list[str]:
     notes: list[str] = []
     if "NUM_CONSUMERS" in constants:
         notes.append(
-            "Strides are not looked at here: where rows of an operand do not lie at multiples of "
-            "16 bytes, the portable kernel takes the place of the Hopper kernel."
+            "explain does not check strides: if the rows of an operand do not start at multiples "
+            "of 16 bytes, the portable kernel runs instead of the Hopper kernel."
         )
     if constants.get("CHECK_Q") or constants["CHECK_KV"]:
-        notes.append("The last tile overhangs a length or a block: its rows are checked.")
+        notes.append("The last tile overhangs a length or a block, so kernels check bounds.")
     if constants.get("SPLITS", 1) > 1:
         notes.append(
-            f"The keys are divided into {constants['SPLITS']} shares; a second, small kernel "
-            "combines what they give."
+            f"The keys are divided into {constants['SPLITS']} splits; a second, small kernel "
+            "combines their results."
         )
     for name, prefix in (("head", "QK"), ("value head", "V")):
         size, width = constants[f"{prefix}_HEAD_DIM"], constants[f"{prefix}_HEAD_DIM_ROUNDED"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from flexhop.options import KernelOptions, Tile
+from flexhop.options import KernelOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class Capture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mod:
-    """A user function as the kernel will have it.
+    """One of your functions, as the kernel gets it.
 
     Args:
         code: Python text of the traced graph.
-        is_trivial: whether it does nothing: a score_mod that returns the score, a mask_mod that
-            returns True. The kernels leave it out then.
-        captures: its further inputs.
+        is_trivial: whether it has no effect: a score_mod that returns the score, a mask_mod that
+            returns True. Kernels leave it out.
+        captures: the values that it closes over.
     """
 
     code: str
@@ -43,7 +43,7 @@ class Mod:
 
     def __str__(self) -> str:
         if self.is_trivial:
-            return "does nothing and is left out"
+            return "has no effect; kernels leave it out"
         return "\n".join([self.code, *(f"    # {capture}" for capture in self.captures)])
 
 
@@ -55,11 +55,11 @@ class Mask:
         block_size: (queries, keys) per block.
         shape: the mask's [B, H, M, N]; B and H may be 1, for all.
         partial: blocks to which mask_mod is applied; None if the lists have no data.
-        full: blocks that are taken whole.
+        full: blocks in which every pair is visible.
         total: blocks of the whole matrix.
         density: visited part of the matrix, 0 to 1, overhang not counted.
-        unmasked: part of the matrix that is not masked, 0 to 1; None where it is too large to
-            evaluate. The distance to `density` is work on masked elements.
+        unmasked: visible part of the matrix, 0 to 1; None if the mask is too large to evaluate.
+            `density - unmasked` is the work spent on masked elements.
     """
 
     block_size: tuple[int, int]
@@ -73,7 +73,7 @@ class Mask:
     def __str__(self) -> str:
         size = f"blocks of {self.block_size[0]} queries x {self.block_size[1]} keys"
         if self.partial is None or self.full is None or self.density is None:
-            return f"{size}, {self.total} in all; which are visited is not known (no data)"
+            return f"{size}, {self.total} in total; the lists have no data, so none is counted"
         text = (
             f"{size}: {self.partial} partial + {self.full} full of {self.total}, "
             f"{100 * self.density:.1f} % of the matrix visited"
@@ -87,18 +87,20 @@ class Pass:
     """One kernel.
 
     Args:
-        kernel: its name.
-        tile: what one program does at a time.
+        kernel: its name, as in Report.passes.
+        tile: the queries and keys of one step. A Tile for portable kernels, which you can pass in
+            kernel_options; Hopper kernels have tiles of their own type. `tile.words()` describes
+            either.
         reason: why this kernel and this tile.
-        shared_memory: bytes that one program asks for, an upper bound.
-        available: bytes that the device has for it.
+        shared_memory: bytes per program, an upper bound.
+        available: bytes per program that the device has.
         programs: how many programs are launched.
-        flops: of the matrix products over visited blocks; None if the mask has no data.
-        bytes: moved if every operand were read and every result written once.
+        flops: operations of the matrix products over visited blocks; None if the mask has no data.
+        bytes: traffic if every operand is read once and every result written once.
     """
 
     kernel: str
-    tile: Tile
+    tile: Any
     reason: str
     shared_memory: int
     available: int
@@ -125,18 +127,19 @@ class Report:
     Args:
         device: name and compute capability of the GPU.
         call: shapes and dtype, in words.
-        score_mod: as traced.
-        mask_mod: as traced.
-        score_mod_grad: Python text of the joint graph, which gives the gradients of the score and
-            of captured tensors; None where no operand needs a gradient or score_mod is trivial.
+        score_mod: your function as it was traced.
+        mask_mod: your function as it was traced.
+        score_mod_grad: Python text of the joint graph, which computes the gradients of the score
+            and of captured tensors; None if no operand needs a gradient or score_mod is trivial.
         mask: None without a block_mask.
-        passes: the kernels, forward first: "forward", "grad_query", then "grad_key_value" or, for
-            wide heads, "grad_key" and "grad_value". None for fp64, which has no kernels.
-        options: the choices in force.
-        unmasked_flops: of the forward pass on unmasked elements alone; None where unknown.
-        notes: what else is worth knowing, among it what makes such a call compile again.
+        passes: the kernels. The first is "forward", or "decode" for few queries. The backward pass
+            is "backward" on Hopper GPUs; portable kernels are "grad_query" and "grad_key_value",
+            or "grad_key" and "grad_value" for wide heads. Empty for fp64, which has no kernels.
+        options: the options in force.
+        unmasked_flops: operations of the forward pass on visible elements; None if unknown.
+        notes: further remarks, such as the changes that make a call compile again.
 
-    `str(report)` is the page to read.
+    `print(report)` shows everything.
     """
 
     device: str
@@ -166,7 +169,7 @@ class Report:
 
     @property
     def forward(self) -> Pass:
-        """The forward kernel; an IndexError where there is none."""
+        """The forward kernel. IndexError if there is none, as for fp64."""
         return self.passes[0]
 
     @property

@@ -1,6 +1,7 @@
 """flexhop.explain: its report, and that it needs neither a GPU nor data."""
 
 import dataclasses
+import typing
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import flexhop
 from flexhop import errors
 from flexhop.compat import gluon_versions
 from flexhop.errors import OptionValueError
+from flexhop.lowering.portable.tiles import Kernel
 from flexhop.masks import causal
+from flexhop.reports.report import Report
 
 WIDTH = 64
 
@@ -235,3 +238,8 @@ def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
     )  # fmt: skip
     assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
     assert "determinism is asked for" in report.backward[0].reason
+
+
+def test_the_docstring_of_passes_names_every_kernel():
+    names = (*typing.get_args(Kernel), "backward")
+    assert [name for name in names if f'"{name}"' not in Report.__doc__] == []
