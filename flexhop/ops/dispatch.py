@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+import flexhop
 from flexhop import errors
 from flexhop.compat import hop
 from flexhop.mods.functions import check_arity
@@ -151,7 +154,16 @@ def closed_over(mod: Any) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _warn_once() -> None:
-    warnings.warn(errors.EagerWarning(), stacklevel=6)
+    warnings.warn(errors.EagerWarning(), stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """The `stacklevel`, for the caller's warning, of the nearest code that is not a library's."""
+    libraries = tuple(str(Path(module.__file__).parent) for module in (flexhop, torch))
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_code.co_filename.startswith(libraries):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def reset_warnings() -> None:
