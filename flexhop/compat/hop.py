@@ -15,8 +15,6 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._functorch import (
     TransformType,
     _add_batch_dim,
-    _unwrap_for_grad,
-    _wrap_for_grad,
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
@@ -25,7 +23,6 @@ from torch._C._functorch import (
     unwrap_if_dead,
 )
 from torch._dispatch.python import suspend_functionalization
-from torch._functorch.autograd_function import custom_function_call_grad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import (
@@ -64,18 +61,18 @@ __all__ = [
     "has_input_mutation",
     "is_tracing",
     "isolated_trace",
+    "like_tree",
     "make_fx",
     "pytree",
     "register_autocast",
+    "register_autograd",
     "register_checkpoint",
     "register_dense",
     "register_fake",
     "register_flops",
     "register_functionalize",
-    "register_grad_transform",
     "register_proxy",
     "register_refusal",
-    "register_undifferentiable",
     "register_vmap",
     "setup_compilation_env",
     "share",
@@ -134,6 +131,15 @@ def below_autograd() -> Iterator[None]:
     """Dispatch below the autograd keys."""
     with torch._C._AutoDispatchBelowAutograd():
         yield
+
+
+def register_autograd(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the rule at the autograd key.
+
+    PyTorch's own decorator passes the rule over where nothing requires a gradient, and with it
+    the tangents of forward mode.
+    """
+    return op.py_impl(DispatchKey.Autograd)
 
 
 def register_autocast(
@@ -229,30 +235,6 @@ def register_flops(op: Operator, formula: Callable[..., int]) -> None:
     op.py_impl(_FlopCounterMode)(rule)
 
 
-def register_grad_transform(
-    op: Operator, function: type[torch.autograd.Function], inputs: Callable[..., tuple[Any, ...]]
-) -> None:
-    """torch.func.grad: apply `function`, in setup_context form, to inputs(*operands)."""
-
-    def rule(interpreter: Any, *operands: Any) -> Any:
-        return custom_function_call_grad(interpreter, function, *inputs(*operands))
-
-    op.py_impl(TransformType.Grad)(rule)
-
-
-def register_undifferentiable(op: Operator) -> None:
-    """torch.func.grad of the operator itself: its results are constants at that level."""
-
-    def rule(interpreter: Any, *operands: Any) -> Any:
-        level = interpreter.level()
-        plain = pytree.tree_map_only(torch.Tensor, lambda t: _unwrap_for_grad(t, level), operands)
-        with interpreter.lower():
-            result = op(*plain)
-        return pytree.tree_map_only(torch.Tensor, lambda t: _wrap_for_grad(t, level), result)
-
-    op.py_impl(TransformType.Grad)(rule)
-
-
 def register_refusal(op: Operator, transform: str, error: Callable[[], Exception]) -> None:
     """Refuse a functorch transform, "Vmap" or "Jvp"."""
 
@@ -263,7 +245,9 @@ def register_refusal(op: Operator, transform: str, error: Callable[[], Exception
 
 
 def register_vmap(
-    op: Operator, fold: Callable[..., tuple[tuple[Any, ...], Callable[..., Any]]]
+    op: Operator,
+    fold: Callable[..., tuple[tuple[Any, ...], Callable[..., Any]]],
+    nested: Callable[[Sequence[Any]], Any] = tuple,
 ) -> None:
     """torch.vmap: `fold(count, mapped, plain)` gives operands without the mapped dimension.
 
@@ -272,6 +256,7 @@ def register_vmap(
             tensor is replaced by whether it is mapped, and the operands with mapped tensors'
             dimension in front. Returns the operator's operands, and what turns its result into
             (result, mapped) where the tensors of `mapped` results have the dimension in front.
+        nested: gives the operator's results from these.
     """
 
     def rule(interpreter: Any, *operands: Any) -> Any:
@@ -289,9 +274,11 @@ def register_vmap(
         folded, unfold = fold(count, mapped, pytree.tree_map_only(torch.Tensor, bare, operands))
         with interpreter.lower():
             results = op(*folded)
-        return tuple(
-            _add_batch_dim(tensor, 0, level) if has_dimension else tensor
-            for tensor, has_dimension in unfold(results)
+        return nested(
+            [
+                _add_batch_dim(tensor, 0, level) if has_dimension else tensor
+                for tensor, has_dimension in unfold(results)
+            ]
         )
 
     op.py_impl(TransformType.Vmap)(rule)
@@ -315,6 +302,11 @@ def unwrap_dead(values: Any) -> Any:
     PyTorch does this for its own operators; higher-order ones stumble over the wrappers.
     """
     return pytree.tree_map_only(torch.Tensor, unwrap_if_dead, values)
+
+
+def like_tree(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of the structure of `tree` with other leaves."""
+    return pytree.tree_unflatten(list(leaves), pytree.tree_flatten(tree)[1])
 
 
 def is_tracing(*tensors: torch.Tensor) -> bool:

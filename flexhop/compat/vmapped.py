@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
@@ -20,12 +21,37 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
         tensor: of at least as many dimensions as there are indices.
         indices: one for each leading dimension; 0-d where some are of a batch and some not.
     """
+    is_scalar = all(item.dim() == 0 for item in indices)
+    if is_scalar and (is_batchedtensor(tensor) or (len(indices) > 1 and _are_fake(indices))):
+        return _select(tensor, indices)
     batched = [is_batchedtensor(item) for item in indices]
     if any(batched) and not all(batched) and all(item.dim() == 0 for item in indices):
         order = sorted(range(len(indices)), key=batched.__getitem__)
         tensor = tensor.movedim(order, list(range(len(order))))
         indices = [indices[number] for number in order]
     return torch.ops.aten.index.Tensor(tensor, list(indices))
+
+
+def _are_fake(indices: Sequence[Tensor]) -> bool:
+    """Whether indices are of batches, and fake below."""
+    if not any(map(is_batchedtensor, indices)):
+        return False
+    below = [get_unwrapped(item) if is_batchedtensor(item) else item for item in indices]
+    return _are_fake(below) or any(isinstance(item, FakeTensor) for item in below)
+
+
+def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """The same of a tensor that is itself of a batch, such as a row that was read before.
+
+    One flat index, because that is a gather, whose rule holds where tensors are fake.
+    """
+    count = len(indices)
+    sizes = tensor.shape[:count]
+    place = torch.zeros_like(indices[0], dtype=torch.int64)
+    for item, size in zip(indices, sizes, strict=True):
+        place = place * size + torch.where(item < 0, item + size, item)
+    rows = tensor.flatten(0, count - 1) if count > 1 else tensor
+    return rows.index_select(0, place.reshape(1)).squeeze(0)
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:

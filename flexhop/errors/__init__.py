@@ -350,15 +350,6 @@ class VmapError(FlexhopError, NotImplementedError):
     message = "torch.vmap cannot map {argument} of flex_attention; fold it into the batch instead."
 
 
-class DoubleBackwardError(FlexhopError, RuntimeError):
-    """A second derivative of the fused kernels."""
-
-    message = (
-        "flexhop's kernels have no second derivative. Call flex_attention without torch.compile: "
-        "eager attention is plain PyTorch and can be differentiated again."
-    )
-
-
 class NoTritonError(FlexhopError, RuntimeError):
     """Triton is missing."""
 

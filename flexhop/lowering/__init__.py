@@ -8,10 +8,12 @@ from flexhop.compat import gluon_versions, inductor, tanh, warm
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
+from flexhop.lowering.derivative import lower_attention_derivative
 from flexhop.lowering.forward import lower_attention
 from flexhop.lowering.mods.relative import lower_bounded
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
+from flexhop.ops.derivative import attention_derivative
 from flexhop.ops.forward import attention
 from flexhop.primitives.bounded import BOUNDED
 
@@ -24,6 +26,7 @@ def register() -> None:
         (attention, lower_attention),
         (cached_attention, lower_cached_attention),
         (attention_backward, lower_attention_backward),
+        (attention_derivative, lower_attention_derivative),
     ):
         inductor.register_lowering(operator, type_promotion_kind=None)(raised_by_graph(lower))
 

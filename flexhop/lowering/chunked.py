@@ -33,7 +33,7 @@ CHUNK_ELEMENTS = 1 << 18
 Tensors = tuple[Tensor, ...]
 
 
-class _Rowwise(NamedTuple):
+class Rowwise(NamedTuple):
     """A computation chunk by chunk.
 
     step(args, grids, chunk, totals) gives the chunk's rows of every result, each
@@ -62,10 +62,10 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     def formula(args: AttentionArgs, rows: int | None) -> Tensors:
         wide = accumulate_dtype(args.query.dtype)
         results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
-        found, _ = _over_chunks(_Rowwise(step, results[: 2 + returns_max]), args, rows, ())
+        found, _ = over_chunks(Rowwise(step, results[: 2 + returns_max]), args, rows, ())
         return found
 
-    return _with_max(_lower(args, formula), returns_max)
+    return _with_max(lower_definition(args, formula), returns_max)
 
 
 def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
@@ -81,11 +81,11 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     def formula(args: CachedArgs, rows: int | None) -> Tensors:
         wide = accumulate_dtype(args.query.dtype)
         results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
-        work = _Rowwise(step, results[: 2 + returns_max])
-        found, _ = _over_chunks(work, ordered_args(args), rows, (), lengths_of(args))
+        work = Rowwise(step, results[: 2 + returns_max])
+        found, _ = over_chunks(work, ordered_args(args), rows, (), lengths_of(args))
         return found
 
-    return _with_max(_lower(args, formula), returns_max)
+    return _with_max(lower_definition(args, formula), returns_max)
 
 
 def _with_max(results: list[Any], returns_max: bool) -> tuple[Any, Any, Any]:
@@ -102,13 +102,15 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     def formula(args: BackwardArgs, rows: int | None) -> Tensors:
         grad_key, grad_value, captured = zero_totals(args)
         wide = (((args.query.size(3),), grad_key.dtype),)
-        (grad_query,), totals = _over_chunks(
-            _Rowwise(_grad_step, wide), args, rows, (grad_key, grad_value, *captured)
+        (grad_query,), totals = over_chunks(
+            Rowwise(_grad_step, wide), args, rows, (grad_key, grad_value, *captured)
         )
         *grads, captured = cast_gradients(args, grad_query, totals[0], totals[1], totals[2:])
         return (*grads, *captured)
 
-    grad_query, grad_key, grad_value, *captured = _lower(BackwardArgs(*operands), formula)
+    grad_query, grad_key, grad_value, *captured = lower_definition(
+        BackwardArgs(*operands), formula
+    )
     return grad_query, grad_key, grad_value, captured
 
 
@@ -120,7 +122,7 @@ def _grad_step(
     return (rows,), (grad_key + key_part, grad_value + value_part, *added)
 
 
-def _lower(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any]:
+def lower_definition(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any]:
     """Lower formula(args, rows) for operands that are IR, strides as the node says."""
     fakes = type(args)(*inline.fake_operands())
     rows = _rows_per_chunk(args, fakes.query.size(2))
@@ -153,8 +155,8 @@ def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
     return -(-length // chunks)  # equal chunks, so that the last one is not mostly filling
 
 
-def _over_chunks(
-    work: _Rowwise, args: Any, rows: int | None, totals: Tensors, lengths: Tensor | None = None
+def over_chunks(
+    work: Rowwise, args: Any, rows: int | None, totals: Tensors, lengths: Tensor | None = None
 ) -> tuple[Tensors, Tensors]:
     """All rows of the results of `work`, and its totals; lengths as in Grids."""
     wide = accumulate_dtype(args.query.dtype)
@@ -176,7 +178,7 @@ def _over_chunks(
 
 
 def _loop(
-    work: _Rowwise, args: Any, grids: Grids, rows: int, carried: tuple[Tensors, Tensors]
+    work: Rowwise, args: Any, grids: Grids, rows: int, carried: tuple[Tensors, Tensors]
 ) -> Tensors:
     """The buffers after every chunk wrote its rows to them, then the totals."""
     positions, rebuild = inline.separate((args, grids))

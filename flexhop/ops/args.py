@@ -100,6 +100,27 @@ class BackwardArgs(NamedTuple):
     dropout_seed: tuple[Tensor, ...] = ()
 
 
+class DerivativeArgs(NamedTuple):
+    """Operands of `flexhop_attention_derivative`: a derivative of attention, of any order.
+
+    The results are the outputs of ops/program.py's function, in its order.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    mask_mod: Callable[..., Tensor]
+    blocks: tuple[Tensor, ...]
+    scale: float
+    options: dict[str, int | str | bool | float]
+    program: tuple[str, ...]
+    directions: tuple[Tensor, ...]  # the inputs that the program adds: tangents and gradients
+    score_captures: tuple[Capture, ...] = ()
+    mask_captures: tuple[Capture, ...] = ()
+    dropout_seed: tuple[Tensor, ...] = ()
+
+
 class Site(NamedTuple):
     """One place where a captured tensor that needs a gradient is read."""
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop
+from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
-from flexhop.errors import DoubleBackwardError, VmapError
 from flexhop.ops.args import BackwardArgs
+from flexhop.ops.derivative import (
+    differentiate,
+    of_backward,
+    push_inputs,
+    refuse_mask_tangents,
+    restore_derivative,
+    save_derivative,
+)
 from flexhop.ops.eager import attend_backward
+from flexhop.ops.folding import fold_backward
 from flexhop.ops.layout import empty_ordered, ordered
-from flexhop.ops.subgraphs import index_examples, joint_examples, score_dtype, score_examples
+from flexhop.ops.subgraphs import (
+    index_examples,
+    joint_examples,
+    needs_grad,
+    score_dtype,
+    score_examples,
+)
 
 attention_backward = hop.Operator(
     "flexhop_attention_backward", BackwardArgs, ("score_mod", "joint", "mask_mod")
@@ -65,39 +80,98 @@ hop.register_functionalize(attention_backward, lambda *_: None)  # the forward c
 hop.register_checkpoint(attention_backward)
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Hands gradients on; differentiating them again is refused."""
+def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> BackwardArgs:
+    """Under autocast, where torch.func.grad calls it: as the forward call was."""
+    args = BackwardArgs(*operands)
+    names = ("query", "key", "value", "out", "grad_out")
+    return args._replace(**{name: getattr(args, name).to(dtype) for name in names})
+
+
+hop.register_autocast(attention_backward, _cast)
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients, whose own gradient is the derivative operator's.
+
+    Inputs: the operator's operands without those that follow; out and lse; then the inputs of
+    `of_backward`. Out and lse get no gradient: there they are functions of the inputs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The first `count` tensors; the rest only makes them depend on something."""
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+    def forward(fixed: BackwardArgs, out: Tensor, lse: Tensor, *inputs: Any) -> Any:
+        args = _with_inputs(fixed, inputs)._replace(out=out, lse=lse)
+        *grads, captured = attention_backward(*args)
+        return (*grads, *captured)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Refuse."""
-        raise DoubleBackwardError()
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        fixed, _, _, *rest = inputs
+        save_derivative(ctx, of_backward(_with_inputs(fixed, rest)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        args = restore_derivative(ctx)
+        return (None, None, None, *differentiate(args, ctx.needs_input_grad[3:], grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return push_inputs(restore_derivative(ctx), tangents[3:])[1]
 
 
-@attention_backward.py_autograd_impl
+def _inputs(args: BackwardArgs) -> tuple[Any, ...]:
+    gradients = () if args.grad_lse is None else (args.grad_lse,)
+    return (*args[:3], *args.score_captures, args.grad_out, *gradients)
+
+
+def _with_inputs(args: BackwardArgs, inputs: Sequence[Any]) -> BackwardArgs:
+    query, key, value, *rest = inputs
+    count = len(args.score_captures)
+    grad_out, *grad_lse = rest[count:]
+    return args._replace(
+        query=query, key=key, value=value, score_captures=tuple(rest[:count]),
+        grad_out=grad_out, grad_lse=grad_lse[0] if grad_lse else None,
+    )  # fmt: skip
+
+
+def _autograd_inputs(*operands: Any) -> tuple[Any, ...]:
+    args = BackwardArgs(*operands)
+    nothing: Any = None
+    fixed = args._replace(
+        query=nothing, key=nothing, value=nothing, out=nothing, lse=nothing, grad_out=nothing,
+        grad_lse=nothing, score_captures=(None,) * len(args.score_captures),
+    )  # fmt: skip
+    return (fixed, args.out, args.lse, *_inputs(args))
+
+
+def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
+    """The operator's results, of which the captures' gradients are a tuple."""
+    return (*flat[:3], tuple(flat[3:]))
+
+
+def _push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> transforms.Pushed:
+    """Forward mode of the operator; see transforms.register_jvp."""
+    args = BackwardArgs(*operands)
+    moved: Any = BackwardArgs(*hop.like_tree(operands, tangents))
+    refuse_mask_tangents(moved.mask_captures)
+    lse = () if args.grad_lse is None else (moved.grad_lse,)
+    directions = (*moved[:3], *moved.score_captures, moved.grad_out, *lse)
+    return transforms.Pushed(*push_inputs(of_backward(args), directions))
+
+
+@hop.register_autograd(attention_backward)
 def _autograd(*operands: Any) -> Any:
+    leaves = hop.pytree.tree_leaves(operands)
+    if torch.is_grad_enabled() and any(needs_grad(leaves)):
+        return _nested(_Backward.apply(*_autograd_inputs(*operands)))
+    if transforms.has_tangents(operands):
+        return _nested(transforms.dual_results(_push, operands))
     with hop.below_autograd():
-        grads = attention_backward(*operands)
-    roots = [
-        t for t in hop.pytree.tree_leaves(operands) if isinstance(t, Tensor) and t.requires_grad
-    ]
-    if not (torch.is_grad_enabled() and roots):
-        return grads
-    flat, structure = hop.pytree.tree_flatten(grads)
-    return hop.pytree.tree_unflatten(
-        _NoSecondDerivative.apply(len(flat), *flat, *roots), structure
-    )
+        return attention_backward(*operands)
 
 
-hop.register_undifferentiable(attention_backward)
-hop.register_refusal(
-    attention_backward, "Vmap", lambda: VmapError(argument="the compiled backward pass")
-)
+transforms.register_grad(attention_backward, _Backward, _autograd_inputs, _nested)
+transforms.register_jvp(attention_backward, _push, _nested)
+hop.register_vmap(attention_backward, fold_backward, _nested)
 
 
 def _count(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

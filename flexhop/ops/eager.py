@@ -16,13 +16,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexhop.block_mask.lists import block_count, lists_to_dense, ranges_to_dense
-from flexhop.compat import hop
+from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
-from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, Site, unpack_sites
+from flexhop.ops.args import (
+    AttentionArgs,
+    BackwardArgs,
+    BlockTensors,
+    DerivativeArgs,
+    Site,
+    unpack_sites,
+)
 from flexhop.ops.dropout import drop
 
 # Scores that one chunk holds: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
 CHUNK_ELEMENTS = 1 << 22
+
+Operands = AttentionArgs | BackwardArgs | DerivativeArgs
 
 
 class Chunk(NamedTuple):
@@ -72,7 +81,7 @@ def attend(args: AttentionArgs, lengths: Tensor | None = None) -> tuple[Tensor, 
     Source: Dong et al. 2024, FlexAttention (arXiv 2412.05496), equation 2.
     """
     grids = listed_blocks(args)._replace(lengths=lengths)
-    parts = [_attend_chunk(args, grids, chunk) for chunk in _chunks(args)]
+    parts = [_attend_chunk(args, grids, chunk) for chunk in chunks(args)]
     out, lse, max_scores = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
     return out, lse, max_scores.detach()
 
@@ -80,7 +89,8 @@ def attend(args: AttentionArgs, lengths: Tensor | None = None) -> tuple[Tensor, 
 def _attend_chunk(
     args: AttentionArgs, grids: Grids, chunk: Chunk
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_grad_enabled() and hop.can_checkpoint():
+    # A tensor with a tangent saves more than its recomputation, when the tangent is gone.
+    if torch.is_grad_enabled() and hop.can_checkpoint() and not transforms.is_forward_mode():
         return checkpoint(attend_rows, args, grids, chunk, use_reentrant=False)
     return attend_rows(args, grids, chunk)
 
@@ -88,11 +98,31 @@ def _attend_chunk(
 def attend_rows(args: AttentionArgs, grids: Grids, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the three results of `attend`: [B, Hq, m, Dv], [B, Hq, m], [B, Hq, m]."""
     rows = _score_rows(args, grids, chunk)
-    lse = torch.logsumexp(rows.modified, dim=-1)
-    weights = torch.exp(rows.modified - _finite(lse)[..., None])
+    weights, total, lse = softmax_rows(rows.modified)
+    weights = weights / total[..., None]
     weights = drop(weights, args.dropout_seed, args.options, rows.grid)
-    out = _combine(weights, args.value)
+    out = combine_values(weights, args.value)
     return out.to(args.query.dtype), lse, rows.modified.amax(dim=-1)
+
+
+def softmax_rows(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What softmax is made of, written to be differentiated any number of times.
+
+    Args:
+        scores: [..., N], -inf where not visible.
+
+    Returns:
+        Weights [..., N] up to a factor, what to divide them by [...], and lse [...]. A row that
+        sees nothing has weights 0, 1 to divide by, and lse -inf.
+    """
+    largest = scores.detach().amax(-1, keepdim=True)
+    shift = torch.where(largest == float("-inf"), 0.0, largest)
+    weights = torch.exp(scores - shift)
+    total = weights.sum(-1)
+    is_empty = total == 0.0
+    total = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, float("-inf"), torch.log(total) + shift.squeeze(-1))
+    return weights, total, lse
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -105,7 +135,8 @@ def chunk_rows(elements_per_query: int) -> int:
     return max(16, CHUNK_ELEMENTS // max(1, elements_per_query))
 
 
-def _chunks(args: AttentionArgs | BackwardArgs) -> Iterator[Chunk]:
+def chunks(args: Operands) -> Iterator[Chunk]:
+    """The queries of a call, a chunk at a time."""
     batch, heads, length, _ = args.query.shape
     rows = chunk_rows(batch * heads * args.key.size(2))
     for start in range(0, length, rows):
@@ -129,12 +160,12 @@ def _fold_group(tensor: Tensor, kv_heads: int) -> Tensor:
     return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
-def _score_rows(args: AttentionArgs | BackwardArgs, grids: Grids, chunk: Chunk) -> _Rows:
+def _score_rows(args: Operands, grids: Grids, chunk: Chunk) -> _Rows:
     raw = dot_keys(chunk.pick(args.query), args.key) * args.scale
     b, h, _, kv_idx = index_grids(raw)
     index = (b, h, chunk.q_idx, kv_idx)
     modified = over_elements(args.score_mod, 1, (raw,), index, args.score_captures)
-    visible = _visible_keys(args, grids, index, raw)
+    visible = visible_keys(args, grids, index, raw)
     if chunk.live is not None:
         visible = visible & chunk.live[:, None]
     modified = torch.where(visible, modified.to(raw.dtype), float("-inf"))
@@ -149,7 +180,8 @@ def dot_keys(rows: Tensor, columns: Tensor) -> Tensor:
     return product.reshape(rows.size(0), rows.size(1), rows.size(2), columns.size(2))
 
 
-def _combine(weights: Tensor, value: Tensor) -> Tensor:
+def combine_values(weights: Tensor, value: Tensor) -> Tensor:
+    """[B, Hq, m, N] x [B or 1, Hkv, N, Dv] -> [B, Hq, m, Dv]."""
     folded = _fold_group(weights, value.size(1)) @ value.to(weights.dtype)
     return folded.reshape(*weights.shape[:3], value.size(-1))
 
@@ -191,7 +223,7 @@ def over_elements(
         return mapped(*elements[:leading], *index, *elements[leading:], *captures)
 
 
-def listed_blocks(args: AttentionArgs | BackwardArgs) -> Grids:
+def listed_blocks(args: Operands) -> Grids:
     """The block lists in dense form."""
     if not args.blocks:
         return Grids()
@@ -210,8 +242,8 @@ def listed_blocks(args: AttentionArgs | BackwardArgs) -> Grids:
     return Grids(partial, full)
 
 
-def _visible_keys(
-    args: AttentionArgs | BackwardArgs, grids: Grids, index: tuple[Tensor, ...], scores: Tensor
+def visible_keys(
+    args: Operands, grids: Grids, index: tuple[Tensor, ...], scores: Tensor
 ) -> Tensor:
     """Which keys each query of a chunk sees, [B, Hq, m, N] bool."""
     keep = over_elements(args.mask_mod, 0, (), index, args.mask_captures)
@@ -242,7 +274,7 @@ def attend_backward(args: BackwardArgs) -> tuple[Tensor, Tensor, Tensor, tuple[T
     grids = listed_blocks(args)
     grad_key, grad_value, captured = zero_totals(args)
     grad_query: list[Tensor] = []
-    for chunk in _chunks(args):
+    for chunk in chunks(args):
         rows, key_part, value_part, captured = grad_rows(args, grids, chunk, captured)
         grad_query.append(rows)
         grad_key += key_part
@@ -307,7 +339,7 @@ def grad_rows(
     outputs = over_elements(args.joint, 1, elements, rows.grid, args.score_captures)
     grad_raw = torch.where(rows.visible, outputs[0].to(dtype), 0.0) * args.scale
     return (
-        _combine(grad_raw, args.key),
+        combine_values(grad_raw, args.key),
         _reduce_heads(grad_raw, chunk.pick(args.query).to(dtype), args.key),
         _reduce_heads(drop(weights, *drops), grad_out, args.value),
         _add_captured(args, captured, outputs, rows.visible),

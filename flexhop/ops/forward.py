@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop
+from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
-from flexhop.errors import UnsupportedFeatureError, VmapError
+from flexhop.errors import VmapError
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.call import check_gradients
+from flexhop.ops.derivative import push_attention
 from flexhop.ops.eager import attend
+from flexhop.ops.folding import into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.replicated import sum_over_all
+from flexhop.ops.saving import restore, save
 from flexhop.ops.subgraphs import (
     index_examples,
     needs_grad,
@@ -129,47 +132,40 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, grad_query, grad_key, grad_value, *grad_captures)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        """Of torch.vmap over torch.func.grad."""
-        raise VmapError(argument="the gradient")
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Of operands that need a gradient as well; others take `_push`, in one pass."""
+        args, _, _ = restore(ctx)
+        score_mod, _, mask_mod, _ = ctx.functions
+        args = args._replace(score_mod=score_mod, mask_mod=mask_mod)
+        moved = _operands(AttentionArgs(*[None] * 5, (), 0.0, {}), tangents[3:])
+        return (*push_attention(args, moved)[1], None)
 
 
-def save(ctx: Any, values: Any) -> None:
-    """Keep tensors by save_for_backward and everything else (ints, SymInts, strings) as is."""
-    flat, ctx.spec = hop.pytree.tree_flatten(values)
-    ctx.plain = [None if isinstance(value, Tensor) else value for value in flat]
-    ctx.positions = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    ctx.save_for_backward(*(flat[i] for i in ctx.positions))
-    ctx.set_materialize_grads(False)
-
-
-def restore(ctx: Any) -> Any:
-    """What `save` kept."""
-    flat = list(ctx.plain)
-    for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
-        flat[position] = tensor
-    return hop.pytree.tree_unflatten(flat, ctx.spec)
-
-
-@attention.py_autograd_impl
+@hop.register_autograd(attention)
 def _autograd(*operands: Any) -> Any:
     args = AttentionArgs(*operands)
     if not (torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands)))):
+        if transforms.has_tangents(operands):
+            return transforms.dual_results(_push, operands)
         with hop.below_autograd():
             return attention(*args)
     return _Attention.apply(*_differentiable_inputs(*operands))
 
 
-hop.register_grad_transform(attention, _Attention, _differentiable_inputs)
-hop.register_refusal(
-    attention,
-    "Jvp",
-    lambda: UnsupportedFeatureError(
-        feature="torch.func.jvp of compiled flex_attention",
-        reason="the kernels have no forward-mode derivative",
-        mend="Call it without torch.compile",
-    ),
-)
+def _push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> transforms.Pushed:
+    """Forward mode: out, lse and their tangents in one pass over the keys."""
+    args = AttentionArgs(*operands)
+    check_gradients(args.mask_captures, {})
+    moved: Any = AttentionArgs(*hop.like_tree(operands, tangents))
+    results, changes = push_attention(args, moved)
+    max_scores = results[1].new_empty(0)
+    if args.options.get("return_max"):
+        max_scores = attention(*operands)[2]
+    return transforms.Pushed((*results, max_scores), (*changes, None))
+
+
+transforms.register_grad(attention, _Attention, _differentiable_inputs)
+transforms.register_jvp(attention, _push)
 
 
 def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
@@ -182,14 +178,13 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     flags = (*is_mapped[:3], *is_mapped.blocks)
     batch = args.query.size(1 if is_mapped.query else 0)
     query, key, value, *blocks = (
-        _into_batch(tensor, flag, count, batch)
-        for tensor, flag in zip(tensors, flags, strict=True)
+        into_batch(tensor, flag, count, batch) for tensor, flag in zip(tensors, flags, strict=True)
     )
 
     folded = AttentionArgs(
         query, key, value,
-        _unfolded(args.score_mod, 1, batch, is_mapped.score_captures),
-        _unfolded(args.mask_mod, 0, batch, is_mapped.mask_captures),
+        unfolded_mod(args.score_mod, 1, batch, is_mapped.score_captures),
+        unfolded_mod(args.mask_mod, 0, batch, is_mapped.mask_captures),
         tuple(blocks), *args[6:],
     )  # fmt: skip
 
@@ -200,28 +195,6 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
         ]
 
     return folded, unfold
-
-
-def _into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
-    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; the shared stays."""
-    if not is_mapped:
-        if tensor.size(0) == 1:
-            return tensor
-        tensor = tensor.expand(count, *tensor.shape)
-    return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
-
-
-def _unfolded(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
-    """A mod that sees the batch index and its entries of mapped captures as before the fold."""
-
-    def unfolded(*inputs: Any) -> Tensor:
-        score, (b, *index), captures = (
-            inputs[:leading], inputs[leading : leading + 4], inputs[leading + 4 :]
-        )  # fmt: skip
-        own = (c[b // batch] if m is True else c for c, m in zip(captures, is_mapped, strict=True))
-        return mod(*score, b % batch, *index, *own)
-
-    return unfolded
 
 
 hop.register_vmap(attention, _fold)

@@ -32,8 +32,8 @@ def empty_ordered(sizes: Sequence[int], like: Tensor) -> Tensor:
 
 def ordered(result: Tensor, like: Tensor) -> Tensor:
     """`result` stored in the dimension order of `like`."""
-    # Made from `result`: under torch.vmap only that may be mapped.
-    target = result.new_empty_strided(
-        tuple(result.shape), dense_strides(result.shape, like.stride())
-    )
-    return target.copy_(result)
+    # Not written to an empty tensor: under torch.vmap and forward mode that may lack a dimension.
+    strides = dense_strides(result.shape, like.stride())
+    order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return result.permute(order).contiguous().permute(inverse)

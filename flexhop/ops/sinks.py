@@ -21,9 +21,11 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     Source: Xiao et al. 2023 (arXiv 2309.17453), section 3.3; as learned logits: gpt-oss.
     """
     sink = sinks.to(lse.dtype)[None, :, None]
-    seen = (lse > -torch.inf) | (sink > -torch.inf)
-    # Neither counts where both are -inf: the derivative of logaddexp would be NaN there.
-    total = torch.logaddexp(torch.where(seen, lse, 0.0), torch.where(seen, sink, 0.0))
-    share = torch.exp(lse - total)
+    has_keys, has_sink = lse > -torch.inf, sink > -torch.inf
+    # -inf takes no part in what is differentiated, because inf - inf would.
+    finite_lse, finite_sink = torch.where(has_keys, lse, 0.0), torch.where(has_sink, sink, 0.0)
+    both = torch.logaddexp(finite_lse, finite_sink)
+    total = torch.where(has_keys & has_sink, both, torch.where(has_keys, lse, sink))
+    share = torch.where(has_keys & has_sink, torch.exp(finite_lse - both), 1.0)
     scaled = (out.to(lse.dtype) * share[..., None]).to(out.dtype)
-    return scaled, torch.where(seen, total, -torch.inf)
+    return scaled, total

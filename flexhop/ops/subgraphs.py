@@ -103,7 +103,10 @@ class Joint(NamedTuple):
 
 
 def trace_joint(
-    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]
+    score_mod: Callable[..., Tensor],
+    query: Tensor,
+    captures: Sequence[Capture],
+    wanted: Sequence[bool] | None = None,
 ) -> Joint:
     """Differentiate `score_mod`.
 
@@ -111,19 +114,21 @@ def trace_joint(
         score_mod: (score, b, h, q_idx, kv_idx, *captures) -> score, traceable.
         query: gives device and dtype of the trace.
         captures: what the mod closed over.
+        wanted: which captures get a gradient; by default those that require one.
 
     Raises:
         UnsupportedFeatureError: a captured tensor that needs a gradient is used other than by
             reading single elements or short rows.
     """
-    wanted = needs_grad(captures)
     graph = trace_score(score_mod, query, captures)
     _compose_reads(graph)
-    main, before, kept = _hoist(graph, wanted)
-    hoisted = (*(captures[i] for i in kept), *(before(*captures) if before is not None else ()))
+    main, before, kept = _hoist(graph, needs_grad(captures) if wanted is None else wanted)
+    moved = before(*captures) if before is not None else ()
+    hoisted = (*(captures[i] for i in kept), *moved)
+    needs = (*[False] * len(kept), *(needs_grad(moved) if wanted is None else [True] * len(moved)))
     with isolated_trace(query, *hoisted), IndexMode():
         inputs = list(map(capture_like, hoisted))
-        joint, sites = _differentiate(main, query, inputs, needs_grad(hoisted))
+        joint, sites = _differentiate(main, query, inputs, needs)
     return Joint(main, joint, hoisted, sites)
 
 

@@ -334,13 +334,6 @@ ERRORS = [
         "torch.vmap cannot map query of flex_attention; fold it into the batch instead.",
     ),
     (
-        errors.DoubleBackwardError,
-        {},
-        (RuntimeError,),
-        "flexhop's kernels have no second derivative. Call flex_attention without torch.compile: "
-        "eager attention is plain PyTorch and can be differentiated again.",
-    ),
-    (
         errors.NoTritonError,
         {},
         (RuntimeError,),

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexhop import AuxRequest, flex_attention
-from flexhop.errors import DoubleBackwardError, UnsupportedFeatureError, VmapError
 from flexhop.mods import noop_mask, noop_score
 from flexhop.ops.forward import attention
 from tests.unit.ops.support import (
@@ -100,11 +99,11 @@ def test_a_capture_keeps_its_dtype():
     torch.testing.assert_close(grads[1], grads[0], rtol=2e-2, atol=2e-2)
 
 
-def test_second_derivative_of_the_operator_is_refused():
+def test_second_derivative_of_the_operator():
     inputs = operands(grad=True)
     (grad,) = torch.autograd.grad(direct(*inputs).square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(DoubleBackwardError, match="no second derivative"):
-        grad.sum().backward()
+    grads = torch.autograd.grad(grad.square().sum(), inputs)
+    assert all(bool(g.abs().sum() > 0) for g in grads)  # test_derivatives.py looks at the values
 
 
 def test_second_derivative_of_compiled_attention_is_refused():
@@ -343,17 +342,3 @@ def test_vmap_over_a_capture_and_its_gradient():
 
     inputs = [*(t.requires_grad_() for t in stacked()), tables]
     assert_same(lambda *x: torch.func.vmap(one)(*x), inputs)
-
-
-def test_vmap_over_func_grad_is_refused():
-    with pytest.raises(VmapError, match="cannot map the gradient"):
-        compiled(lambda *x: torch.func.vmap(gradients)(*x))(*stacked())
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # 2.15 meets TorchScript on the way
-def test_forward_mode_is_refused():
-    def push_forward(query, key, value):
-        return torch.func.jvp(lambda q: flex_attention(q, key, value), (query,), (query,))
-
-    with pytest.raises(UnsupportedFeatureError, match="jvp"):
-        compiled(push_forward)(*operands())

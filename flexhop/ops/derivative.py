@@ -1,0 +1,247 @@
+"""The operator `flexhop_attention_derivative` and its dispatch rules; see ops/program.py.
+
+It is closed: a derivative of a derivative is the same operator with one step more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import hop, transforms
+from flexhop.compat.indexing import IndexMode
+from flexhop.errors import MaskCaptureGradError
+from flexhop.ops.args import AttentionArgs, BackwardArgs, DerivativeArgs
+from flexhop.ops.derive import as_derivative, derive, result_like, signature_of
+from flexhop.ops.folding import fold_derivative
+from flexhop.ops.layout import empty_ordered, ordered
+from flexhop.ops.program import KEY, OUT, QUERY, VALUE, Step
+from flexhop.ops.replicated import sum_over_all
+from flexhop.ops.saving import restore, save
+from flexhop.ops.subgraphs import index_examples, needs_grad, score_dtype, score_examples
+
+attention_derivative = hop.Operator(
+    "flexhop_attention_derivative", DerivativeArgs, ("score_mod", "mask_mod")
+)
+
+
+def _like(args: DerivativeArgs, name: str) -> Tensor | None:
+    """The operand whose order of dimensions a result has; None for a contiguous one."""
+    return {QUERY: args.query, OUT: args.query, KEY: args.key, VALUE: args.value}.get(name)
+
+
+@hop.register_dense(attention_derivative)
+def _dense(*operands: Any) -> tuple[Tensor, ...]:
+    args = DerivativeArgs(*operands)
+    likes = (_like(args, name) for name in signature_of(args).outputs)
+    return tuple(
+        result.contiguous() if like is None else ordered(result, like)
+        for result, like in zip(derive(args), likes, strict=True)
+    )
+
+
+@hop.register_fake(attention_derivative)
+def _fake(*operands: Any) -> tuple[Tensor, ...]:
+    args = DerivativeArgs(*operands)
+    return tuple(_fake_result(args, name) for name in signature_of(args).outputs)
+
+
+def _fake_result(args: DerivativeArgs, name: str) -> Tensor:
+    shape, dtype = result_like(args, name)
+    like = _like(args, name)
+    if like is None:
+        return torch.empty(shape, dtype=dtype, device=args.query.device)
+    return empty_ordered(shape, like)
+
+
+def _examples(*operands: Any) -> tuple[list[Any], list[Any]]:
+    """Example inputs of score_mod and of mask_mod."""
+    args = DerivativeArgs(*operands)
+    device, dtype = args.query.device, score_dtype(args.query)
+    return (
+        [*score_examples(device, dtype), *args.score_captures],
+        [*index_examples(device), *args.mask_captures],
+    )
+
+
+hop.register_proxy(attention_derivative, ("flexhop_score", "flexhop_mask"), _examples, IndexMode)
+hop.register_functionalize(attention_derivative, lambda *_: None)  # the forward call was checked
+hop.register_checkpoint(attention_derivative)
+
+
+def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> DerivativeArgs:
+    """Under autocast, as for attention: what is like query, key, value or out is cast."""
+    args = DerivativeArgs(*operands)
+    query, key, value = (t.to(dtype) for t in args[:3])
+    names = signature_of(args).inputs[3 + len(args.score_captures) :]
+    directions = tuple(
+        t.to(dtype) if name in (QUERY, KEY, VALUE, OUT) else t
+        for t, name in zip(args.directions, names, strict=True)
+    )
+    return args._replace(query=query, key=key, value=value, directions=directions)
+
+
+hop.register_autocast(attention_derivative, _cast)
+
+
+def _inputs(args: DerivativeArgs) -> tuple[Any, ...]:
+    """What the program's function is a function of."""
+    return (*args[:3], *args.score_captures, *args.directions)
+
+
+def _with_inputs(args: DerivativeArgs, inputs: Sequence[Any]) -> DerivativeArgs:
+    query, key, value, *rest = inputs
+    count = len(args.score_captures)
+    return args._replace(
+        query=query, key=key, value=value, score_captures=tuple(rest[:count]),
+        directions=tuple(rest[count:]),
+    )  # fmt: skip
+
+
+def differentiate(
+    args: DerivativeArgs, needed: Sequence[bool], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of the inputs that need one, from those of the outputs."""
+    given = tuple(i for i, grad in enumerate(grads) if grad is not None)
+    wanted = tuple(i for i, need in enumerate(needed) if need)
+    if not given or not wanted:
+        return [None] * len(needed)
+    step = Step("vjp", given, wanted)
+    found = attention_derivative(
+        *hop.unwrap_dead(tuple(_next(args, step, [grads[i] for i in given])))
+    )
+    by_input = dict(zip(wanted, found, strict=True))
+    if "sum_groups" in args.options:  # captured tensors that every rank has; see ops/forward.py
+        for i in range(3, 3 + len(args.score_captures)):
+            if i in by_input:
+                by_input[i] = sum_over_all(by_input[i], args.options["sum_groups"])
+    return [by_input.get(i) for i in range(len(needed))]
+
+
+def _next(args: DerivativeArgs, step: Step, directions: Sequence[Any]) -> DerivativeArgs:
+    return args._replace(
+        program=(*args.program, step.word()), directions=(*args.directions, *directions)
+    )
+
+
+class _Derivative(torch.autograd.Function):
+    """A derivative whose own gradient is the operator with one step more.
+
+    Inputs: a function of the operator's operands, the operands without its inputs, and these.
+    """
+
+    @staticmethod
+    def forward(compute: Any, fixed: DerivativeArgs, *inputs: Any) -> Any:
+        return compute(_with_inputs(fixed, inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, fixed, *rest = inputs
+        args = _with_inputs(fixed, rest)
+        save_derivative(ctx, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        args = restore_derivative(ctx)
+        return (None, None, *differentiate(args, ctx.needs_input_grad[2:], grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return push_inputs(restore_derivative(ctx), tangents[2:])[1]
+
+
+def save_derivative(ctx: Any, args: DerivativeArgs) -> None:
+    """Keep the operands of a derivative."""
+    save(ctx, args._replace(score_mod=None, mask_mod=None))
+    ctx.functions = (args.score_mod, args.mask_mod)
+
+
+def restore_derivative(ctx: Any) -> DerivativeArgs:
+    """What `save_derivative` kept."""
+    score_mod, mask_mod = ctx.functions
+    return restore(ctx)._replace(score_mod=score_mod, mask_mod=mask_mod)
+
+
+def push_inputs(
+    args: DerivativeArgs, tangents: Sequence[Tensor | None]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Results and their tangents, from tangents of the inputs."""
+    given = tuple(i for i, tangent in enumerate(tangents) if tangent is not None)
+    pushed = _next(args, Step("jvp", given), [tangents[i] for i in given])
+    found = attention_derivative(*hop.unwrap_dead(tuple(pushed)))
+    count = len(found) // 2
+    return found[:count], found[count:]
+
+
+def _compute(args: DerivativeArgs) -> tuple[Tensor, ...]:
+    return attention_derivative(*args)
+
+
+def without_inputs(args: DerivativeArgs) -> DerivativeArgs:
+    """Operands whose inputs, which autograd looks at one by one, stand beside them."""
+    nothing: Any = None
+    return args._replace(
+        query=nothing, key=nothing, value=nothing,
+        score_captures=(None,) * len(args.score_captures),
+        directions=(None,) * len(args.directions),
+    )  # fmt: skip
+
+
+def _autograd_inputs(*operands: Any) -> tuple[Any, ...]:
+    args = DerivativeArgs(*operands)
+    return (_compute, without_inputs(args), *_inputs(args))
+
+
+def push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> transforms.Pushed:
+    """Forward mode of the operator; see transforms.register_jvp."""
+    args = DerivativeArgs(*operands)
+    moved: Any = DerivativeArgs(*hop.like_tree(operands, tangents))
+    refuse_mask_tangents(moved.mask_captures)
+    directions = moved.directions if args.directions else ()
+    return transforms.Pushed(*push_inputs(args, (*moved[:3], *moved.score_captures, *directions)))
+
+
+def refuse_mask_tangents(tangents: Sequence[Any]) -> None:
+    """A mask has no derivative, in forward mode as in reverse mode."""
+    for position, tangent in enumerate(tangents):
+        if tangent is not None:
+            raise MaskCaptureGradError(index=position)
+
+
+@hop.register_autograd(attention_derivative)
+def _autograd(*operands: Any) -> Any:
+    needs = torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands)))
+    if needs:
+        return _Derivative.apply(*_autograd_inputs(*operands))
+    if transforms.has_tangents(operands):
+        return transforms.dual_results(push, operands)
+    with hop.below_autograd():
+        return attention_derivative(*operands)
+
+
+transforms.register_grad(attention_derivative, _Derivative, _autograd_inputs)
+transforms.register_jvp(attention_derivative, push)
+hop.register_vmap(attention_derivative, fold_derivative)
+
+
+def of_backward(args: BackwardArgs) -> DerivativeArgs:
+    """The backward pass as a derivative; its out and lse are functions of the inputs there."""
+    given = (0,) if args.grad_lse is None else (0, 1)
+    directions = [args.grad_out] if args.grad_lse is None else [args.grad_out, args.grad_lse]
+    wanted = (0, 1, 2, *(3 + i for i in sorted(set(args.sites[::2]))))
+    base = AttentionArgs(
+        args.query, args.key, args.value, args.score_mod, args.mask_mod, args.blocks, args.scale,
+        args.options, args.score_captures, args.mask_captures, args.dropout_seed,
+    )  # fmt: skip
+    return as_derivative(base, (Step("vjp", given, wanted).word(),), directions)
+
+
+def push_attention(
+    args: AttentionArgs, tangents: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(out, lse) and their tangents, from tangents in the form of `args`."""
+    refuse_mask_tangents(tangents.mask_captures)
+    return push_inputs(as_derivative(args, (), ()), (*tangents[:3], *tangents.score_captures))

@@ -1,0 +1,148 @@
+"""torch.vmap of the operators: the mapped dimension becomes a part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flexhop.errors import VmapError
+from flexhop.ops.args import BackwardArgs, DerivativeArgs
+from flexhop.ops.derive import signature_of
+from flexhop.ops.program import KEY, VALUE, capture_position
+from flexhop.ops.subgraphs import trace_joint
+
+Unfold = Callable[[Sequence[Tensor]], list[tuple[Tensor, bool]]]
+
+
+def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
+    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; the shared stays."""
+    if not is_mapped:
+        if tensor.size(0) == 1:
+            return tensor
+        tensor = tensor.expand(count, *tensor.shape)
+    return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
+
+
+def unfolded_mod(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
+    """A mod that sees the batch index and its entries of mapped captures as before the fold."""
+
+    def unfolded(*inputs: Any) -> Tensor:
+        score, (b, *index), captures = (
+            inputs[:leading], inputs[leading : leading + 4], inputs[leading + 4 :]
+        )  # fmt: skip
+        own = (c[b // batch] if m is True else c for c, m in zip(captures, is_mapped, strict=True))
+        return mod(*score, b % batch, *index, *own)
+
+    return unfolded
+
+
+class _Fold:
+    """One mapped dimension of a call whose results are different for each of its entries."""
+
+    def __init__(self, count: int, batch: int, kv_batch: int) -> None:
+        self.count, self.batch, self.kv_batch = count, batch, kv_batch
+
+    def each(self, tensor: Tensor, is_mapped: bool) -> Tensor:
+        """[count, ...], whether it had the dimension or not."""
+        return tensor if is_mapped else tensor.expand(self.count, *tensor.shape)
+
+    def rows(self, tensor: Tensor, is_mapped: bool) -> Tensor:
+        """[count * batch, ...], also of what all share."""
+        each = self.each(tensor, is_mapped)
+        return each.expand(self.count, self.batch, *each.shape[2:]).flatten(0, 1)
+
+    def lists(self, tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
+        """Block lists, which may be shared."""
+        pairs = zip(tensors, flags, strict=True)
+        return tuple(into_batch(tensor, flag, self.count, self.batch) for tensor, flag in pairs)
+
+    def unfold(self, result: Tensor, name: str) -> Tensor:
+        """A result that is like the value of that name, [count, ...]."""
+        if capture_position(name) is not None:
+            return result
+        result = result.unflatten(0, (self.count, self.batch))
+        is_shared = name in (KEY, VALUE) and self.kv_batch == 1 and self.batch != 1
+        return result.sum(1, keepdim=True) if is_shared else result
+
+
+def _fold_of(count: int, args: Any, is_mapped: Any) -> _Fold:
+    if args.dropout_seed:
+        raise VmapError(argument="the dropout")
+    sizes = (t.size(1 if flag else 0) for t, flag in zip(args[:2], is_mapped[:2], strict=True))
+    return _Fold(count, *sizes)
+
+
+def fold_derivative(count: int, mapped: Any, operands: Any) -> tuple[DerivativeArgs, Unfold]:
+    """A derivative; see hop.register_vmap."""
+    args, is_mapped = DerivativeArgs(*operands), DerivativeArgs(*mapped)
+    fold, names = _fold_of(count, args, is_mapped), signature_of(args)
+    first = 3 + len(args.score_captures)
+    differentiated = {*names.outputs, *names.inputs[first:]}
+    flags = tuple(
+        flag is True or name in differentiated
+        for flag, name in zip(is_mapped.score_captures, names.inputs[3:first], strict=True)
+    )
+    captures = tuple(
+        fold.each(c, m is True) if flag else c
+        for c, m, flag in zip(args.score_captures, is_mapped.score_captures, flags, strict=True)
+    )
+    directions = tuple(
+        (fold.rows if capture_position(name) is None else fold.each)(tensor, bool(flag))
+        for tensor, flag, name in zip(
+            args.directions, is_mapped.directions, names.inputs[first:], strict=True
+        )
+    )
+    folded = args._replace(
+        **_common(fold, args, is_mapped, flags), directions=directions, score_captures=captures
+    )
+
+    def unfold(results: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+        pairs = zip(results, names.outputs, strict=True)
+        return [(fold.unfold(result, name), True) for result, name in pairs]
+
+    return folded, unfold
+
+
+def _common(fold: _Fold, args: Any, is_mapped: Any, flags: tuple[bool, ...]) -> dict[str, Any]:
+    """Operands that both operators have."""
+    query, key, value = map(fold.rows, args[:3], map(bool, is_mapped[:3]))
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "blocks": fold.lists(args.blocks, is_mapped.blocks),
+        "score_mod": unfolded_mod(args.score_mod, 1, fold.batch, flags),
+        "mask_mod": unfolded_mod(args.mask_mod, 0, fold.batch, is_mapped.mask_captures),
+    }
+
+
+def fold_backward(count: int, mapped: Any, operands: Any) -> tuple[BackwardArgs, Unfold]:
+    """The backward pass, whose joint graph is traced again; see hop.register_vmap."""
+    args, is_mapped = BackwardArgs(*operands), BackwardArgs(*mapped)
+    fold, wanted = _fold_of(count, args, is_mapped), set(args.sites[::2])
+    flags = tuple(flag is True or i in wanted for i, flag in enumerate(is_mapped.score_captures))
+    captures = tuple(
+        fold.each(c, m is True) if flag else c
+        for c, m, flag in zip(args.score_captures, is_mapped.score_captures, flags, strict=True)
+    )
+    common = _common(fold, args, is_mapped, flags)
+    needs = tuple(i in wanted for i in range(len(captures)))
+    joint = trace_joint(common["score_mod"], common["query"], captures, needs)
+    rows = {
+        name: fold.rows(getattr(args, name), bool(getattr(is_mapped, name)))
+        for name in ("out", "lse", "grad_out", "grad_lse")
+        if getattr(args, name) is not None
+    }
+    common |= rows | joint._asdict() | {"score_captures": joint.captures}
+    del common["captures"]
+    folded = args._replace(**common)
+
+    def unfold(results: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+        *grads, captured = results
+        names = ("query", KEY, VALUE)
+        dense = [fold.unfold(grad, name) for grad, name in zip(grads, names, strict=True)]
+        return [(tensor, True) for tensor in (*dense, *captured)]
+
+    return folded, unfold
