@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from flexhop.options import KernelOptions
@@ -163,7 +164,7 @@ class Report:
             ("block mask", "none: every key is visited" if self.mask is None else self.mask),
             *((f"kernel {part.kernel}", part) for part in self.passes),
             ("options", _options(self.options)),
-            ("notes", "\n".join(f"- {note}" for note in self.notes)),
+            ("notes", "\n".join(_wrapped(note) for note in self.notes)),
         ]
         return "\n".join(f"{title}\n{_indent(str(body))}" for title, body in parts if body)
 
@@ -176,6 +177,10 @@ class Report:
     def backward(self) -> tuple[Pass, ...]:
         """The kernels of the backward pass."""
         return self.passes[1:]
+
+
+def _wrapped(note: str) -> str:
+    return textwrap.fill(f"- {note}", width=96, subsequent_indent="  ")
 
 
 def _indent(text: str) -> str:
