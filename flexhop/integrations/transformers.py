@@ -124,12 +124,20 @@ def _kind(
 ) -> Hashable:
     """The kind of a call: all that is compiled for anew, but lengths, batches and layouts."""
     is_tensor = isinstance(mask, Tensor)
-    mod = () if mask is None or is_tensor else codes_of(mask.mask_mod)
+    mod = () if mask is None or is_tensor else _codes(mask)
     names = ("softcap", "s_aux", "position_bias", "dropout")
     given = tuple(name for name in names if arguments.get(name) is not None)
     sizes = (query.size(1), key.size(1), query.size(3), value.size(3), query.size(2) == 1)
     where = (query.dtype, query.device, torch.is_grad_enabled())
     return (is_tensor, mod, given, sizes, where)
+
+
+def _codes(mask: BlockMask) -> Hashable:
+    """codes_of its mask_mod, found once for all layers."""
+    known = mask.__dict__
+    if "_codes" not in known:
+        known["_codes"] = codes_of(mask.mask_mod)
+    return known["_codes"]
 
 
 _compile = functools.partial(torch.compile, fullgraph=True)
@@ -144,7 +152,8 @@ def _let_lengths_change(
         mark_dynamic(tensor, (2,))
     if isinstance(mask, Tensor):
         mark_dynamic(mask, (2, 3))
-    elif mask is not None:
+    elif mask is not None and "_changes" not in mask.__dict__:  # once for all layers
+        mask.__dict__["_changes"] = True
         for name in TENSOR_FIELDS:
             if (tensor := getattr(mask, name, None)) is not None:
                 mark_dynamic(tensor, range(2, tensor.dim()))

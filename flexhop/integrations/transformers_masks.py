@@ -11,10 +11,12 @@ from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from flexhop.block_mask import BlockMask, create_block_mask
+from flexhop.block_mask.lists import block_count
 from flexhop.mods import MaskMod, and_masks
 from flexhop.mods.captured import captured_tensors
 
 MaskFunction = Callable[..., Any]
+_BLOCK = 128
 
 
 def block_mask(
@@ -50,7 +52,10 @@ def block_mask(
     has_offset = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0
     if has_offset:
         keep = _shifted(keep, _scalar(q_offset, device), _scalar(kv_offset, device))
-    is_shared = attention_mask is None and not arguments.get("use_vmap", False)
+    has_users_functions = bool(arguments.get("use_vmap", False))
+    if q_length == 1 and not (has_users_functions or torch.is_grad_enabled()):
+        return _one_query(keep, batch_size, kv_length, device)
+    is_shared = attention_mask is None and not has_users_functions
     is_shared = is_shared and not captured_tensors(mask_function)  # each has a row per batch
     mask = create_block_mask(
         keep,
@@ -62,6 +67,29 @@ def block_mask(
         compute_q_blocks=torch.is_grad_enabled(),
     )
     return mask if torch.compiler.is_compiling() else _with_two_blocks(mask)
+
+
+def _one_query(keep: MaskMod, batch_size: int, kv_length: int, device: torch.device) -> BlockMask:
+    """The mask of a token that is decoded: all blocks up to the last that it sees.
+
+    A few operations where `create_block_mask` needs many, because decoding asks for each token.
+    Those of transformers may be asked for all keys at once, by broadcasting.
+    """
+    columns = max(block_count(kv_length, _BLOCK), 2)  # see _with_two_blocks
+    numbers = torch.arange(1, columns + 1, dtype=torch.int32, device=device)
+    batch = torch.arange(batch_size, dtype=torch.int32, device=device)[:, None]
+    keys = torch.arange(kv_length, dtype=torch.int32, device=device)
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    seen = keep(batch, zero, zero, keys).expand(batch_size, kv_length)
+    blocks = pad(seen, (0, columns * _BLOCK - kv_length)).unflatten(1, (columns, _BLOCK)).any(2)
+    return BlockMask.from_kv_blocks(
+        (blocks * numbers).amax(1).to(torch.int32)[:, None, None],
+        (numbers - 1).expand(batch_size, 1, 1, columns),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=keep,
+        seq_lengths=(1, kv_length),
+        compute_q_blocks=False,
+    )
 
 
 def _padding(attention_mask: Tensor, positions: Any) -> MaskMod:
