@@ -127,18 +127,23 @@ class BlockMask(MaskPictures, TensorLikeMask, TorchBlockMask):  # pyright: ignor
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
     ) -> BlockMask:
-        """Make a mask from the key blocks of each query block; arguments as for the class.
+        """Make a mask from the key blocks of each query block.
 
         Args:
-            kv_num_blocks: as above, as are the other fields.
-            kv_indices: [B, H, R, W]. Without seq_lengths, W is taken for the number of key blocks.
-            full_kv_num_blocks, full_kv_indices: or None.
-            BLOCK_SIZE: an int stands for a square.
-            mask_mod: None keeps everything in partial blocks.
-            seq_lengths: None: whole blocks, as many as the index tensor has room for.
-            compute_q_blocks: also list the query blocks of each key block; needed for gradients.
-            dq_write_order, dq_write_order_full: or None.
-            dq_kv_order: a flag or a tensor.
+            kv_num_blocks: [B, H, R] int32, number of partial blocks in each row of blocks.
+            kv_indices: [B, H, R, W] int32, their columns. Without seq_lengths, W is the number of
+                key blocks.
+            full_kv_num_blocks: [B, H, R] int32, number of full blocks, or None.
+            full_kv_indices: [B, H, R, W] int32, or None.
+            BLOCK_SIZE: queries and keys of a block, in tokens; an int means a square.
+            mask_mod: applied in partial blocks. None keeps every pair.
+            seq_lengths: lengths of query and key, in tokens. None means whole blocks, as many as
+                the index tensor has room for.
+            compute_q_blocks: also list the query blocks of each key block, as gradients need them.
+            dq_write_order: the order of additions to dQ, for kernels that fix it, or None.
+            dq_write_order_full: the same for full blocks, or None.
+            dq_kv_order: the order of key blocks behind it: True is descending, False ascending, a
+                tensor is [B, H, C].
 
         Raises:
             BlockMaskFieldError, BlockSizeError: as for the class.
@@ -316,7 +321,10 @@ class BlockMask(MaskPictures, TensorLikeMask, TorchBlockMask):  # pyright: ignor
             )
 
     def compute_dq_write_order(self, descending: bool) -> None:
-        """Fill dq_write_order and dq_write_order_full; needs the query side.
+        """Fill dq_write_order and dq_write_order_full from the query side.
+
+        Args:
+            descending: whether dQ is added from the last key block to the first.
 
         Raises:
             BlockMaskFieldError: there is no query side.

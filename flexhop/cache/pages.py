@@ -9,16 +9,17 @@ from torch import Tensor
 
 
 class PageTable(NamedTuple):
-    """Pages of a KV cache, of each sequence in its order.
+    """Which pages of a KV cache hold which keys of each sequence.
 
-    Key i of sequence b is row i % page_size of page pages[b, i // page_size]. Whatever is not a
-    key, entries behind the last page of a sequence and rows behind its last key, may hold
-    anything: neither is read.
+    Key i of sequence b is row i % page_size of page pages[b, i // page_size]. Entries after the
+    last page of a sequence and rows after its last key may hold anything. They are never read.
 
     Args:
         pages: [B, W] int32, numbers of pages.
-        page_size: keys of a page, at least 1. 16, 32, 64, ... are fast.
-        lengths: [B] int32, keys of each sequence, at most W * page_size; 0 is allowed.
+        page_size: keys per page, at least 1. 16, 32, 64 and so on are fast.
+        lengths: [B] int32, keys of each sequence, 0 to W * page_size.
+
+    Source: Kwon et al. 2023, PagedAttention (arXiv 2309.06180), section 4.
     """
 
     pages: Tensor

@@ -1,4 +1,4 @@
-"""What can go wrong, in words: one class per mistake, with its message on the class.
+"""Errors and warnings: one class per mistake, with its message on the class.
 
 A class is raised with its facts by keyword, `raise HeadDimError(query_dim=64, key_dim=32)`, and
 puts them into its `message`. A fact is a plain value (a string, a number, a tuple, a dtype, a
@@ -28,19 +28,19 @@ class SequenceLengthError(FlexhopError, ValueError, RuntimeError):
 
 
 class HeadDimError(FlexhopError, ValueError):
-    """Query and key cannot be multiplied."""
+    """Query and key have different head sizes."""
 
-    message = "query and key must have one head size, but have {query_dim} and {key_dim}."
+    message = "query and key must have the same head size, but have {query_dim} and {key_dim}."
 
 
 class HeadDimRangeError(FlexhopError, ValueError):
     """A head size that no kernel can hold."""
 
-    message = "The head size of {argument} is {dim}; flexhop's kernels take 1 to {maximum}."
+    message = "The head size of {argument} is {dim}; flexhop's kernels support 1 to {maximum}."
 
 
 class LengthMismatchError(FlexhopError, ValueError):
-    """Keys and values do not pair up."""
+    """Key and value have different lengths."""
 
     message = "key and value must have the same length, but have {key_len} and {value_len}."
 
@@ -64,15 +64,20 @@ class HeadCountError(FlexhopError, ValueError):
 
 
 class GroupSizeError(FlexhopError, ValueError):
-    """Query heads that cannot be shared out evenly."""
+    """The number of query heads is not a multiple of the number of key heads."""
 
-    message = "enable_gqa: {query_heads} query heads cannot share {key_heads} key heads evenly."
+    message = (
+        "enable_gqa: the number of query heads, {query_heads}, must be a multiple of the number "
+        "of key heads, {key_heads}."
+    )
 
 
 class KeyValueHeadsError(FlexhopError, ValueError):
-    """Keys and values with different heads."""
+    """Key and value have different numbers of heads."""
 
-    message = "key and value must have the same heads, but have {key_heads} and {value_heads}."
+    message = (
+        "key and value must have the same number of heads, but have {key_heads} and {value_heads}."
+    )
 
 
 class DtypeError(FlexhopError, ValueError):
@@ -85,7 +90,7 @@ class DtypeError(FlexhopError, ValueError):
 
 
 class UnsupportedDtypeError(FlexhopError, ValueError):
-    """A dtype that attention is not defined for."""
+    """A dtype that attention does not support."""
 
     message = "{argument} is {dtype}; convert it to float16, bfloat16, float32 or float64."
 
@@ -99,11 +104,11 @@ class DeviceError(FlexhopError, ValueError):
 class UnsupportedDeviceError(FlexhopError, ValueError):
     """A device that flexhop has neither kernels nor an eager path for."""
 
-    message = "flexhop runs on CUDA devices and on the CPU (eager); got tensors on {device}."
+    message = "flexhop runs on CUDA devices and on the CPU; got tensors on {device}."
 
 
 class NestedTensorError(FlexhopError, NotImplementedError):
-    """A nested tensor as an operand, where there are none."""
+    """A nested tensor in a call that takes none."""
 
     message = (
         "This call does not support NestedTensor inputs, but {argument} is one. Call "
@@ -124,13 +129,13 @@ class AttentionMaskError(FlexhopError, ValueError, RuntimeError):
 
 
 class BlockMaskTypeError(FlexhopError, TypeError):
-    """Something else where a BlockMask belongs."""
+    """A block_mask of another type."""
 
     message = "block_mask must be a BlockMask (see create_block_mask) or None, but is a {found}."
 
 
 class BlockMaskDeviceError(FlexhopError, RuntimeError, ValueError):
-    """A mask that lives elsewhere."""
+    """A mask on another device than the query."""
 
     message = (
         "Expect q/k/v and block_mask to be on the same device, but query is on {query_device} and "
@@ -152,13 +157,13 @@ class BlockMaskLengthError(FlexhopError, RuntimeError, ValueError):
 
 
 class BlockMaskBatchError(FlexhopError, ValueError, RuntimeError):
-    """A mask with neither one batch nor the query's."""
+    """A mask whose batch is neither 1 nor that of the query."""
 
     message = "block_mask has batch {mask_batch}; it must be 1 or the query's batch, {batch}."
 
 
 class BlockMaskHeadsError(FlexhopError, ValueError, RuntimeError):
-    """A mask with neither one head nor the query's."""
+    """A mask whose number of heads is neither 1 nor that of the query."""
 
     message = "block_mask has {mask_heads} heads; it must have 1 or the query's, {heads}."
 
@@ -237,19 +242,19 @@ class FlashArgumentError(FlexhopError, ValueError, RuntimeError):
 
 
 class ModNotCallableError(FlexhopError, TypeError, RuntimeError):
-    """Something that cannot be called, where a mod belongs."""
+    """A mod that is not callable."""
 
     message = "{argument} must be callable, but is a {found}."
 
 
 class ModArityError(FlexhopError, TypeError):
-    """A mod that cannot take the arguments it gets."""
+    """A mod with the wrong number of parameters."""
 
     message = "{mod} {name!r} is called as {expected}, but its signature is {found}."
 
 
 class ModResultError(FlexhopError, TypeError, ValueError):
-    """A mod that returns something unusable."""
+    """A mod that returns the wrong type, shape or dtype."""
 
     message = "{mod} {name!r} must return {expected}, but returned {found}."
 
@@ -280,7 +285,7 @@ class CaptureDeviceError(FlexhopError, RuntimeError, ValueError):
 
 
 class MaskCaptureGradError(FlexhopError, RuntimeError):
-    """A mask is not differentiable."""
+    """A mask_mod that captures a tensor that requires a gradient."""
 
     message = (
         "Captured tensor {index} of mask_mod requires a gradient, but a mask is true or false and "
@@ -339,7 +344,7 @@ class TileResourceError(FlexhopError, RuntimeError):
 
 
 class AuxConflictError(FlexhopError, ValueError):
-    """Two ways of asking for the same output."""
+    """return_lse and return_aux in one call."""
 
     message = "Cannot specify both return_lse and return_aux; keep AuxRequest(lse=True)."
 
@@ -363,7 +368,7 @@ class MissingPackageError(FlexhopError, ImportError):
 
 
 class UnsupportedFeatureError(FlexhopError, NotImplementedError):
-    """Something that flexhop does not do."""
+    """A combination that flexhop does not support."""
 
     message = "{feature} is not supported: {reason}. {mend}."
 

@@ -1,4 +1,4 @@
-"""What flexhop warns of, in words; flexhop.errors has these classes too."""
+"""Warnings; flexhop.errors exports these classes too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FlexhopWarning(Worded, UserWarning):
 
 
 class EagerWarning(FlexhopWarning):
-    """Attention by definition is slow and large."""
+    """A call without torch.compile, which is slow."""
 
     message = (
         "flex_attention called without torch.compile: it computes the scores in plain PyTorch, "
@@ -21,7 +21,7 @@ class EagerWarning(FlexhopWarning):
 
 
 class OptionIgnoredWarning(FlexhopWarning):
-    """Options that steer other kernels than ours."""
+    """Options that tune only PyTorch's kernels."""
 
     message = "Kernel options that tune only PyTorch's own kernels were ignored: {names}."
 

@@ -1,25 +1,25 @@
 """The functions of flash-attn on flexhop's operator: change the import, keep the calls.
 
-Layouts, defaults and meaning are those of flash-attn 2.8; every option is a mod, a mask or a mode
-of the one operator. docs/flash.md says what differs.
+Layouts, defaults and meaning are those of flash-attn 2.8. docs/flash.md lists the differences.
 
 Options that several functions share:
 
-- dropout_p: probability with which a weight becomes 0; the others are divided by 1 - dropout_p.
-  Seeds come from PyTorch's generator; packed tokens have the mask of varlen_attention.
-- softmax_scale: multiplies q·k; 1/sqrt(D) by default.
-- causal: a query sees no key behind the one that it is aligned with; the last query is aligned
-  with the last key.
-- window_size: (left, right), how many keys before and behind that one a query sees; -1 is all.
+- dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p. Seeds
+  come from PyTorch's generator. Packed tokens have the mask of varlen_attention.
+- softmax_scale: the factor of q·k; 1/sqrt(D) by default.
+- causal: a query sees no key after the one that it is aligned with. The last query is aligned with
+  the last key.
+- window_size: (left, right), how many keys before and after that one are visible; -1 is all.
 - softcap: above 0, scores become softcap * tanh(score / softcap).
-- alibi_slopes: [H], or [B, H] with a row per sequence; then slope * |i + N - M - j| is subtracted
-  from the (capped) score of query i and key j. Slopes get no gradient.
-- deterministic: gradients repeat bit by bit; on Hopper GPUs that of q does not otherwise.
-- return_attn_probs: also return the logarithm of the softmax's sum, fp32, and with dropout_p the
-  weights of the softmax, negative where they are dropped: [B, Hq, M, N], or of sequences
-  [S, Hq, max_seqlen_q, max_seqlen_k], which is for tests only. Without dropout None.
+- alibi_slopes: [H], or [B, H] with a row per sequence. slope * |i + N - M - j| is subtracted from
+  the (capped) score of query i and key j. Slopes get no gradient.
+- deterministic: gradients repeat bit for bit. On Hopper GPUs the gradient of q otherwise does not.
+- return_attn_probs: also return lse, float32, and with dropout_p the softmax weights, negative if
+  dropped: [B, Hq, M, N], or for sequences [S, Hq, max_seqlen_q, max_seqlen_k]. The weights are for
+  tests only. Without dropout the third result is None.
 
-Heads of q may be a multiple of those of k and v, which then serve groups of neighbours.
+The number of query heads may be a multiple of the number of key heads: groups of adjacent query
+heads then share a key head.
 
 Raises, all of them: FlashArgumentError, UnsupportedFeatureError, and what flex_attention raises.
 

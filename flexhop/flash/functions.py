@@ -41,8 +41,14 @@ def flash_attn_func(
 
     Args:
         q: [B, M, Hq, D]; k: [B, N, Hkv, D]; v: [B, N, Hkv, Dv].
-        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
-        alibi_slopes, deterministic, return_attn_probs: see the module.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
+        softmax_scale: the factor of q·k; None is 1/sqrt(D).
+        causal: a query sees no key after the one that it is aligned with (last with last).
+        window_size: (left, right), visible keys before and after that one; -1 is all.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
+        deterministic: gradients repeat bit for bit.
+        return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
 
     Returns:
         out [B, M, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, M] fp32, weights or None).
@@ -70,8 +76,14 @@ def flash_attn_kvpacked_func(
 
     Args:
         q: [B, M, Hq, D]; kv: [B, N, 2, Hkv, D].
-        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
-        alibi_slopes, deterministic, return_attn_probs: see the module.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
+        softmax_scale: the factor of q·k; None is 1/sqrt(D).
+        causal: a query sees no key after the one that it is aligned with (last with last).
+        window_size: (left, right), visible keys before and after that one; -1 is all.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
+        deterministic: gradients repeat bit for bit.
+        return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
 
     Returns:
         As flash_attn_func.
@@ -101,8 +113,14 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: [B, M, 3, H, D].
-        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
-        alibi_slopes, deterministic, return_attn_probs: see the module.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
+        softmax_scale: the factor of q·k; None is 1/sqrt(D).
+        causal: a query sees no key after the one that it is aligned with (last with last).
+        window_size: (left, right), visible keys before and after that one; -1 is all.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
+        deterministic: gradients repeat bit for bit.
+        return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
 
     Returns:
         As flash_attn_func.
@@ -141,8 +159,14 @@ def flash_attn_varlen_func(
         q: [T, Hq, D]; k: [U, Hkv, D]; v: [U, Hkv, Dv].
         cu_seqlens_q, cu_seqlens_k: [S + 1] int32 or int64: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; they bound the block lists.
-        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
-        alibi_slopes, deterministic, return_attn_probs: see the module.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
+        softmax_scale: the factor of q·k; None is 1/sqrt(D).
+        causal: a query sees no key after the one that it is aligned with (last with last).
+        window_size: (left, right), visible keys before and after that one; -1 is all.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
+        deterministic: gradients repeat bit for bit.
+        return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
         block_table: [S, pages per sequence] int32 or int64: k and v are then caches in pages,
             [P, page, Hkv, D], and the keys of sequence s are the first of its pages. Without
             gradient.
@@ -188,8 +212,14 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: [T, Hq, D]; kv: [U, 2, Hkv, D].
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as there.
-        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
-        alibi_slopes, deterministic, return_attn_probs: see the module.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
+        softmax_scale: the factor of q·k; None is 1/sqrt(D).
+        causal: a query sees no key after the one that it is aligned with (last with last).
+        window_size: (left, right), visible keys before and after that one; -1 is all.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
+        deterministic: gradients repeat bit for bit.
+        return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
 
     Returns:
         As flash_attn_varlen_func.
@@ -223,8 +253,14 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: [T, 3, H, D].
         cu_seqlens, max_seqlen: as there, for queries and keys.
-        dropout_p, softmax_scale, causal, window_size, softcap: see the module.
-        alibi_slopes, deterministic, return_attn_probs: see the module.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
+        softmax_scale: the factor of q·k; None is 1/sqrt(D).
+        causal: a query sees no key after the one that it is aligned with (last with last).
+        window_size: (left, right), visible keys before and after that one; -1 is all.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
+        deterministic: gradients repeat bit for bit.
+        return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
 
     Returns:
         As flash_attn_varlen_func.

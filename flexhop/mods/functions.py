@@ -47,12 +47,19 @@ class MaskMod(Protocol):
 
 
 def noop_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """The score as it is."""
+    """A score_mod that returns the score: a floating-point tensor of any shape.
+
+    The indices are integer tensors that broadcast to it. They are unused.
+    """
     return score
 
 
 def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Every key is visible: a 0-d True on b's device, which broadcasts."""
+    """A mask_mod that lets every query see every key.
+
+    Returns:
+        True as a bool tensor without dimensions, on the device of b. It broadcasts to any shape.
+    """
     return b.new_ones((), dtype=torch.bool)
 
 
@@ -62,10 +69,10 @@ def _empty_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """A mask_mod that keeps what every one of `mask_mods` keeps; everything, if there are none.
+    """A mask_mod that keeps a pair if all of `mask_mods` keep it. Without any, it keeps all.
 
     Raises:
-        ModNotCallableError: an argument that is no function.
+        ModNotCallableError: an argument is not callable.
 
     Source: torch.nn.attention.flex_attention.and_masks.
     """
@@ -81,10 +88,10 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """A mask_mod that keeps what any one of `mask_mods` keeps; nothing, if there are none.
+    """A mask_mod that keeps a pair if any of `mask_mods` keeps it. Without any, it keeps none.
 
     Raises:
-        ModNotCallableError: an argument that is no function.
+        ModNotCallableError: an argument is not callable.
 
     Source: torch.nn.attention.flex_attention.or_masks.
     """
@@ -119,7 +126,7 @@ def check_arity(mod: object, kind: str) -> None:
         kind: "score_mod", "mask_mod", "k_mod" or "v_mod".
 
     Raises:
-        ModNotCallableError: `mod` is no function.
+        ModNotCallableError: `mod` is not callable.
         ModArityError: it requires more or takes fewer arguments.
     """
     if not callable(mod):

@@ -29,7 +29,10 @@ class KeyMod(Protocol):
 
 
 def noop_key(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
-    """The number as it is."""
+    """A k_mod or v_mod that returns the element: a float32 tensor of any shape.
+
+    The indices are integer tensors that broadcast to it. They are unused.
+    """
     return x
 
 
@@ -64,18 +67,21 @@ class Dequantize(NamedTuple):
 
 
 def dequantize(scale: Tensor | float, page_table: PageTable | None = None) -> Dequantize:
-    """A k_mod or v_mod that multiplies what a low-precision cache stores by its scale.
+    """A k_mod or v_mod that multiplies the elements of a low-precision cache by their scale.
 
-    Kernels multiply once per key and not once per number, where the result is the same.
+    Kernels multiply once per key instead of once per element if the result is the same.
 
     Args:
-        scale: a number or a 0-d tensor for the whole cache; [Hkv], one for each key head;
-            [B, Hkv, N], one for each key by its position in the sequence; or with page_table
-            [P, Hkv, page_size], one for each row of the cache. Floating point.
-        page_table: of the call, where the scales lie in pages as the keys do.
+        scale: floating point. A number or a 0-d tensor for the whole cache; [Hkv], one per key
+            head; [B, Hkv, N], one per key by its position in the sequence; or with page_table
+            [P, Hkv, page_size], one per row of the cache.
+        page_table: the page table of the call, if the scales lie in pages like the keys.
 
     Raises:
-        ModArgumentError: a scale of another rank or dtype.
+        ModArgumentError: scale has another rank or dtype.
+
+    Source: per-tensor and per-token scales of KV caches in serving libraries, such as vLLM's
+    kv_cache_dtype="fp8".
     """
     if not isinstance(scale, Tensor):
         return Dequantize(float(scale))

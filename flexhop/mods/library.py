@@ -13,10 +13,17 @@ from flexhop.primitives.tanh import tanh_approx
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """The slopes of ALiBi, [num_heads] fp32.
+    """The slopes of ALiBi.
 
-    For n heads, n a power of two, slope i is 2^(-8 (i + 1) / n); otherwise those of the next
-    smaller power of two n, followed by every other slope of 2n.
+    For n heads, n a power of two, slope i is 2^(-8 (i + 1) / n). For other numbers of heads, take
+    the slopes of the next smaller power of two n, then every other slope of 2n.
+
+    Args:
+        num_heads: number of query heads, at least 1.
+        device: where to create the tensor; None is PyTorch's default device.
+
+    Returns:
+        [num_heads] float32.
 
     Source: Press et al. 2022, Train Short, Test Long (arXiv 2108.12409), section 3.
     """
@@ -112,8 +119,14 @@ def t5_buckets(
 
         score_mod = relative_bias(weight[t5_buckets()].T)
 
-    Near distances have a bucket each, farther ones share buckets that grow logarithmically up to
-    max_distance. Bidirectional: the upper half of the buckets is for keys after the query.
+    Near distances have a bucket each. Farther ones share buckets that grow logarithmically up to
+    max_distance.
+
+    Args:
+        num_buckets: number of buckets, at least 4.
+        max_distance: the distance from which on all share the last bucket, in tokens.
+        bidirectional: whether the upper half of the buckets is for keys after the query.
+        device: where to create the tensor; None is PyTorch's default device.
 
     Returns:
         [2 * max_distance + 1] int64.

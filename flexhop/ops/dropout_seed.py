@@ -59,13 +59,13 @@ def _seed_mistake(found: Any, wanted: str) -> Mistake:
 
 
 def dropout_seed(device: torch.device | str = "cpu") -> Tensor:
-    """Draw a seed as a call with dropout_p draws its own.
+    """Draw a seed, like a call with dropout_p and without dropout_seed.
 
     Args:
-        device: that of the call's query; its default generator advances.
+        device: the device of query. Its default generator advances.
 
     Returns:
-        [2] int64, to be given to `flex_attention(..., dropout_seed=)` and to `dropout_mask`.
+        [2] int64, for `flex_attention(..., dropout_seed=)` and to `dropout_mask`.
     """
     return draw_seed(torch.device(device))
 
@@ -73,9 +73,9 @@ def dropout_seed(device: torch.device | str = "cpu") -> Tensor:
 def dropout_mask(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int]) -> Tensor:
     """Which weights a call with this seed keeps.
 
-    A weight's fate depends on the seed and on its batch, query head, query and key, counted as the
-    call's operands count them: for packed and nested sequences batch is 0, and queries and keys
-    are tokens of the packed tensors.
+    The seed and the position of a weight decide: its batch, query head, query and key, counted in
+    the operands of the call. For packed and nested sequences, batch is 0, and queries and keys
+    count packed tokens.
 
     Args:
         seed: [2] int64, from `dropout_seed`.
@@ -83,7 +83,9 @@ def dropout_mask(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int
         shape: B, Hq, M, N: batches, query heads, queries and keys.
 
     Returns:
-        [B, Hq, M, N] bool, True where a weight is kept (and divided by 1 - dropout_p).
+        [B, Hq, M, N] bool, True if a weight is kept (and divided by 1 - dropout_p).
+
+    Source: Philox 4x32-10, Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
     """
     b, h, q_idx, kv_idx = (torch.arange(size, device=seed.device) for size in shape)
     index = (b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)

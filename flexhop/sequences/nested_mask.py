@@ -72,16 +72,16 @@ def create_nested_block_mask(
 ) -> NestedBlockMask:
     """Find the blocks that a mask_mod needs within the sequences of nested tensors.
 
-    The mask is one of the packed tokens; mask_mod sees each sequence alone: b is its number, q_idx
-    and kv_idx count from its first token.
+    The mask covers the packed tokens. mask_mod sees each sequence on its own: b is the number of
+    the sequence, and q_idx and kv_idx count from its first token.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors.
-        B: None, 1 or the number of sequences; all the same, since b is the number of the sequence.
-        H: query heads; None is 1, which serves every head.
-        q_nt: a jagged nested tensor with the sequences of query, such as query itself.
-        kv_nt: the same for key; q_nt by default.
-        BLOCK_SIZE: queries and keys of a block; an int stands for a square.
+        B: None, 1 or the number of sequences. All three mean the same.
+        H: number of query heads; None is 1, which serves every head.
+        q_nt: [S, Hq, ragged, D], or any other jagged nested tensor with the S sequences of query.
+        kv_nt: [S, Hkv, ragged, D], the same for key. None takes q_nt.
+        BLOCK_SIZE: queries and keys of a block, in tokens; an int means a square.
         _compile: build with torch.compile.
 
     Returns:

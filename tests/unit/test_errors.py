@@ -26,13 +26,13 @@ ERRORS = [
         errors.HeadDimError,
         {"query_dim": 64, "key_dim": 32},
         (ValueError,),
-        "query and key must have one head size, but have 64 and 32.",
+        "query and key must have the same head size, but have 64 and 32.",
     ),
     (
         errors.HeadDimRangeError,
         {"argument": "value", "dim": 2048, "maximum": 1024},
         (ValueError,),
-        "The head size of value is 2048; flexhop's kernels take 1 to 1024.",
+        "The head size of value is 2048; flexhop's kernels support 1 to 1024.",
     ),
     (
         errors.LengthMismatchError,
@@ -58,13 +58,14 @@ ERRORS = [
         errors.GroupSizeError,
         {"query_heads": 8, "key_heads": 3},
         (ValueError,),
-        "enable_gqa: 8 query heads cannot share 3 key heads evenly.",
+        "enable_gqa: the number of query heads, 8, must be a multiple of the number of key "
+        "heads, 3.",
     ),
     (
         errors.KeyValueHeadsError,
         {"key_heads": 2, "value_heads": 4},
         (ValueError,),
-        "key and value must have the same heads, but have 2 and 4.",
+        "key and value must have the same number of heads, but have 2 and 4.",
     ),
     (
         errors.DtypeError,
@@ -89,7 +90,7 @@ ERRORS = [
         errors.UnsupportedDeviceError,
         {"device": "mps:0"},
         (ValueError,),
-        "flexhop runs on CUDA devices and on the CPU (eager); got tensors on mps:0.",
+        "flexhop runs on CUDA devices and on the CPU; got tensors on mps:0.",
     ),
     (
         errors.NestedTensorError,
