@@ -21,24 +21,31 @@ from flexhop.analysis.cost import FUNCTION, instructions_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
 from flexhop.analysis.graph import Mod, read_graph
-from flexhop.analysis.interval import Interval, point
+from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.spans import Span, find_span
 from flexhop.analysis.tables import OutOfRange, Tables
 from flexhop.analysis.trace import Untraceable, trace
-from flexhop.analysis.truths import Truth, truth_of
+from flexhop.analysis.truths import All, AtLeast, Choice, Equals, Leaf, Some, Truth, truth_of
 from flexhop.analysis.values import Values, can_compute
 
 __all__ = [
     "FUNCTION",
+    "INDICES",
+    "All",
     "Analysis",
+    "AtLeast",
+    "Choice",
     "Coordinate",
+    "Equals",
     "Facts",
     "Form",
     "Forms",
     "Interval",
+    "Leaf",
     "Mod",
     "OutOfRange",
     "Seen",
+    "Some",
     "Span",
     "Split",
     "Tables",

@@ -24,6 +24,8 @@ from flexhop.analysis.operators import Trait, packet_of, traits_of
 aten, prims = torch.ops.aten, torch.ops.prims
 POSITIONS = frozenset("qk")
 _CONVERSIONS = (aten._to_copy, prims.convert_element_type)
+# Up to where a dtype of floats holds every integer.
+_WHOLE = {torch.float32: 2**24, torch.float64: 2**53}
 _LARGEST = 2**31  # of the values that a coordinate takes
 
 
@@ -130,23 +132,53 @@ class Forms:
     # Linear forms.
 
     def form(self, value: Any) -> Form | None:
-        """The sum that an integer node is; None for what is no integer.
+        """The sum that an integer node is, or a float that holds an integer; None for others.
 
         Sums and products hold as they wrap around, modulo 2^32 or 2^64. So a form says what a node
         is modulo that, and `is_exact` whether it is that number.
         """
         if isinstance(value, int) and not isinstance(value, bool):
             return Form({}, value)
-        if not isinstance(value, fx.Node) or not self.is_integer(value):
+        if isinstance(value, float) and value.is_integer():
+            return Form({}, int(value))
+        if not isinstance(value, fx.Node) or not is_number(value):
             return None
         if value not in self._forms:
-            self._forms[value] = self._form(value) or Form({value: 1}, 0)
+            is_integer = self.is_integer(value)
+            self._forms[value] = (
+                self._form(value) or Form({value: 1}, 0) if is_integer else self._float_form(value)
+            )
         return self._forms[value]
+
+    def _float_form(self, node: fx.Node) -> Form | None:
+        """The sum that a float is, if it and its parts are integers that its dtype holds."""
+        limit = _WHOLE.get(dtype_of(node), 0)  # type: ignore[arg-type]
+        packet = packet_of(node.target) if node.op == "call_function" else None
+        if packet in _CONVERSIONS:
+            is_whole = self.is_exact(node.args[0]) or not self._is_integer_node(node.args[0])
+            found = self.form(node.args[0]) if is_whole else None
+        elif packet is aten.neg:
+            found = self.form(node.args[0])
+            found = found and found.times(-1)
+        else:
+            parts = [self.form(a) for a in node.args[:2]]
+            is_sum = len(parts) == 2 and parts[0] is not None and parts[1] is not None
+            found = self._sum_form(packet, node, parts[0], parts[1]) if is_sum else None  # type: ignore[arg-type]
+        bounds = found and self._bounds(found.terms.items())
+        if found is None or bounds is None:
+            return None
+        reach = max(abs(bounds[0]), abs(bounds[1])) + abs(found.offset)
+        return found if reach <= limit else None
+
+    def _is_integer_node(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and self.is_integer(value)
 
     def _form(self, node: fx.Node) -> Form | None:
         packet = packet_of(node.target)
         if packet in self._held or node.target in self._held:
             return self.form(node.args[0])
+        if packet in _CONVERSIONS and not self._is_integer_node(node.args[0]):
+            return self.form(node.args[0])  # of a float that is an integer
         if packet in _CONVERSIONS and not self.is_exact(node.args[0]):
             return None  # a change of width
         parts = [self.form(a) for a in node.args[:2]]
@@ -207,7 +239,7 @@ class Forms:
 
     def split(self, node: Any) -> Split | None:
         """A node as a multiple of a coordinate of query and key, plus what sees no position."""
-        form = self.form(node)
+        form = self._compared(node) or self.form(node)
         if form is None:
             return None
         moving = {a: c for a, c in form.terms.items() if self.depends_on(a) & POSITIONS}
@@ -223,6 +255,16 @@ class Forms:
             return None
         rest = {a: c for a, c in form.terms.items() if a not in moving}
         return Split(Coordinate(terms, *bounds), factor, Form(rest, form.offset))
+
+    def _compared(self, node: Any) -> Form | None:
+        """The difference of what is compared: a comparison sees no more than that."""
+        if not isinstance(node, fx.Node) or Trait.COMPARISON not in traits_of(node.target):
+            return None
+        forms = [self.form(a) for a in node.args[:2]]
+        is_exact = all(self.is_exact(a) or not self._is_integer_node(a) for a in node.args[:2])
+        if not is_exact or forms[0] is None or forms[1] is None:
+            return None
+        return forms[0].plus(forms[1], -1)
 
     def _order(self, term: tuple[fx.Node, int]) -> tuple[bool, str]:
         return "q" not in self.depends_on(term[0]), term[0].name

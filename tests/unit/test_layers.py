@@ -28,7 +28,17 @@ LAW: dict[str, set[str]] = {
     "sdpa": {"attention", "sequences", "masks", "mods", "ops"},
     "flash": {"varlen", "attention", "cache", "sequences", "block_mask", "mods", "options", "ops"},
     "templates": set(),
-    "lowering": {"ops", "options", "mods", "templates", "primitives", "errors", "debug", "compat"},
+    "lowering": {
+        "analysis",
+        "ops",
+        "options",
+        "mods",
+        "templates",
+        "primitives",
+        "errors",
+        "debug",
+        "compat",
+    },
     "reports": {"attention", "sequences", "cache", "block_mask", "ops", "lowering", "mods"}
     | {"options", "debug", "compat", "errors"},
     "plugin": {"ops", "lowering", "mods", "errors", "debug", "compat"},

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import fx
 
-from flexhop.lowering.mods.lower import index_dependence
-from flexhop.lowering.mods.relative import graph_of
+from flexhop.analysis import Analysis, Coordinate
+from flexhop.lowering.mods.analysed import JOINT, analysed, positions_of
 from flexhop.lowering.problem import ReadBy
 from flexhop.ops.args import Site, unpack_sites
-from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
-
-aten = torch.ops.aten
-_CONVERSIONS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-_COMPARISONS = tuple(getattr(aten, name).Tensor for name in ("gt", "ge", "lt", "le", "eq", "ne"))
-_SIGNS: dict[Any, int] = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
-# By how much values grow when positions grow by one; None if nothing is known.
-Moves = dict[fx.Node, int | None]
 
 
 def read_sites(joint: Any, sites: tuple[int, ...]) -> tuple[ReadBy, ...]:
@@ -29,12 +19,14 @@ def read_sites(joint: Any, sites: tuple[int, ...]) -> tuple[ReadBy, ...]:
 
 def read_by(joint: Any, site: Site) -> ReadBy:
     """Which scores read one entry at a site."""
-    uses_q_idx, uses_kv_idx = index_dependence(joint, site)
+    found = analysed(joint, JOINT)
+    indices = _indices(found, site)
+    uses_q_idx, uses_kv_idx = positions_of(found, indices)
     if not uses_q_idx:
         return "key" if uses_kv_idx else "head"
     if not uses_kv_idx:
         return "query"
-    return "distance" if _follows_distance(joint, site) else "score"
+    return "distance" if all(_is_by_distance(found, index) for index in indices) else "score"
 
 
 def repeats(joint: Any, site: Site) -> bool:
@@ -42,45 +34,28 @@ def repeats(joint: Any, site: Site) -> bool:
 
     And whether different queries may, where reads hang on these: none is the query itself.
     """
-    graph = graph_of(joint).graph
-    *_, q_idx, _ = graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
-    # A distance grows by one with the query, and stays if both move.
-    return not {1, -1} & set(_moves_of(graph, site, {q_idx: 1}))
+    found = analysed(joint, JOINT)
+    return not any(_is_one_to_one(found, index) for index in _indices(found, site))
 
 
-def _follows_distance(joint: Any, site: Site) -> bool:
-    """Whether the indices of a site stay as they are when query and key move on by one."""
-    graph = graph_of(joint).graph
-    score, *_, q_idx, kv_idx = graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
-    return not any(_moves_of(graph, site, {q_idx: 1, kv_idx: 1, score: None}, unknown=1))
+def _indices(found: Analysis, site: Site) -> list[fx.Node]:
+    """The indices of a site that are computed."""
+    indices = (found.mod.results[i] for i in site.indices)
+    return [index for index in indices if isinstance(index, fx.Node)]
 
 
-def _moves_of(graph: fx.Graph, site: Site, moves: Moves, unknown: int = 0) -> list[int]:
-    """By how much the indices of a site grow when inputs grow as `moves` says."""
-    for node in graph.nodes:
-        if node.op == "call_function":
-            moves[node] = _move_of(node, moves)
-    outputs = cast("Sequence[Any]", graph.output_node().args[0])
-    found = (_move(outputs[i], moves) for i in site.indices)
-    return [unknown if move is None else move for move in found]
+def _is_by_distance(found: Analysis, index: fx.Node) -> bool:
+    """Whether an index stays as it is when query and key move on by one."""
+    seen = found.forms.seen(index)
+    distance = ((found.mod.inputs["q"], 1), (found.mod.inputs["k"], -1))
+    is_distance = (isinstance(c, Coordinate) and c.terms == distance for c in seen.coordinates)
+    return "score" not in seen.others and all(is_distance)
 
 
-def _move(value: Any, moves: Moves) -> int | None:
-    """By how much a value grows; None if nothing is known."""
-    return moves.get(value, 0) if isinstance(value, fx.Node) else 0
-
-
-def _move_of(node: fx.Node, moves: Moves) -> int | None:
-    found = [_move(source, moves) for source in node.all_input_nodes]
-    if all(move == 0 for move in found):
-        return 0
-    if node.target in _CONVERSIONS and node.meta["val"].dtype.itemsize >= 4:
-        return found[0]
-    if node.target not in (*_SIGNS, *_COMPARISONS) or node.kwargs:
-        return None
-    first, second = (_move(operand, moves) for operand in node.args)
-    if first is None or second is None:
-        return None
-    if node.target in _COMPARISONS:
-        return 0 if first == second else None
-    return first + _SIGNS[node.target] * second
+def _is_one_to_one(found: Analysis, index: fx.Node) -> bool:
+    """Whether an index grows, or falls, by one from one query to the next."""
+    form, q_idx = found.forms.form(index), found.mod.inputs["q"]
+    if form is None or abs(form.terms.get(q_idx, 0)) != 1:
+        return False
+    others = [atom for atom in form.terms if atom is not q_idx]
+    return "q" not in found.forms.of_all(others)

@@ -9,10 +9,11 @@ import sympy
 import torch
 from torch import fx
 
+from flexhop.analysis import INDICES
 from flexhop.compat import inductor
+from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, positions_of
 from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.mods.cost import has_functions, instructions
-from flexhop.lowering.mods.graphs import reaches
 from flexhop.lowering.mods.indices import Range, wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.relative import graph_of
@@ -107,19 +108,20 @@ def _score_inputs(device: torch.device) -> list[Any]:
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     """The facts of both user functions."""
     score, mask = graph_of(score), graph_of(mask)
-    reads = read_positions(score)
+    reads = _read_positions(score)
+    mask_depends = _depends(mask)
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
         reads_per_element=any(map(all, reads)),
         reads_by_position=any(map(any, reads)),
-        score_cost=instructions(score),
+        score_cost=instructions(analysed(score, SCORE)),
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
-        mask_uses_batch=_is_used(mask, 0),
-        mask_uses_head=_is_used(mask, 1),
+        mask_uses_batch="b" in mask_depends,
+        mask_uses_head="h" in mask_depends,
         mask_band=key_band(mask),
     )
 
@@ -127,16 +129,24 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
 def read_joint(joint: Any) -> JointFacts:
     """The facts of a joint graph."""
     graph = graph_of(joint)
-    score = graph.graph.find_nodes(op="placeholder")[:1]
-    reads_score = any(reaches(output, score) for output in joint_outputs(graph))
+    found = analysed(graph, JOINT)
+    reads_score = "score" in found.forms.of_all(found.mod.results)
     return JointFacts(
-        not _is_additive(graph), instructions(graph), reads_score, has_functions(graph)
+        not _is_additive(graph), instructions(found), reads_score, has_functions(found)
     )
 
 
-def _is_used(graph: fx.GraphModule, number: int) -> bool:
-    """Whether anything is computed from an input."""
-    return bool(graph.graph.find_nodes(op="placeholder")[number].users)
+def _depends(mask: fx.GraphModule) -> frozenset[str]:
+    """The indices that a mask_mod depends on."""
+    found = analysed(mask, INDICES)
+    return found.forms.depends_on(found.mod.result)
+
+
+def _read_positions(score: fx.GraphModule) -> list[tuple[bool, bool]]:
+    """Of all reads of captured tensors: do indices depend on q_idx, and on kv_idx?"""
+    found = analysed(score, SCORE)
+    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
 
 
 def _position_ranges(first: int, sizes: Sequence[Any] | None = None) -> dict[int, Range]:
@@ -208,31 +218,3 @@ def is_all_true(graph: fx.GraphModule) -> bool:
     if result.target in (aten.ones.default, aten.new_ones.default):  # before decompositions
         return True
     return result.target is aten.full.default and result.args[1] is True
-
-
-def index_dependence(joint: Any, site: Site) -> tuple[bool, bool]:
-    """Whether a site's indices depend on q_idx, and on kv_idx."""
-    graph = graph_of(joint).graph
-    outputs = joint_outputs(joint)
-    return _positions_of(graph, [outputs[i] for i in site.indices])
-
-
-def read_positions(score: fx.GraphModule) -> list[tuple[bool, bool]]:
-    """Of all reads of captured tensors: do indices depend on q_idx, and on kv_idx?"""
-    reads = score.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    return [_positions_of(score.graph, list(read.args[1])) for read in reads]
-
-
-def _positions_of(graph: fx.Graph, roots: Sequence[Any]) -> tuple[bool, bool]:
-    """Whether nodes depend on q_idx, and on kv_idx; the score depends on both."""
-    reached: set[fx.Node] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, fx.Node) and node not in reached:
-            reached.add(node)
-            pending.extend(node.all_input_nodes)
-    inputs = graph.find_nodes(op="placeholder")
-    score = inputs[0] in reached
-    q_idx, kv_idx = inputs[NUM_SCORE_INPUTS - 2 : NUM_SCORE_INPUTS]
-    return score or q_idx in reached, score or kv_idx in reached

@@ -6,38 +6,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexhop.analysis import Forms, analyse, find_span, trace
 from flexhop.compat.indexing import IndexMode
+from tests.spellings import DISTANCES, LENGTH, WIDTH, WINDOWS
 
 CPU = torch.device("cpu")
-LENGTH, WIDTH = 192, 24
 TABLE = torch.arange(2.0 * (2 * LENGTH - 1)).view(2, -1)
-WINDOWS = {
-    "and": lambda b, h, q, k: (q >= k) & (q - k < WIDTH),
-    "not or": lambda b, h, q, k: ~((q < k) | (q - k >= WIDTH)),
-    "sums": lambda b, h, q, k: (k <= q) & (k > q - WIDTH),
-    "logical": lambda b, h, q, k: torch.logical_and(q - k >= 0, q - k <= WIDTH - 1),
-    "where": lambda b, h, q, k: torch.where(q >= k, q - k < WIDTH, False),
-    "where not": lambda b, h, q, k: torch.where(q < k, False, k + WIDTH > q),
-    "product": lambda b, h, q, k: (k - q <= 0) * ((q - k) < WIDTH),
-    "minimum": lambda b, h, q, k: torch.minimum(q - k, WIDTH - 1 - (q - k)) >= 0,
-    "magnitude": lambda b, h, q, k: (2 * (q - k) - (WIDTH - 1)).abs() <= WIDTH - 1,
-    "not and not": lambda b, h, q, k: ~(q < k) & ~(q - k > WIDTH - 1),
-    "negative": lambda b, h, q, k: (-k + q >= 0) & (-q + k + WIDTH > 0),
-    "long": lambda b, h, q, k: (q.long() >= k.long()) & ((q + 5) - (k + 5) < WIDTH),
-    "maximum": lambda b, h, q, k: torch.maximum(k - q, q - k - (WIDTH - 1)) <= 0,
-    "not equal": lambda b, h, q, k: (q < k).logical_not() & torch.le(q - k, WIDTH - 1),
-}
-DISTANCES = {
-    "plain": lambda q, k: q - k + LENGTH - 1,
-    "negative first": lambda q, k: -k + q + LENGTH - 1,
-    "number first": lambda q, k: LENGTH - 1 - k + q,
-    "products": lambda q, k: q * 1 - k * 1 + LENGTH - 1,
-    "alpha": lambda q, k: torch.sub(q + LENGTH, k) - 1,
-    "rsub": lambda q, k: torch.rsub(k, q + (LENGTH - 1)),
-    "twice": lambda q, k: 2 * q - q - k + LENGTH - 1,
-    "long": lambda q, k: q.long() - k.long() + LENGTH - 1,
-    "add alpha": lambda q, k: torch.add(q, k, alpha=-1) + (LENGTH - 1),
-    "neg": lambda q, k: torch.neg(k - q) + LENGTH - 1,
-}
 
 
 def forms_of(mask, batch=1, heads=1):

@@ -12,6 +12,7 @@ from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.ops.subgraphs import trace_mask
 from tests.problems import problem
+from tests.spellings import WIDTH, WINDOWS
 
 QUERY = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
 IDS = torch.arange(64) // 10
@@ -79,3 +80,8 @@ def test_bands_are_the_mask_of_lists_alone():
         assert (call.has_band, call.has_spans) == (is_band, is_band)
     packed = problem(blocks=MaskBlocks(128, 128, True, has_ranges=True))
     assert (packed.has_band, packed.has_spans) == (False, True)
+
+
+@pytest.mark.parametrize("mod", WINDOWS.values(), ids=WINDOWS)
+def test_the_spelling_of_a_window_does_not_matter(mod):
+    assert band_of(mod) == Band(1 - WIDTH, 1)

@@ -8,6 +8,7 @@ import torch
 from flexhop.lowering.mods.captured import read_sites, repeats
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.subgraphs import trace_joint
+from tests.spellings import DISTANCES, LENGTH
 
 READS = {
     "head": (
@@ -98,3 +99,14 @@ def test_no_sites_without_gradients():
         lambda s, b, h, q, k, table: s + table[q], torch.zeros(1, 4, 64, 16), (table,)
     )
     assert read_sites(joint.joint, joint.sites) == ()
+
+
+@pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
+def test_the_spelling_of_a_distance_does_not_matter(distance):
+    table = torch.zeros(4, 2 * LENGTH - 1, requires_grad=True)
+    joint = trace_joint(
+        lambda s, b, h, q, k, t: s + t[h, distance(q, k)], torch.zeros(1, 4, 64, 16), (table,)
+    )
+    (site,) = unpack_sites(joint.sites)
+    assert read_sites(joint.joint, joint.sites) == ("distance",)
+    assert not repeats(joint.joint, site)

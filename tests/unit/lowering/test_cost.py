@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flexhop import mods
+from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed
 from flexhop.lowering.mods.cost import instructions
 from flexhop.lowering.mods.lower import read_joint
 from flexhop.ops.subgraphs import trace_joint, trace_score
@@ -13,11 +14,11 @@ SLOPES, TABLE = torch.ones(2), torch.ones(64)
 
 
 def cost(score_mod) -> float:
-    return instructions(trace_score(score_mod, QUERY, ()))
+    return instructions(analysed(trace_score(score_mod, QUERY, ()), SCORE))
 
 
 def grad_cost(score_mod) -> float:
-    return instructions(trace_joint(score_mod, QUERY, ()).joint)
+    return instructions(analysed(trace_joint(score_mod, QUERY, ()).joint, JOINT))
 
 
 def test_what_hangs_on_a_row_costs_nothing_and_on_a_column_half():
