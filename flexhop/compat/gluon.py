@@ -29,12 +29,7 @@ _BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in
 _IMPORTS = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
-)
-from flexhop.compat.gluon_runtime import (
-    add_async, load_async, set_aside, store_async, take_back, tanh,
-)
+from flexhop.compat.gluon_runtime import tanh
 """
 
 
@@ -75,6 +70,7 @@ class GluonKernel(inductor.TemplateKernel):
 
     overrides = GluonOverrides
     fixed_name = ""  # of the template
+    imports = ""  # of its dialect
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,7 +82,8 @@ class GluonKernel(inductor.TemplateKernel):
     @classmethod
     def gen_common_triton_imports(cls) -> str:
         """The imports of a generated file."""
-        return inductor.TemplateKernel.gen_common_triton_imports() + _IMPORTS
+        common = inductor.TemplateKernel.gen_common_triton_imports()
+        return common + _IMPORTS + cls.imports
 
     def jit_lines(self) -> str:
         """The decorators of the kernel."""
@@ -144,11 +141,18 @@ class GluonTemplate(inductor.Template):
     kernel_type = GluonKernel
 
 
-def make_template(name: str, grid: Callable[..., Any], source: str) -> GluonTemplate:
-    """A Gluon template; as `inductor.make_template`."""
+def make_template(
+    name: str, grid: Callable[..., Any], source: str, imports: str = ""
+) -> GluonTemplate:
+    """A Gluon template; as `inductor.make_template`.
+
+    imports: lines for what the dialect's text calls besides Gluon itself.
+    """
     source = source.rstrip("\n") + "\n\n\n{{also_named()}}\n"
     template = inductor.make_template(name, grid, source, GluonTemplate)
-    template.kernel_type = type("GluonKernel", (GluonKernel,), {"fixed_name": name})
+    template.kernel_type = type(
+        "GluonKernel", (GluonKernel,), {"fixed_name": name, "imports": imports}
+    )
     return template
 
 

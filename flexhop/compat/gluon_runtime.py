@@ -10,14 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch._inductor.runtime import triton_heuristics
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "load_async", "set_aside", "store_async", "take_back", "tanh"]
+__all__ = ["tanh"]
 
 
 class _SourceByDialect:
@@ -39,19 +36,6 @@ def _install() -> None:
 
 
 _install()
-
-# Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
-load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-
-@builtin
-def add_async(tensor: Any, coordinates: Any, source: Any, _semantic: Any = None) -> None:
-    """Start to add a tile of shared memory to a tensor; its language has no name for it."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coordinates, source.handle
-    )
 
 
 @gluon.jit
@@ -82,30 +66,3 @@ def tanh(x):
         }""",
         "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-# Of scores [64, 64] as a product leaves them: four neighbours for each lane, then its next four.
-_ASIDE = gl.constexpr(
-    gl.SharedLinearLayout(
-        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0],
-         [0, 8], [0, 16], [0, 32]]
-    )
-)  # fmt: skip
-
-
-@builtin
-def _as_scores(memory: Any, _semantic: Any = None) -> Any:
-    """64 x 64 numbers of shared memory as `_ASIDE`; its own method has two names by version."""
-    return _semantic.memdesc_reinterpret(memory, gl.float32, [64, 64], _ASIDE.value)
-
-
-@gluon.jit
-def set_aside(memory, x):
-    """Keep scores [64, 64] in shared memory [1, 1, 64, 64], where each thread finds its own."""
-    _as_scores(memory).store(x)
-
-
-@gluon.jit
-def take_back(memory, layout: gl.constexpr):
-    """What was set aside, as new values: what was computed of them before is computed again."""
-    return _as_scores(memory).load(layout)

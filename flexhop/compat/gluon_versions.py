@@ -1,22 +1,16 @@
-"""Which Triton is there, and which versions have the Gluon that the Hopper kernels are written in.
-
-Gluon changes between releases, and so does the machine code that is made of it: a version counts
-when tests/kernel/test_compiled.py finds neither spills nor products that wait for each other.
-"""
+"""Which Triton is there, and whether kernels in its Gluon are checked with it."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
-CHECKED = ((3, 6), (3, 7))
 
-
-def obstacle() -> str:
-    """Why the installed Triton will not do; empty if it will."""
+def obstacle(checked: tuple[tuple[int, int], ...]) -> str:
+    """Why the installed Triton will not do; empty if it is one of `checked`."""
     found = triton_version()
-    if found in CHECKED:
+    if found in checked:
         return ""
-    known = " and ".join(".".join(map(str, version)) for version in CHECKED)
+    known = " and ".join(".".join(map(str, version)) for version in checked)
     return f"it is checked with Triton {known}, not {found[0]}.{found[1]}"
 
 

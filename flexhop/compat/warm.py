@@ -1,4 +1,4 @@
-"""Inductor's workers: import what Hopper kernels need, before the first of them is compiled.
+"""Inductor's workers: import what Gluon kernels need, before the first of them is compiled.
 
 The first compilation in a worker begins with imports, and with building Triton's interface to the
 driver: 0.3 s on top of a kernel that takes two. Jobs go round, so that nearly every kernel of a
@@ -31,8 +31,8 @@ _NEEDED = (
 _last: list[float] = []  # when workers were warmed last
 
 
-def warm_workers() -> None:
-    """Have all workers import what a kernel imports; nothing without workers."""
+def warm_workers(*modules: str) -> None:
+    """Have all workers import what a kernel imports, and `modules`; nothing without workers."""
     if get_compile_threads() <= 1:
         return
     now = time.monotonic()
@@ -44,14 +44,14 @@ def warm_workers() -> None:
     launcher.build_driver()
     AsyncCompile.use_process_pool()  # asks whether workers are there, and must be asked first
     for _ in range(get_compile_threads()):
-        AsyncCompile.process_pool().submit(prepare_worker)
+        AsyncCompile.process_pool().submit(prepare_worker, modules)
 
 
-def prepare_worker() -> None:
+def prepare_worker(modules: tuple[str, ...]) -> None:
     """Import, in a worker, and let it never search again what it has now for garbage.
 
     That is all of PyTorch, and the first kernel made it search: 0.15 s.
     """
-    for module in _NEEDED:
+    for module in (*_NEEDED, *modules):
         import_module(module)
     gc.freeze()

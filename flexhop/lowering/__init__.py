@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flexhop.compat import gluon_versions, inductor, tanh, warm
+from flexhop.compat import inductor, tanh
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
 from flexhop.lowering.derivative import lower_attention_derivative
+from flexhop.lowering.dialect import dialects
 from flexhop.lowering.forward import lower_attention
 from flexhop.lowering.mods.relative import lower_bounded
 from flexhop.ops.backward import attention_backward
@@ -32,7 +33,10 @@ def register() -> None:
 
 
 def expect_kernels() -> None:
-    """Prepare to compile Hopper kernels, if the GPU is such; called while graphs are traced."""
-    if torch.cuda.is_initialized() and not gluon_versions.obstacle():
-        if torch.cuda.get_device_capability() == (9, 0):
-            warm.warm_workers()
+    """Let the dialects of the GPU prepare to compile; called while graphs are traced."""
+    if not torch.cuda.is_initialized():
+        return
+    capability = torch.cuda.get_device_capability()
+    for dialect in dialects():
+        if dialect.architectures is None or capability in dialect.architectures:
+            dialect.expect()

@@ -1,26 +1,22 @@
-"""Lowering of `flexhop_attention_backward`: its kernels and the reductions around them."""
+"""Lowering of `flexhop_attention_backward`: kernels, and gradients of captured tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flexhop.compat import inductor, inline
 from flexhop.lowering import chunked
-from flexhop.lowering.dialect import choose_grad_dialect
+from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission import exact
-from flexhop.lowering.emission.kernel import Launch, Output
-from flexhop.lowering.hopper import gradients as backward_hopper
+from flexhop.lowering.emission.kernel import Captured, KernelCall
 from flexhop.lowering.mods.captured import read_by, repeats
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
-from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
-from flexhop.lowering.portable import kernels
+from flexhop.lowering.operands import read_problem, seed_input, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
-aten = torch.ops.aten
 _MANY_READS = 64  # scores per entry of a captured tensor
 
 
@@ -36,75 +32,24 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     query, key, value, grad_out = inductor.realize(
         [args.query, args.key, args.value, args.grad_out]
     )
-    args = args._replace(query=query, key=key, value=value)
+    args = args._replace(query=query, key=key, value=value, grad_out=grad_out)
     problem = dataclasses.replace(read_problem(args, mods), **read_joint(args.joint)._asdict())
     options = user_options(args.options)
-    is_hopper = choose_grad_dialect(problem, options).name == "hopper"
-    needed = ("grad_query", *kernels.key_value_kernels(problem))
-    if not is_hopper and not all(kernels.has_tile(kernel, problem) for kernel in needed):
+    choices = list(candidates("backward", problem, options))
+    if not choices:
         return chunked.lower_attention_backward(*operands)
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
-    captured, sites = _scatter_sites(args)
-    captures = [*score_captures, *mask_captures]
-    launch = Launch(problem, options, mods, captures, seed=seed_input(args))
+    sums, sites = _scatter_sites(args)
+    captured = Captured([sums[i] for i in sorted(sums)], sites)
     joint = joint if sites else joint[:1]
-    added = backward_hopper.Captured([captured[i] for i in sorted(captured)], sites)
-    if is_hopper:
-        layouts = (_like(key, 1).layout, _like(value, 2).layout)
-        dense = args._replace(grad_out=grad_out)
-        grads = backward_hopper.emit_gradients(launch, dense, joint, layouts, added)
+    captures = [*score_captures, *mask_captures]
+    call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
+    for choice in choices:
+        told = dataclasses.replace(call, passed=choice.words(problem.device))
+        grads = choice.dialect.backward.emit(told, args, joint, captured)
         if grads is not None:
-            return (*grads, _captured_grads(args, captured))
-
-    delta = _delta(args)
-    operands = (query, key, value, inductor.contiguous(args.lse), delta, grad_out)
-    inputs = [*operands, *block_inputs(args, "kv", delta, query)]
-    output = _like(query, 0, added.sums)
-    grad_query = launch.emit("grad_query", inputs, output, joint, sites)
-    lists = block_inputs(args, "q", delta, query)
-    grad_key, grad_value = _emit_key_value(launch, operands, lists, joint[:1])
-    return grad_query, grad_key, grad_value, _captured_grads(args, captured)
-
-
-def _emit_key_value(
-    launch: Launch, operands: tuple[Any, ...], lists: list[Any], joint: list[Any]
-) -> tuple[Any, Any]:
-    """Gradients of key and value, by one launch or two."""
-    _, key, value, *_ = operands
-    if len(kernels.key_value_kernels(launch.problem)) == 1:
-        grad_value = inductor.empty(
-            value.get_size(), _strides(2), value.get_dtype(), value.get_device()
-        )
-        inputs = [*operands, grad_value, *lists]
-        output = _like(key, 1, [grad_value])
-        return launch.emit("grad_key_value", inputs, output, joint), grad_value
-    inputs = [*operands, value, *lists]  # DV is not written: value stands in
-    grad_key = launch.emit("grad_key", inputs, _like(key, 1), joint)
-    return grad_key, launch.emit("grad_value", inputs, _like(value, 2), joint)
-
-
-def _like(tensor: Any, position: int, written: Sequence[Any] = ()) -> Output:
-    """An output with the sizes of `tensor` and the strides of result `position`."""
-    layout = inductor.fixed_layout(
-        tensor.get_device(), tensor.get_dtype(), tensor.get_size(), _strides(position)
-    )
-    return Output(layout, tensor.get_size(), written)
-
-
-def _strides(position: int) -> list[Any]:
-    return inductor.as_expressions(inductor.output_meta()[position].stride())
-
-
-def _delta(args: BackwardArgs) -> Any:
-    """rowsum(out * grad_out) - grad_lse, fused by Inductor into one reduction."""
-    as_float = lambda t: inductor.call_lowering(  # noqa: E731
-        torch.ops.prims.convert_element_type.default, t, torch.float32
-    )
-    product = inductor.call_lowering(aten.mul.Tensor, as_float(args.out), as_float(args.grad_out))
-    delta = inductor.call_lowering(aten.sum.dim_IntList, product, [-1])
-    if args.grad_lse is not None:
-        delta = inductor.call_lowering(aten.sub.Tensor, delta, args.grad_lse)
-    return inductor.contiguous(delta)
+            return (*grads, _captured_grads(args, sums))
+    raise AssertionError("the last dialect refuses nothing that it serves")
 
 
 def _scatter_sites(

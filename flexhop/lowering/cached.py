@@ -15,14 +15,13 @@ from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering import chunked
-from flexhop.lowering.emission.kernel import Launch
-from flexhop.lowering.forward import choose, emit_forward
+from flexhop.lowering.emission.kernel import KernelCall
+from flexhop.lowering.forward import emit_forward
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.keys import is_exact, read_key_mod
 from flexhop.lowering.mods.lower import ModFacts, index_ranges, lower_mods
 from flexhop.lowering.mods.lower import read_mods as mod_facts
 from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
-from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Cache, Device, Problem, read_device
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs
@@ -62,12 +61,9 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     pages = inductor.realize(args.pages)
     subgraphs = _lower_readers(args, readers, fakes, pages)
     problem, options = _read_problem(args, readers.cache, mods.facts), user_options(args.options)
-    kernel = choose(args.query, problem, options)
-    if not kernels.has_tile(kernel, problem):
-        return chunked.lower_cached_attention(*operands)
     used = [*captures[0], *captures[1], *captures[2], *captures[3], *pages]
-    launch = Launch(problem, options, mods, used, tuple(subgraphs))
-    return emit_forward(args, launch, kernel)
+    call = KernelCall(problem, options, mods, used, tuple(subgraphs))
+    return emit_forward(args, call) or chunked.lower_cached_attention(*operands)
 
 
 def key_dtypes(args: CachedArgs) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

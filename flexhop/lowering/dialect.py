@@ -1,56 +1,211 @@
-"""The decision: the portable kernels, or those that are made for this GPU."""
+"""A dialect: a family of kernels, in a folder of its own, and the choice between them.
+
+flexhop/options/dialects.py is the registry. It names the dialects in order of preference, and the
+package that holds each. The last one serves every GPU and almost every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, Protocol
 
-from flexhop.compat import gluon_versions
+from torch import fx
+
 from flexhop.errors import OptionConflictError
-from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import forward as hopper
-from flexhop.lowering.problem import Problem
+from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
+from flexhop.lowering.plan import KernelPlan
+from flexhop.lowering.problem import Device, Problem
+from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.options import KernelOptions
+from flexhop.options import dialects as registry
 
-Name = Literal["triton", "hopper"]
+Direction = Literal["forward", "backward"]
 
 
-class Dialect(NamedTuple):
-    """Which of the kernels. reason: why not the Hopper kernel; empty if it is."""
+class Kernels(Protocol):
+    """The kernels of one direction: pure functions of the facts of a call."""
 
-    name: Name
+    def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
+        """Why they cannot serve a call, most general reason first; nothing if they can."""
+        ...
+
+    def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
+        """Why a later dialect is likely to be faster; asked only if the user leaves the choice."""
+        ...
+
+    def plans(
+        self, problem: Problem, options: KernelOptions, passed: str
+    ) -> tuple[KernelPlan, ...]:
+        """Describe the kernels: tiles, constants, programs.
+
+        Args:
+            problem: of the call.
+            options: of the user.
+            passed: words that follow the reason of a tile: why no earlier dialect serves.
+
+        Raises:
+            TileError, TileResourceError: a tile of the user's does not fit.
+        """
+        ...
+
+
+class ForwardKernels(Kernels, Protocol):
+    """The kernels that compute the output."""
+
+    def emit(self, call: KernelCall, args: AttentionArgs | CachedArgs, output: Output) -> Any:
+        """Emit them.
+
+        Args:
+            call: what all kernels of the call share.
+            args: operands with storage.
+            output: the result; `written` is lse, and max_scores if they are asked for.
+
+        Returns:
+            The output, or None if the machine code turns out to be slow: the next dialect serves.
+        """
+        ...
+
+
+class BackwardKernels(Kernels, Protocol):
+    """The kernels that compute gradients."""
+
+    def emit(
+        self, call: KernelCall, args: BackwardArgs, joint: Sequence[Any], captured: Captured
+    ) -> tuple[Any, Any, Any] | None:
+        """Emit them.
+
+        Args:
+            call: what all kernels of the call share.
+            args: operands; query, key, value and grad_out have storage.
+            joint: the lowered joint graph: its first output, and for sites the others.
+            captured: where to add gradients of captured tensors, and what.
+
+        Returns:
+            Gradients of query, key and value, or None as in ForwardKernels.emit.
+        """
+        ...
+
+    def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
+        """Begin to compile them while the forward pass is lowered, if that is worth it."""
+        ...
+
+
+class Dialect(Protocol):
+    """A family of kernels.
+
+    name: what `KernelOptions.backend` calls it. title: what reports call it. architectures: the
+    compute capabilities it is made for; None for all.
+    """
+
+    name: str
+    title: str
+    architectures: tuple[tuple[int, int], ...] | None
+    forward: ForwardKernels
+    backward: BackwardKernels
+
+    def expect(self) -> None:
+        """Prepare to compile kernels; called while a graph is traced for such a GPU."""
+        ...
+
+
+class Passed(NamedTuple):
+    """A dialect that does not serve, and why."""
+
+    dialect: Dialect
     reason: str
 
 
-def choose_dialect(problem: Problem, options: KernelOptions) -> Dialect:
-    """The dialect of the forward kernel.
+class Choice(NamedTuple):
+    """A dialect that serves, and the better ones that do not."""
+
+    dialect: Dialect
+    passed: tuple[Passed, ...]
+
+    def words(self, device: Device) -> str:
+        """Why no better dialect of this GPU serves, to follow the reason of a tile."""
+        reasons = [
+            f"; not the {dialect.title}: {reason}"
+            for dialect, reason in self.passed
+            if is_made_for(dialect, device)
+        ]
+        return "".join(reasons)
+
+
+@functools.cache
+def _load(package: str) -> Dialect:
+    return import_module(package).DIALECT
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """All dialects, the preferred one first."""
+    return tuple(map(_load, registry.PACKAGES.values()))
+
+
+def is_made_for(dialect: Dialect, device: Device) -> bool:
+    """Whether a dialect has kernels for a GPU."""
+    return dialect.architectures is None or device.capability in dialect.architectures
+
+
+def candidates(direction: Direction, problem: Problem, options: KernelOptions) -> Iterator[Choice]:
+    """Dialects that serve a call, best first; go on to the next if one refuses in the end.
+
+    backend="name" demands that dialect of the forward kernel. Gradients come from it wherever it
+    serves, and from the last dialect otherwise.
 
     Raises:
-        OptionConflictError: the asked one cannot serve the call.
+        OptionConflictError: the dialect that the user asks for cannot serve the call.
     """
-    if options.backend == "triton":
-        return Dialect("triton", "kernel_options say 'triton'")
-    reason = _first(hopper.obstacles(problem, options))
-    if reason and options.backend == "hopper":
-        raise OptionConflictError(first="backend='hopper'", second="this call", reason=reason)
+    passed: list[Passed] = []
+    for dialect in dialects():
+        is_last = dialect is dialects()[-1]
+        reason = _reason_against(dialect, direction, problem, options, is_last=is_last)
+        if not reason:
+            yield Choice(dialect, tuple(passed))
+            reason = "it spills registers"
+        elif direction == "forward" and options.backend == dialect.name and not is_last:
+            raise OptionConflictError(
+                first=f"backend={dialect.name!r}", second="this call", reason=reason
+            )
+        passed.append(Passed(dialect, reason))
+
+
+def _reason_against(
+    dialect: Dialect,
+    direction: Direction,
+    problem: Problem,
+    options: KernelOptions,
+    *,
+    is_last: bool,
+) -> str:
+    """Why a dialect does not serve a call; empty if it does."""
+    if options.backend not in ("auto", dialect.name) and not is_last:
+        return f"kernel_options say {options.backend!r}"
+    if not is_made_for(dialect, problem.device):
+        made_for = " and ".join(map(_architecture, dialect.architectures or ()))
+        gpu = _architecture(problem.device.capability)
+        return f"it is made for {made_for}, and the GPU is {gpu}"
+    kernels: Kernels = dialect.forward if direction == "forward" else dialect.backward
+    reason = next(kernels.obstacles(problem, options), "")
     if not reason and options.backend == "auto":
-        reason = next(hopper.slower(problem), "")
-    return Dialect("triton", reason) if reason else Dialect("hopper", "")
+        reason = next(kernels.slower(problem, options), "")
+    return reason
 
 
-def choose_grad_dialect(problem: Problem, options: KernelOptions) -> Dialect:
-    """The dialect of the backward kernels.
+def _architecture(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
 
-    backend="hopper" demands the forward kernel; its gradients come from the Hopper kernel wherever
-    that serves, also where it is likely to be slower.
+
+def plan(direction: Direction, problem: Problem, options: KernelOptions) -> tuple[KernelPlan, ...]:
+    """Describe the kernels that serve a call; empty if it is computed without one.
+
+    Raises:
+        OptionConflictError: as `candidates`.
+        TileError, TileResourceError: as `Kernels.plans`.
     """
-    if options.backend == "triton":
-        return Dialect("triton", "kernel_options say 'triton'")
-    reason = _first(hopper_grad.obstacles(problem, options))
-    if not reason and options.backend == "auto":
-        reason = next(hopper_grad.slower(problem), "")
-    return Dialect("triton", reason) if reason else Dialect("hopper", "")
-
-
-def _first(obstacles: Iterator[str]) -> str:
-    return next(obstacles, "") or gluon_versions.obstacle()
+    for choice in candidates(direction, problem, options):
+        dialect = choice.dialect
+        kernels: Kernels = dialect.forward if direction == "forward" else dialect.backward
+        return kernels.plans(problem, options, choice.words(problem.device))
+    return ()

@@ -316,7 +316,7 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         )
     if mask is not None and mask.density == 1.0:
         notes.append("The block mask skips nothing.")
-    return [*notes, *(_kernel_notes(found.plans[0].constants) if found.plans else [_NO_KERNEL])]
+    return [*notes, *(_kernel_notes(found.plans[0]) if found.plans else [_NO_KERNEL])]
 
 
 def _scatters(plans: Sequence[Any]) -> str:
@@ -324,14 +324,10 @@ def _scatters(plans: Sequence[Any]) -> str:
     return "backward" if any(plan.kernel == "backward" for plan in plans) else "grad_query"
 
 
-def _kernel_notes(constants: dict[str, Any]) -> list[str]:
-    notes: list[str] = []
-    if "NUM_CONSUMERS" in constants:
-        notes.append(
-            "explain does not check strides: if the rows of an operand do not start at multiples "
-            "of 16 bytes, the portable kernel runs instead of the Hopper kernel."
-        )
-    if constants.get("CHECK_Q") or constants["CHECK_KV"]:
+def _kernel_notes(plan: Any) -> list[str]:
+    """What the plan of the forward kernel says: a flexhop.lowering.plan.KernelPlan."""
+    notes, constants = list(plan.notes), plan.constants
+    if constants.get("CHECK_Q") or constants.get("CHECK_KV"):
         notes.append("The last tile overhangs a length or a block, so kernels check bounds.")
     if constants.get("SPLITS", 1) > 1:
         notes.append(
@@ -339,7 +335,7 @@ def _kernel_notes(constants: dict[str, Any]) -> list[str]:
             "combines their results."
         )
     for name, prefix in (("head", "QK"), ("value head", "V")):
-        size, width = constants[f"{prefix}_HEAD_DIM"], constants[f"{prefix}_HEAD_DIM_ROUNDED"]
+        size, width = map(constants.get, (f"{prefix}_HEAD_DIM", f"{prefix}_HEAD_DIM_ROUNDED"))
         if width != size:
             notes.append(f"A {name} size of {size} is computed as {width}.")
     return notes

@@ -12,11 +12,11 @@ from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
+from flexhop.lowering.dialect import plan
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
-from flexhop.lowering.plan import KernelPlan, plan_backward, plan_kernel
-from flexhop.lowering.portable.kernels import forward_kernel
+from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.problem import Device, Problem, read_device
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.subgraphs import (
@@ -69,8 +69,7 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it
     plans: tuple[KernelPlan, ...] = ()
     if has_kernels:
-        first = plan_kernel(forward_kernel(problem, options), problem, options)
-        plans = (first, *plan_backward(problem, options))
+        plans = (*plan("forward", problem, options), *plan("backward", problem, options))
     return Survey(problem, options, score, mask, joint, plans)
 
 
@@ -85,7 +84,7 @@ def _survey_cached(args: CachedArgs, device: Device) -> Survey:
     options = user_options(args.options)
     plans = ()
     if problem.dtype != torch.float64:
-        plans = (plan_kernel(forward_kernel(problem, options), problem, options),)
+        plans = plan("forward", problem, options)
     return Survey(problem, options, score, mask, None, plans)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flexhop.lowering.portable.tiles import Launched
+from flexhop.lowering.plan import Role
 from flexhop.lowering.problem import Problem
 
 
-def flops(kernel: Launched, problem: Problem, pairs: int) -> int:
+def flops(kernel: Role, problem: Problem, pairs: int) -> int:
     """Operations of a kernel's matrix products.
 
     Args:
@@ -30,7 +30,7 @@ def flops(kernel: Launched, problem: Problem, pairs: int) -> int:
     return 2 * pairs * columns[kernel]
 
 
-def least_bytes(kernel: Launched, problem: Problem) -> int:
+def least_bytes(kernel: Role, problem: Problem) -> int:
     """Bytes moved if every operand is read once and every result written once.
 
     Block lists and captured tensors are not counted; delta, which a separate reduction computes

@@ -9,9 +9,10 @@ import torch
 from torch._inductor.codegen.triton import TritonScheduling
 
 import flexhop
-from flexhop.compat import ahead, gluon_versions
+from flexhop.compat import ahead
 from flexhop.errors import ModLoweringError
 from flexhop.lowering.hopper import gradients as backward_hopper
+from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate
 
@@ -33,7 +34,7 @@ def test_texts_of_a_kernel_are_equal(
     backend: Literal["triton", "hopper"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers take a text when it is generated and when its module is loaded: one job if equal."""
-    if backend == "hopper" and (obstacle := gluon_versions.obstacle()):
+    if backend == "hopper" and (obstacle := versions.obstacle()):
         pytest.skip(obstacle)
     early: dict[str, str] = {}
     define = TritonScheduling.define_kernel
@@ -116,7 +117,7 @@ def _operands(
 @pytest.mark.parametrize("case", EARLY)
 def test_backward_kernel_is_foretold(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled with the forward kernel is the very text that the backward graph needs."""
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
     query, key, value = _operands(**EARLY[case])
@@ -163,7 +164,7 @@ def test_packed_and_varying_lengths_are_foretold(
     is_dynamic: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
     operands = _operands(is_transposed=is_transposed)
@@ -184,7 +185,7 @@ def _learned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def test_what_cannot_be_foretold_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a captured tensor."""
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
     generate(_learned, *_operands(), grad=True)
@@ -196,7 +197,7 @@ def test_gradient_without_kernel_is_left_to_the_backward_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forward pass whose backward pass never runs must not fail for its sake."""
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
 
     def refuse(*_: Any) -> list[Any]:

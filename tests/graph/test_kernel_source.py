@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
+from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate
 
@@ -86,8 +86,8 @@ def _cached() -> Generated:
 @pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS, *CACHED_MARKS])
 def test_kernel(kernel: str):
     is_hopper = kernel.startswith("hopper")
-    if is_hopper and gluon_versions.obstacle():
-        pytest.skip(gluon_versions.obstacle())
+    if is_hopper and versions.obstacle():
+        pytest.skip(versions.obstacle())
     if kernel in CACHED_MARKS:
         generated = _cached()
     elif kernel in DECODE_MARKS:

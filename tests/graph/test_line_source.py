@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
+from flexhop.lowering.hopper import versions
 from flexhop.offline import Kernel, generate
 
-pytestmark = pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 SLOPES = torch.tensor([0.5, 0.25])
 
 

@@ -13,7 +13,8 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 import flexhop
-from flexhop.compat import ahead, gluon_versions, launcher
+from flexhop.compat import ahead, launcher
+from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate
 
@@ -21,7 +22,7 @@ from flexhop.offline import Kernel, generate
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Name and text of every kernel that is handed to a worker, who does nothing."""
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     handed: list[tuple[str, str]] = []
 
@@ -141,7 +142,7 @@ def test_only_so_much_is_begun(
 
 def test_nothing_is_begun_without_a_gpu() -> None:
     """The offline tools forbid caches, and there is no device."""
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     before = dict(ahead._jobs)
     _generate()

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.hopper import versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
@@ -315,7 +315,7 @@ HOPPER = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_kernel_is_pipelined(pool):
     """What ptxas does in silence: products that wait for each other, and spills in the loops."""
     futures = {key: pool.submit(build_hopper, *key) for key in HOPPER}
@@ -331,7 +331,7 @@ def test_the_hopper_kernel_is_pipelined(pool):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 @pytest.mark.parametrize("tokens", [2048, 2000])
 def test_the_hopper_kernel_of_packed_sequences_is_pipelined(pool, tokens):
     cubin, notes = pool.submit(build_packed_hopper, tokens).result()
@@ -345,7 +345,7 @@ def test_the_hopper_kernel_of_packed_sequences_is_pipelined(pool, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 @pytest.mark.parametrize(("width", "length"), [(64, 512), (128, 512), (128, 500)])
 def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
     stores, cubin, notes = pool.submit(build_document_hopper, width, length).result()
@@ -362,7 +362,7 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_loop_waits_for_products_after_the_exponentials(pool):
     """A wait for both products above the softmax would undo the overlap."""
     cubin = pool.submit(build_hopper, (128, 128), 1024, False).result().cubin
@@ -401,7 +401,7 @@ def build_scored_hopper(name: str) -> Cubin:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_the_hopper_loops_of_a_score_mod_do_not_spill(pool, name):
     """With queries in registers these had 32 to 56 accesses to local memory in every step.
@@ -469,7 +469,7 @@ GRADIENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_backward_kernel_is_pipelined(pool):
     """Spills between steps do not matter: a step takes microseconds, and tiles have many."""
     futures = {key: pool.submit(build_hopper_backward, *key) for key in GRADIENTS}
@@ -489,7 +489,7 @@ PACKED_GRADIENTS = [(64, 2048), (64, 2000), (128, 2048), (128, 2000), (256, 2048
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_backward_kernel_of_packed_sequences_is_pipelined(pool):
     futures = {
         (width, tokens): pool.submit(build_packed_hopper, tokens, width, grad=True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
+from flexhop.lowering.hopper import versions
 from flexhop.masks import sliding_window
 from flexhop.offline import generate
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle()),
+    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
 ]
 
 

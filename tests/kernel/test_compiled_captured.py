@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import generate
 from flexhop.offline.cubin import compile_kernel, local_accesses, product_notes
@@ -25,7 +25,7 @@ from tests.problems import problem
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle()),
+    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
 ]
 HEADS, LENGTH = 2, 256
 

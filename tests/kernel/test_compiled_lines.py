@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
+from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import generate
 from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle()),
+    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
 ]
 SLOPES = torch.tensor([0.5, 0.25])
 SCORES = 64  # of a thread in a step of 64 x 128

@@ -16,14 +16,15 @@ from torch._inductor.codecache import _load_triton_kernel_from_source
 
 import flexhop
 from flexhop import debug
-from flexhop.compat import ahead, gluon_versions, machine_code
+from flexhop.compat import ahead, machine_code
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.hopper import versions
 from flexhop.offline import Generated, Kernel, generate
 from flexhop.options import KernelOptions
 from tests.problems import problem
 
-pytestmark = pytest.mark.skipif(gluon_versions.obstacle() != "", reason="no Hopper kernels")
+pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason="no Hopper kernels")
 
 
 def swish(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

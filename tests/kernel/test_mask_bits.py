@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import gluon_versions
-from flexhop.lowering.hopper import bits
+from flexhop.lowering.hopper import bits, versions
 from flexhop.offline import Kernel
 from flexhop.offline.codegen import Graph, trace
 from flexhop.offline.interpret import Memory, load
 
-pytestmark = pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 BATCH, HEADS = 8, 16
 
 

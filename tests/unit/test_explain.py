@@ -8,8 +8,8 @@ import torch
 
 import flexhop
 from flexhop import errors
-from flexhop.compat import gluon_versions
 from flexhop.errors import OptionValueError
+from flexhop.lowering.hopper import versions
 from flexhop.lowering.portable.tiles import Kernel
 from flexhop.masks import causal
 from flexhop.reports.report import Report
@@ -116,7 +116,7 @@ def test_reasons_say_where_a_tile_comes_from():
     assert "divide the mask's blocks of 32 x 32" in small.forward.reason
 
 
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_kernel_is_named_or_the_reason_against_it():
     served = flexhop.explain(*operands(width=128))
     assert served.forward.reason == "the Hopper kernel serves this call"
@@ -215,7 +215,7 @@ def test_sinks_are_accepted_and_checked():
         flexhop.explain(*operands(), sinks=torch.empty(3, device="meta"))
 
 
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_one_hopper_kernel_computes_all_gradients():
     query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     report = flexhop.explain(query, query, query, capability=(9, 0))
@@ -229,7 +229,7 @@ def test_one_hopper_kernel_computes_all_gradients():
     assert any("in the order of the keys" in note for note in report.notes)
 
 
-@pytest.mark.skipif(gluon_versions.obstacle() != "", reason=gluon_versions.obstacle())
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
     query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     slopes = torch.zeros(8, requires_grad=True)

@@ -14,9 +14,9 @@ import torch
 
 from flexhop.compat import gluon, inductor
 from flexhop.lowering.emission.kernel import Output, emit_one
-from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import backward
 from flexhop.lowering.problem import Problem
-from flexhop.templates import source
+from flexhop.templates import hopper
 
 _WARPS = 4
 _ROWS = 64
@@ -25,7 +25,7 @@ _COLUMNS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddOrderConstants:
-    """Constants of portable/before/add_order.py.jinja."""
+    """Constants of hopper/before/add_order.py.jinja."""
 
     ROWS: int
     COLUMNS: int
@@ -41,7 +41,7 @@ def constants(problem: Problem) -> AddOrderConstants:
     """Constants of the kernel for a problem with blocks."""
     blocks = problem.blocks
     assert blocks is not None
-    tile = hopper_grad.table_tile(problem)
+    tile = backward.table_tile(problem)
     return AddOrderConstants(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -59,7 +59,7 @@ def _grid(batch: Any, columns: Any, meta: dict[str, Any]) -> tuple[Any, int, int
     return (batch * meta["HEADS"] * columns, 1, 1)
 
 
-_TEMPLATE = inductor.make_template("flexhop_add_order", _grid, source("add_order"))
+_TEMPLATE = inductor.make_template("flexhop_add_order", _grid, hopper.source_before("add_order"))
 
 
 def order_size(problem: Problem, query: Any, key: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.hopper import forward, versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
@@ -108,7 +108,7 @@ class HopperBackwardConstants:
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
-    yield from hopper.operand_obstacles(problem, _LARGEST_WIDTH)
+    yield from forward.operand_obstacles(problem, _LARGEST_WIDTH)
     if problem.head_dim % _COLUMNS or problem.value_head_dim % _COLUMNS:
         yield f"it takes head sizes that are multiples of {_COLUMNS}"
     if problem.is_deterministic and problem.has_captured_grads:
@@ -119,13 +119,14 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     if "score" in problem.captured_reads:
         yield "single scores read entries of a captured tensor that needs a gradient"
     tile = table_tile(problem)
-    yield from hopper.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
+    yield from forward.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
         yield "kernel_options give a tile of the portable kernels"
+    yield from filter(None, [versions.obstacle()])
 
 
 def slower(problem: Problem) -> Iterator[str]:
-    """Why the portable kernels are likely to be faster, as measured; "hopper" overrules."""
+    """Why the portable kernels are likely to be faster, as measured; backend overrules."""
     tiles = num_tiles(problem)
     if tiles < problem.device.multiprocessors:
         yield (
@@ -138,7 +139,7 @@ def slower(problem: Problem) -> Iterator[str]:
             f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
         )
     if problem.query_len < _FEWEST_QUERIES:
-        yield f"what stands around it takes long beside fewer than {_FEWEST_QUERIES} queries"
+        yield f"below {_FEWEST_QUERIES} queries its setup and post-processing dominate"
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
@@ -199,7 +200,7 @@ def _lacks_registers(problem: Problem) -> bool:
 
 def width(problem: Problem) -> int:
     """Width of the tiles of all operands: 64, 128 or 256 columns."""
-    return hopper.wider(problem)
+    return forward.wider(problem)
 
 
 def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
@@ -234,7 +235,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         SHARES_KEYS=tile.shares_keys,
         WIDTH=columns,
         DQ_COLUMNS=_sum_columns(columns, tile),
-        ELEMENT=hopper.ELEMENTS[problem.dtype],
+        ELEMENT=forward.ELEMENTS[problem.dtype],
         SPARSE_Q_BLOCK_SIZE=q_size,
         TILES_PER_Q_BLOCK=q_size // tile.block_m,
         TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,

@@ -25,7 +25,7 @@ _ROUNDS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskBitsConstants:
-    """Constants of portable/before/mask_bits.py.jinja."""
+    """Constants of hopper/before/mask_bits.py.jinja."""
 
     BLOCK: int
     ROWS: int

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexhop.lowering.hopper import bits
+from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
@@ -111,12 +111,17 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     yield from block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.forward is not None:
         yield "kernel_options give a tile of the portable kernel"
+    if options.short_queries == "decode":
+        yield "kernel_options ask for the decode kernel"
     if options.prescale_qk:
         yield "it cannot scale query beforehand (prescale_qk)"
+    yield from filter(None, [versions.obstacle()])
 
 
-def slower(problem: Problem) -> Iterator[str]:
-    """Why the portable kernel is likely to be faster, as measured; "hopper" overrules."""
+def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
+    """Why the portable kernel is likely to be faster, as measured; backend overrules."""
+    if kernels.forward_kernel(problem, options) == "decode":
+        yield "the decode kernel reads the keys of so few queries faster"
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.score_cost > most:
         yield (
@@ -135,10 +140,7 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
-    """What of the GPU and the operands is in the way of a Hopper kernel."""
-    capability = problem.device.capability
-    if capability != (9, 0):
-        yield f"it is made for sm_90, and the GPU is sm_{capability[0]}{capability[1]}"
+    """What of the operands is in the way of a Hopper kernel."""
     if problem.dtype not in ELEMENTS:
         yield f"it takes bfloat16 and float16, not {problem.dtype}"
     for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):

@@ -1,4 +1,4 @@
-"""What stands around the backward kernel of Hopper GPUs, and its launch.
+"""The backward kernel of Hopper GPUs, emitted with what stands around it.
 
 The kernel reads statistics of queries that are prepared for it, and adds to the gradient of query
 in fp32, which is scaled and converted after it.
@@ -7,7 +7,7 @@ in fp32, which is scaled and converted after it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,123 +15,214 @@ from torch import fx
 
 from flexhop.compat import ahead, gluon, inductor
 from flexhop.errors import ModLoweringError
-from flexhop.lowering.dialect import choose_grad_dialect
-from flexhop.lowering.emission.kernel import Launch, Output
-from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, output_like
+from flexhop.lowering.hopper import backward
 from flexhop.lowering.hopper.add_order import emit_order, order_size
-from flexhop.lowering.mods.lower import joint_outputs, lower_joint, read_joint
+from flexhop.lowering.hopper.emit import emit_kernel, fill_kernel
+from flexhop.lowering.mods.lower import joint_outputs, lower_joint
 from flexhop.lowering.operands import block_inputs
+from flexhop.lowering.plan import KernelPlan, show_plan
 from flexhop.lowering.portable import kernels
+from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.layout import dense_strides
+from flexhop.options import KernelOptions
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 INF = float("inf")
 
 
-class Captured(NamedTuple):
-    """Sums of gradients of captured tensors, zero-filled, and what kernels add to them."""
+class Operands(NamedTuple):
+    """What the kernel reads and writes: the inputs of its template, in their order.
 
-    sums: Sequence[Any]
-    sites: Sequence[inductor.ScatterSite]
-
-
-def emit_gradients(
-    launch: Launch,
-    args: BackwardArgs,
-    joint: Sequence[Any],
-    layouts: tuple[Any, Any],
-    captured: Captured,
-) -> tuple[Any, Any, Any] | None:
-    """Gradients of query, key and value; those of captured tensors are added up.
-
-    Args:
-        launch: of this call.
-        args: query, key, value and grad_out with storage.
-        joint: the lowered joint graph: its first output, and for sites the others.
-        layouts: of the gradients of key and value.
-        captured: where to add, and what.
+    The backward lowering fills it with the operands, and the forward lowering with stand-ins of
+    the same layouts, to have the kernel compiled ahead.
     """
-    operands: tuple[Any, ...] = (args.query, args.key, args.value, args.grad_out)
-    query, key, value, grad_out = operands
-    if not gluon.suits_bulk_copies(grad_out):
-        grad_out = inductor.contiguous(grad_out)
-    device = inductor.device_of(query)
-    tile = hopper_grad.table_tile(launch.problem)
-    blocks = launch.problem.blocks
-    lse, delta = _statistics(args, tile.block_m if blocks is None else blocks.q_size)
-    grad_query = inductor.zeros(query.get_size(), torch.float32, device)
-    grad_value = inductor.empty(layouts[1].size, layouts[1].stride, value.get_dtype(), device)
-    counter = inductor.zeros([_counters(launch, lse.get_size())], torch.int32, device)
-    lists, order = block_inputs(args, "q", lse, query), query
-    if _needs_order(launch):
-        order = emit_order(launch.problem, (query, key), lists)
-    inputs = [query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order]
-    written = [grad_query, grad_value, counter, *captured.sums]
-    output = Output(layouts[0], key.get_size(), written)
-    grad_key = launch.emit_hopper_backward([*inputs, *lists], output, joint, captured.sites)
-    if grad_key is None:
-        return None
-    # Read after the kernel, or zeros would be scaled.
-    added = inductor.ir.TensorBox(grad_query)
-    scaled = inductor.call_lowering(aten.mul.Tensor, added, launch.problem.scale)
-    return inductor.call_lowering(convert, scaled, query.get_dtype()), grad_key, grad_value
+
+    query: Any
+    key: Any
+    value: Any
+    lse: Any  # in base 2, [B, Hq, rows]: M rounded up
+    delta: Any
+    grad_out: Any
+    grad_query: Any  # fp32, added to
+    grad_value: Any
+    counter: Any  # tiles that were handed out, and whose turn it is
+    order: Any  # of additions to grad_query; query if they have none
+    lists: Sequence[Any]
+
+    def inputs(self) -> list[Any]:
+        """Of the template."""
+        return [*self[:-1], *self.lists]
+
+    def output(self, layout: Any, sums: Sequence[Any]) -> Output:
+        """Where the gradient of key goes, and what is written beside it."""
+        written = [self.grad_query, self.grad_value, self.counter, *sums]
+        return Output(layout, self.key.get_size(), written)
 
 
-def _counters(launch: Launch, statistic: Sequence[Any]) -> Any:
+class Sizes(NamedTuple):
+    """Sizes of what is made for the kernel; `order` is None if additions have none."""
+
+    statistic: list[Any]  # of lse and delta
+    grad_query: list[Any]
+    counter: list[Any]
+    order: list[Any] | None
+
+
+def operand_sizes(problem: Problem, query: Any, key: Any) -> Sizes:
+    """Sizes of what the backward graph makes for the kernel."""
+    batch, heads, length, _ = query.get_size()
+    statistic = [batch, heads, length + gluon.fill_up(length, _block_rows(problem))]
+    has_order = problem.is_deterministic and problem.blocks is not None
+    order = order_size(problem, query, key) if has_order else None
+    return Sizes(statistic, query.get_size(), [_counters(problem, statistic)], order)
+
+
+def _block_rows(problem: Problem) -> int:
+    """Rows of which the statistics of queries are a multiple."""
+    tile = backward.table_tile(problem)
+    return tile.block_m if problem.blocks is None else problem.blocks.q_size
+
+
+def _counters(problem: Problem, statistic: Sequence[Any]) -> Any:
     """Tiles that are handed out, and, where sums have an order, whose turn it is.
 
     That is one number per tile of queries.
     """
-    if not launch.problem.is_deterministic:
+    if not problem.is_deterministic:
         return 1
     batch, heads, rows = statistic
-    return 1 + batch * heads * rows // hopper_grad.table_tile(launch.problem).block_m
+    return 1 + batch * heads * rows // backward.table_tile(problem).block_m
 
 
-def _needs_order(launch: Launch) -> bool:
-    """Whether the order of sums is to be computed; without a mask tiles just follow each other."""
-    return launch.problem.is_deterministic and launch.problem.blocks is not None
+class _Gradients:
+    """See lowering/dialect.py."""
+
+    def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
+        """Why the kernel cannot serve a call."""
+        return backward.obstacles(problem, options)
+
+    def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
+        """Why the portable kernels are likely to be faster."""
+        del options
+        return backward.slower(problem)
+
+    def plans(
+        self, problem: Problem, options: KernelOptions, passed: str
+    ) -> tuple[KernelPlan, ...]:
+        """The one kernel of all gradients."""
+        del options
+        tile = backward.table_tile(problem)
+        plan = KernelPlan(
+            kernel="backward",
+            tile=tile,
+            reason="the Hopper kernel serves this call" + passed,
+            shared_memory=backward.shared_memory(problem, tile),
+            programs=min(problem.device.multiprocessors, backward.num_tiles(problem)),
+            constants=dataclasses.asdict(backward.constants(problem, tile)),
+        )
+        return (plan,)
+
+    def emit(
+        self, call: KernelCall, args: BackwardArgs, joint: Sequence[Any], captured: Captured
+    ) -> tuple[Any, Any, Any] | None:
+        """The gradients of query, key and value, or None if the machine code spills."""
+        problem = call.problem
+        query: Any = args.query
+        operands = _make_operands(call, args)
+        show_plan("backward", lambda: self.plans(problem, call.options, call.passed)[0])
+        grad_key = emit_kernel(
+            call, "backward", operands.inputs(),
+            operands.output(output_like(args.key, 1).layout, captured.sums),
+            backward.constants(problem, backward.table_tile(problem)),
+            inductor.Subgraphs([call.mods.score, call.mods.mask, *joint], captured.sites),
+            backward.local_memory_limit(problem, call.options),
+        )  # fmt: skip
+        if grad_key is None:
+            return None
+        # Read after the kernel, or zeros would be scaled.
+        added = inductor.ir.TensorBox(operands.grad_query)
+        scaled = inductor.call_lowering(aten.mul.Tensor, added, problem.scale)
+        grad_query = inductor.call_lowering(convert, scaled, query.get_dtype())
+        return grad_query, grad_key, operands.grad_value
+
+    def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
+        """Begin to compile the kernel, with the gradient of the call's score_mod.
+
+        AOTAutograd lowers the backward graph later, so the operands are foretold. A wrong guess
+        costs the time of a worker, no more. Not foretold: gradients of captured tensors.
+        """
+        if len(joint_outputs(joint)) > 1:
+            return
+        key: Any = args.key
+        device, captures = inductor.device_of(key), inductor.realize(args.score_captures)
+        try:
+            gradient = lower_joint(device, joint, captures, ())
+        except ModLoweringError:
+            return  # the backward pass will say so, if there is one
+        with (
+            ahead.stand_ins(_foretell_layouts(call, args)) as found,
+            ahead.stand_ins(_foretell_lists()) as computed,
+        ):
+            blocks = _as_views_of_tables(args, computed)
+            lists = block_inputs(args._replace(blocks=blocks), "q", found["lse"], args.query)
+            made = {"order": args.query, **found}
+            operands = Operands(args.query, key, args.value, **made, lists=lists)
+            constants = backward.constants(call.problem, backward.table_tile(call.problem))
+            subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask, *gradient])
+            output = operands.output(_like(key), ())
+            ahead.start(
+                fill_kernel(call, "backward", operands.inputs(), output, constants, subgraphs)
+            )
 
 
-def prepare_gradients(launch: Launch, args: AttentionArgs) -> None:
-    """Begin to compile the backward kernel, which this forward call will need.
-
-    AOTAutograd lowers the backward graph later, so the kernel's operands are foretold. A wrong
-    guess costs the time of a worker, no more. Not foretold: gradients of captured tensors.
-
-    Args:
-        launch: of the forward call.
-        args: query, key and value with storage.
-    """
-    joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
-    if joint is None or len(joint_outputs(joint)) > 1:
-        return
-    problem = dataclasses.replace(launch.problem, **read_joint(joint)._asdict())
-    if choose_grad_dialect(problem, launch.options).name == "hopper":
-        _start_kernel(launch._replace(problem=problem), args, joint)
+GRADIENTS = _Gradients()
 
 
-def _start_kernel(launch: Launch, args: AttentionArgs, joint: fx.GraphModule) -> None:
-    """Begin to compile the backward kernel of a call, with the gradient of its score_mod."""
+def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
+    """The kernel's operands: those of the call, and what is computed and cleared for it."""
+    query: Any = args.query
     key: Any = args.key
-    device, captures = inductor.device_of(key), inductor.realize(args.score_captures)
-    try:
-        gradient = lower_joint(device, joint, captures, ())
-    except ModLoweringError:
-        return  # the backward pass will say so, if there is one
-    with (
-        ahead.stand_ins(_foretell_layouts(launch, args)) as operands,
-        ahead.stand_ins(_foretell_lists()) as computed,
-    ):
-        blocks = _as_views_of_tables(args, computed)
-        lists = block_inputs(args._replace(blocks=blocks), "q", operands["lse"], args.query)
-        written = [operands[name] for name in ("grad_query", "grad_value", "counter")]
-        output = Output(_like(key), key.get_size(), written)
-        order = [] if _needs_order(launch) else [args.query]
-        inputs = [*_tensors(args), *operands.values(), *order, *lists]
-        launch.start_hopper_backward(inputs, output, gradient)
+    value: Any = args.value
+    grad_out: Any = args.grad_out
+    if not gluon.suits_bulk_copies(grad_out):
+        grad_out = inductor.contiguous(grad_out)
+    device = inductor.device_of(query)
+    sizes = operand_sizes(call.problem, query, key)
+    lse, delta = _statistics(args, _block_rows(call.problem))
+    grad_query = inductor.zeros(sizes.grad_query, torch.float32, device)
+    layout = output_like(value, 2).layout
+    grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
+    counter = inductor.zeros(sizes.counter, torch.int32, device)
+    lists, order = block_inputs(args, "q", lse, query), query
+    if sizes.order is not None:
+        order = emit_order(call.problem, (query, key), lists)
+    return Operands(
+        query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, lists
+    )
+
+
+def _foretell_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
+    """Layouts of the operands that the backward graph will make, by their names in Operands."""
+    query: Any = args.query
+    device, dtype = inductor.device_of(query), query.get_dtype()
+    sizes = operand_sizes(call.problem, query, args.key)
+    statistic = inductor.contiguous_layout(device, torch.float32, sizes.statistic)
+    out = inductor.output_meta()[0]
+    out_size, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
+    foretold = {
+        "lse": statistic,
+        "delta": statistic,
+        "grad_out": inductor.fixed_layout(device, dtype, out_size, strides),
+        "grad_query": inductor.contiguous_layout(device, torch.float32, sizes.grad_query),
+        "grad_value": _like(args.value),
+        "counter": inductor.contiguous_layout(device, torch.int32, sizes.counter),
+    }
+    if sizes.order is not None:
+        foretold["order"] = inductor.contiguous_layout(device, torch.int32, sizes.order)
+    return foretold
 
 
 def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[Any, ...]:
@@ -169,35 +260,6 @@ def _list_nodes() -> tuple[Any, ...]:
 def _layout_of(fake: torch.Tensor) -> Any:
     size, stride = map(inductor.as_expressions, (fake.shape, fake.stride()))
     return inductor.fixed_layout(fake.device, fake.dtype, size, stride)
-
-
-def _tensors(args: AttentionArgs) -> tuple[Any, Any, Any]:
-    return args.query, args.key, args.value
-
-
-def _foretell_layouts(launch: Launch, args: AttentionArgs) -> dict[str, Any]:
-    """Layouts of the kernel's operands that the backward graph will have, in their order."""
-    query, key, value = _tensors(args)
-    device, dtype = inductor.device_of(query), query.get_dtype()
-    batch, heads, length, _ = query.get_size()
-    tile, blocks = hopper_grad.table_tile(launch.problem), launch.problem.blocks
-    rows = length + gluon.fill_up(length, tile.block_m if blocks is None else blocks.q_size)
-    statistic = inductor.contiguous_layout(device, torch.float32, [batch, heads, rows])
-    out = inductor.output_meta()[0]
-    sizes, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
-    counters = _counters(launch, [batch, heads, rows])
-    foretold = {
-        "lse": statistic,
-        "delta": statistic,
-        "grad_out": inductor.fixed_layout(device, dtype, sizes, strides),
-        "grad_query": inductor.contiguous_layout(device, torch.float32, query.get_size()),
-        "grad_value": _like(value),
-        "counter": inductor.contiguous_layout(device, torch.int32, [counters]),
-    }
-    if _needs_order(launch):
-        size = order_size(launch.problem, query, key)
-        foretold["order"] = inductor.contiguous_layout(device, torch.int32, size)
-    return foretold
 
 
 def _like(tensor: Any) -> Any:

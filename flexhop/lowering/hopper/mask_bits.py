@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering.emission.kernel import Launch, Output, emit_one
+from flexhop.lowering.emission.kernel import KernelCall, Output, emit_one
 from flexhop.lowering.hopper import bits
-from flexhop.templates import source
+from flexhop.templates import hopper
 
 _WARPS = 4
 
@@ -21,20 +21,22 @@ def _row_grid(batch: Any, rows: Any, meta: dict[str, Any]) -> tuple[Any, int, in
     return (batch * rows * (meta["BLOCK"] // meta["ROWS"]) * meta["PROGRAMS_PER_ROW"], 1, 1)
 
 
-_TEMPLATE = inductor.make_template("flexhop_mask_bits", _row_grid, source("mask_bits"))
+_TEMPLATE = inductor.make_template(
+    "flexhop_mask_bits", _row_grid, hopper.source_before("mask_bits")
+)
 
 
-def emit_mask_bits(launch: Launch, operands: Sequence[Any], lists: Sequence[Any]) -> Any:
+def emit_mask_bits(call: KernelCall, operands: Sequence[Any], lists: Sequence[Any]) -> Any:
     """Emit the mask of partial blocks as bits, int32 [N, 1, 1, 512]; None if it stays a function.
 
     N is stored blocks per row, times rows of blocks, times batches that have bits of their own.
 
     Args:
-        launch: of the call.
+        call: what all kernels of the call share.
         operands: query and key.
         lists: block lists of the queries.
     """
-    problem, query = launch.problem, operands[0]
+    problem, query = call.problem, operands[0]
     if not bits.stored_blocks(problem):
         return None
     batch = query.get_size()[0] if bits.is_by_batch(problem) else 1
@@ -44,5 +46,5 @@ def emit_mask_bits(launch: Launch, operands: Sequence[Any], lists: Sequence[Any]
     layout = inductor.contiguous_layout(device, torch.int32, size)
     inputs = [*operands, *lists[:2]]
     made = {"num_warps": _WARPS, **dataclasses.asdict(bits.constants())}
-    result = emit_one(_TEMPLATE, inputs, Output(layout, [batch, rows]), made, launch)
+    result = emit_one(_TEMPLATE, inputs, Output(layout, [batch, rows]), made, call)
     return inductor.realize([result])[0]

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering.emission.kernel import Launch, Output, emit_one
+from flexhop.lowering.emission.kernel import KernelCall, Output, emit_one
 from flexhop.lowering.portable import kernels
-from flexhop.templates import source
+from flexhop.lowering.portable.emit import emit_kernel
+from flexhop.templates import portable
 
 # A program reads a few rows of one number each and at most 4096 accumulators at a time.
 _COMBINE_WARPS = 4
@@ -24,25 +25,27 @@ def _row_grid(
     return (batch * heads * length, 1, 1)
 
 
-_COMBINE = inductor.make_template("flexhop_decode_combine", _row_grid, source("decode_combine"))
+_COMBINE = inductor.make_template(
+    "flexhop_decode_combine", _row_grid, portable.source("decode_combine")
+)
 
 
 def emit_decode(
-    launch: Launch, operands: Sequence[Any], lists: Sequence[Any], output: Output
+    call: KernelCall, operands: Sequence[Any], lists: Sequence[Any], output: Output
 ) -> Any:
     """Emit attention of short queries.
 
     Args:
-        launch: of the call.
+        call: what all kernels of the call share.
         operands: query, key, value.
         lists: block lists of the queries.
         output: the result; lse is written beside it, and max_scores if they are asked for.
     """
-    count = kernels.num_splits(launch.problem, launch.options)
+    count = kernels.num_splits(call.problem, call.options)
     statistics = output.written
     if count == 1:
         inputs = [*operands, statistics[0], statistics[-1], *lists]
-        return launch.emit("decode", inputs, output)
+        return emit_kernel(call, "decode", inputs, output)
     batch, heads, length, width = output.layout.size
     device = output.layout.device
     sums, shifts = (
@@ -53,12 +56,12 @@ def emit_decode(
         device, torch.float32, [count * batch, heads, length, width]
     )
     shares = Output(layout, output.sizes, [sums, shifts])
-    acc = launch.emit("decode", [*operands, sums, shifts, *lists], shares)
-    return _combine(launch, (acc, sums, shifts), output)
+    acc = emit_kernel(call, "decode", [*operands, sums, shifts, *lists], shares)
+    return _combine(call, (acc, sums, shifts), output)
 
 
-def _combine(launch: Launch, shares: tuple[Any, ...], output: Output) -> Any:
+def _combine(call: KernelCall, shares: tuple[Any, ...], output: Output) -> Any:
     inputs = [*inductor.realize(shares), output.written[0], output.written[-1]]
-    constants = kernels.combine_constants(launch.problem, launch.options)
+    constants = kernels.combine_constants(call.problem, call.options)
     made = {"num_warps": _COMBINE_WARPS, **dataclasses.asdict(constants)}
     return emit_one(_COMBINE, inputs, output, made)

@@ -162,8 +162,6 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
         )
     if options.short_queries != "auto":
         return options.short_queries
-    if options.backend == "hopper":
-        return "forward"
     return "decode" if splits.suits(problem) and has_tile("decode", problem) else "forward"
 
 

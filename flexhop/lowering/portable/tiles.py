@@ -10,8 +10,6 @@ from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
 Kernel = Literal["forward", "decode", "grad_query", "grad_key_value", "grad_key", "grad_value"]
-# What a report can name: also the one kernel of all gradients on Hopper, whose tile is its own.
-Launched = Kernel | Literal["backward"]
 
 # Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90). Measured on an H200, bf16
 # (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a

@@ -5,13 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from flexhop.compat import gluon_versions
 from flexhop.errors import OptionConflictError
-from flexhop.lowering.dialect import choose_dialect, choose_grad_dialect
+from flexhop.lowering.dialect import Direction, candidates, plan
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import bits
+from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper import forward as hopper
-from flexhop.lowering.plan import plan_backward, plan_kernel
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions, Tile, TileRequest
 from flexhop.reports import work
@@ -20,10 +18,24 @@ from tests.problems import problem
 AUTO = KernelOptions()
 
 
+def chosen(direction: Direction, call: Problem, options: KernelOptions) -> tuple[str, str]:
+    """The dialect that serves, and why the preferred one does not; empty if it does."""
+    choice = next(candidates(direction, call, options))
+    return choice.dialect.name, next((reason for _, reason in choice.passed), "")
+
+
+def choose_forward(call: Problem, options: KernelOptions) -> tuple[str, str]:
+    return chosen("forward", call, options)
+
+
+def choose_backward(call: Problem, options: KernelOptions) -> tuple[str, str]:
+    return chosen("backward", call, options)
+
+
 @pytest.fixture(autouse=True)
 def _a_checked_triton(monkeypatch):
     """The choice as on the versions that have the kernel."""
-    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
+    monkeypatch.setattr(versions, "obstacle", lambda: "")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +54,7 @@ def _a_checked_triton(monkeypatch):
     ],
 )
 def test_the_hopper_kernel_serves(facts):
-    assert choose_dialect(problem(**facts), AUTO).name == "hopper"
+    assert choose_forward(problem(**facts), AUTO) == ("hopper", "")
 
 
 @pytest.mark.parametrize(
@@ -68,32 +80,32 @@ def test_the_hopper_kernel_serves(facts):
 )  # fmt: skip
 def test_reasons_against_it(facts, options, reason):
     call = problem(**facts)
-    assert choose_dialect(call, KernelOptions(**options)) == ("triton", reason)
+    assert choose_forward(call, KernelOptions(**options)) == ("triton", reason)
     with pytest.raises(OptionConflictError) as caught:
-        choose_dialect(call, KernelOptions(backend="hopper", **options))
+        choose_forward(call, KernelOptions(backend="hopper", **options))
     assert str(caught.value) == f"backend='hopper' cannot be combined with this call: {reason}."
 
 
 def test_packed_sequences_have_it():
     packed = problem(blocks=MaskBlocks(128, 128, True, has_ranges=True), has_mask_mod=True)
-    assert choose_dialect(packed, AUTO).name == "hopper"
+    assert choose_forward(packed, AUTO) == ("hopper", "")
 
 
 def test_it_can_be_forbidden():
-    found = choose_dialect(problem(), KernelOptions(backend="triton"))
+    found = choose_forward(problem(), KernelOptions(backend="triton"))
     assert found == ("triton", "kernel_options say 'triton'")
 
 
 def test_an_unknown_triton_has_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "it is checked with Triton 3.6")
-    assert choose_dialect(problem(), AUTO) == ("triton", "it is checked with Triton 3.6")
+    monkeypatch.setattr(versions, "obstacle", lambda: "it is checked with Triton 3.6")
+    assert choose_forward(problem(), AUTO) == ("triton", "it is checked with Triton 3.6")
 
 
 @pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.9", False)])
 def test_versions(monkeypatch, version, known):
     monkeypatch.undo()
-    monkeypatch.setattr(gluon_versions.metadata, "version", lambda name: version)
-    assert (gluon_versions.obstacle() == "") == known
+    monkeypatch.setattr(versions.gluon_versions.metadata, "version", lambda name: version)
+    assert (versions.obstacle() == "") == known
 
 
 @pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256])
@@ -113,15 +125,15 @@ def test_three_consumers_only_where_no_mask_has_blocks():
 
 
 def test_the_plan_names_the_kernel_or_the_reason():
-    plan = plan_kernel("forward", problem(head_dim=128), AUTO)
-    assert plan.reason == "the Hopper kernel serves this call"
-    assert plan.tile.words() == "128 queries x 128 keys, 9 warps of which one loads, 2 slots"
-    assert plan.programs == 128  # fewer tiles than multiprocessors
-    portable = plan_kernel("forward", problem(head_dim=32), AUTO)
+    (found,) = plan("forward", problem(head_dim=128), AUTO)
+    assert found.reason == "the Hopper kernel serves this call"
+    assert found.tile.words() == "128 queries x 128 keys, 9 warps of which one loads, 2 slots"
+    assert found.programs == 128  # fewer tiles than multiprocessors
+    (portable,) = plan("forward", problem(head_dim=32), AUTO)
     assert portable.reason.endswith(
         "; not the Hopper kernel: it takes head sizes from 33 to 256, not 32"
     )
-    other = plan_kernel("forward", problem(architecture=80), AUTO)
+    (other,) = plan("forward", problem(architecture=80), AUTO)
     assert "Hopper" not in other.reason
 
 
@@ -210,11 +222,11 @@ ANY = KernelOptions(backend="hopper")
 )
 def test_the_hopper_backward_kernel_serves(facts):
     call = problem(**LARGE | {"query_heads": 16, "kv_heads": 16} | facts)
-    assert choose_grad_dialect(call, AUTO).name == "hopper"
-    (plan,) = plan_backward(call, AUTO)
-    assert (plan.kernel, plan.reason) == ("backward", "the Hopper kernel serves this call")
-    assert plan.shared_memory <= call.device.shared_memory
-    assert plan.programs == call.device.multiprocessors
+    assert choose_backward(call, AUTO) == ("hopper", "")
+    (found,) = plan("backward", call, AUTO)
+    assert (found.kernel, found.reason) == ("backward", "the Hopper kernel serves this call")
+    assert found.shared_memory <= call.device.shared_memory
+    assert found.programs == call.device.multiprocessors
 
 
 @pytest.mark.parametrize(
@@ -247,9 +259,9 @@ def test_the_hopper_backward_kernel_serves(facts):
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
 def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
     call, asked = problem(**LARGE | facts), KernelOptions(backend=backend, **options)
-    assert choose_grad_dialect(call, asked) == ("triton", reason)
+    assert choose_backward(call, asked) == ("triton", reason)
     if backend == "auto" and "architecture" not in facts:
-        first = plan_backward(call, asked)[0]
+        first = plan("backward", call, asked)[0]
         assert first.kernel == "grad_query"
         assert first.reason.endswith(f"; not the Hopper kernel: {reason}")
 
@@ -263,7 +275,7 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         ),
         (
             {"batch": 16, "query_len": 512},
-            "what stands around it takes long beside fewer than 1024 queries",
+            "below 1024 queries its setup and post-processing dominate",
         ),
         (
             {"has_score_mod": True, "grad_cost": 86.0},
@@ -274,19 +286,19 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
 )
 def test_where_the_portable_backward_kernels_are_faster(facts, reason):
     call = problem(**LARGE | facts)
-    assert choose_grad_dialect(call, AUTO) == ("triton", reason)
-    assert choose_grad_dialect(call, ANY) == ("hopper", "")
+    assert choose_backward(call, AUTO) == ("triton", reason)
+    assert choose_backward(call, ANY) == ("hopper", "")
 
 
 def test_an_unknown_triton_has_the_portable_backward_kernels(monkeypatch):
-    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "it is checked with Triton 3.6")
-    found = choose_grad_dialect(problem(**LARGE), ANY)
+    monkeypatch.setattr(versions, "obstacle", lambda: "it is checked with Triton 3.6")
+    found = choose_backward(problem(**LARGE), ANY)
     assert found == ("triton", "it is checked with Triton 3.6")
 
 
 def test_a_tile_of_queries_fits_blocks_of_64_where_heads_are_wide():
     call = problem(head_dim=128, value_head_dim=128, blocks=MaskBlocks(64, 128, True))
-    assert choose_grad_dialect(call, ANY).name == "hopper"
+    assert choose_backward(call, ANY) == ("hopper", "")
 
 
 @pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256])
@@ -330,7 +342,7 @@ def test_learned_factors_have_the_backward_kernel(reads, shares_keys):
         "captured_reads": reads,
     }
     call = problem(**LARGE | gradient | facts)
-    assert choose_grad_dialect(call, AUTO).name == "hopper"
+    assert choose_backward(call, AUTO) == ("hopper", "")
     tile = hopper_grad.table_tile(call)
     assert tile.shares_keys == shares_keys
     assert hopper_grad.constants(call, tile).SETS_ASIDE != shares_keys
@@ -358,8 +370,8 @@ def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
         f"score_mod takes about {cost:.0f} instructions for a score, which the portable kernel "
         f"computes faster beyond {most}"
     )
-    assert choose_dialect(call, AUTO) == ("triton", reason)
-    assert choose_dialect(call, ANY) == ("hopper", "")
+    assert choose_forward(call, AUTO) == ("triton", reason)
+    assert choose_forward(call, ANY) == ("hopper", "")
 
 
 @pytest.mark.parametrize(

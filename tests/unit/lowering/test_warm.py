@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flexhop import lowering
-from flexhop.compat import gluon_versions, launcher, warm
+from flexhop.compat import launcher, warm
+from flexhop.lowering.hopper import versions
 
 
 class _Workers:
@@ -27,8 +28,9 @@ class _Workers:
     def process_pool(self) -> SimpleNamespace:
         return SimpleNamespace(submit=self.submit)
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
+    def submit(self, job: Callable[..., None], modules: tuple[str, ...]) -> Future[None]:
         self.asked.append(job)
+        self.modules = modules
         return Future()
 
 
@@ -44,7 +46,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> _Workers:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
+    monkeypatch.setattr(versions, "obstacle", lambda: "")
     return pool
 
 
@@ -75,7 +77,7 @@ def _older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unknown_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "not checked")
+    monkeypatch.setattr(versions, "obstacle", lambda: "not checked")
 
 
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +97,13 @@ def test_nothing_is_imported_in_vain(
 
 def test_a_worker_has_what_a_kernel_imports() -> None:
     """Later imports of a generated kernel find everything there."""
-    if obstacle := gluon_versions.obstacle():
+    if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     text = (
-        "import sys; from flexhop.compat import gluon, warm; warm.prepare_worker(); "
-        "before = set(sys.modules); exec(gluon._IMPORTS); print(set(sys.modules) - before); "
+        "import sys; from flexhop.compat import gluon, warm; "
+        "from flexhop.templates import hopper; "
+        "warm.prepare_worker(('flexhop.templates.hopper.runtime',)); before = set(sys.modules); "
+        "exec(gluon._IMPORTS + hopper.IMPORTS); print(set(sys.modules) - before); "
         "import gc; print(gc.get_freeze_count() > 0)"
     )
     result = subprocess.run(

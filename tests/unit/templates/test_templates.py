@@ -21,7 +21,8 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
-from flexhop.templates import CAPTURED, EXTRAS, KERNELS, part, source
+from flexhop.templates import hopper as hopper_text
+from flexhop.templates import part, portable
 from tests.problems import problem
 
 FOLDER = Path(kernels.__file__).parents[2] / "templates"
@@ -41,6 +42,26 @@ GLUON = {
     "set_aside", "take_back",
     "store_async", "warpgroup_mma", "warpgroup_mma_wait",
 }  # fmt: skip
+
+EXTRAS, CAPTURED = portable.EXTRAS, hopper_text.CAPTURED
+EXTRA_FILES = tuple(f"mods/{extra}" for extra in EXTRAS)
+KERNELS = (
+    *portable.KERNELS,
+    *hopper_text.BEFORE,
+    *(f"hopper_{name}" for name in hopper_text.KERNELS),
+)
+
+
+def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
+    """Text of a kernel, and of further files that some calls need."""
+    if kernel in portable.KERNELS:
+        text = portable.source(kernel)
+    elif kernel in hopper_text.BEFORE:
+        text = hopper_text.source_before(kernel)
+    else:
+        return hopper_text.source(kernel.removeprefix("hopper_"), extras)
+    return text + "".join(map(part, extras))
+
 
 # Kernels that read a cache, and which they are otherwise.
 CACHED = {"cached_forward": "forward", "cached_decode": "decode"}
@@ -153,7 +174,7 @@ def test_constants_are_the_fields_of_the_dataclass(kernel):
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_some_calls_need_reads_no_constants(extra):
-    assert _free_names(rendered(part(extra))) == set()
+    assert _free_names(rendered(part(f"mods/{extra}"))) == set()
 
 
 def test_gradients_of_captured_tensors_read_no_other_constants():
@@ -163,7 +184,7 @@ def test_gradients_of_captured_tensors_read_no_other_constants():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_function_has_a_docstring(kernel):
-    tree = ast.parse(rendered(source(kernel, EXTRAS + CAPTURED)))
+    tree = ast.parse(rendered(source(kernel, (*EXTRA_FILES, *CAPTURED))))
     functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != "kernel"]
     assert functions
     assert [f.name for f in functions if not ast.get_docstring(f)] == []

@@ -21,6 +21,7 @@ from flexhop.errors import (
     OptionValueError,
     UnknownOptionError,
 )
+from flexhop.options.dialects import backends
 
 Pass = Literal["forward", "decode", "grad_query", "grad_key_value"]
 WireValue = int | str | bool | float
@@ -46,7 +47,6 @@ _TILE_RULES = {
     "num_stages": _Rule(tuple(range(1, 9)), "an integer from 1 to 8"),
 }
 _FIELD_RULES = {
-    "backend": _Rule(("auto", "triton", "hopper"), "'auto', 'triton' or 'hopper'"),
     "short_queries": _Rule(("auto", "decode", "forward"), "'auto', 'decode' or 'forward'"),
     "splits": _Rule((None, *range(1, 257)), "an integer from 1 to 256 or None"),
     "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
@@ -152,7 +152,7 @@ class KernelOptions:
         TypeError: a name that does not exist.
     """
 
-    backend: Literal["auto", "triton", "hopper"] = "auto"
+    backend: str = "auto"
     forward: Tile | TileRequest | None = None
     decode: Tile | TileRequest | None = None
     short_queries: Literal["auto", "decode", "forward"] = "auto"
@@ -165,7 +165,7 @@ class KernelOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name, rule in _FIELD_RULES.items():
+        for name, rule in {"backend": _Rule(*backends()), **_FIELD_RULES}.items():
             _check(name, getattr(self, name), rule)
         for name in PASSES:
             # One form for one meaning, so that equal options compare equal and share kernels.

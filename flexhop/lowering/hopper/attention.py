@@ -1,0 +1,77 @@
+"""The forward kernel of Hopper GPUs: described, and emitted with what is computed before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flexhop.compat import inductor
+from flexhop.lowering.emission.kernel import KernelCall, Output
+from flexhop.lowering.hopper import forward
+from flexhop.lowering.hopper.emit import emit_kernel
+from flexhop.lowering.hopper.mask_bits import emit_mask_bits
+from flexhop.lowering.mods.lower import lower_line
+from flexhop.lowering.operands import block_inputs
+from flexhop.lowering.plan import KernelPlan, show_plan
+from flexhop.lowering.problem import Problem
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.options import KernelOptions
+
+_NOTES = (
+    "explain does not check strides: if the rows of an operand do not start at multiples of "
+    "16 bytes, the portable kernel runs instead of the Hopper kernel.",
+)
+
+
+class _Attention:
+    """See lowering/dialect.py."""
+
+    def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
+        """Why the kernel cannot serve a call."""
+        return forward.obstacles(problem, options)
+
+    def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
+        """Why the portable kernel is likely to be faster."""
+        return forward.slower(problem, options)
+
+    def plans(
+        self, problem: Problem, options: KernelOptions, passed: str
+    ) -> tuple[KernelPlan, ...]:
+        """The kernel, without the one that stores the mask as bits."""
+        tile = forward.table_tile(problem)
+        tiles = -(-problem.query_len // tile.block_m) * problem.batch * problem.query_heads
+        plan = KernelPlan(
+            kernel="forward",
+            tile=tile,
+            reason="the Hopper kernel serves this call" + passed,
+            shared_memory=forward.shared_memory(problem, tile),
+            programs=min(problem.device.multiprocessors, tiles),
+            constants=dataclasses.asdict(forward.constants(problem, options, tile)),
+            notes=_NOTES,
+        )
+        return (plan,)
+
+    def emit(self, call: KernelCall, args: AttentionArgs | CachedArgs, output: Output) -> Any:
+        """The output, or None if the machine code spills."""
+        problem, options = call.problem, call.options
+        device = inductor.device_of(args.query)
+        tile = forward.table_tile(problem)
+        show_plan("forward", lambda: self.plans(problem, options, call.passed)[0])
+        line = lower_line(device, args.score_mod, inductor.realize(args.score_captures))
+        subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask, *line])
+        lse, max_scores = output.written[0], output.written[-1]
+        lists = block_inputs(args, "kv", lse, args.query)
+        counter = inductor.zeros([1], torch.int32, device)
+        operands = (args.query, args.key, args.value)
+        words = emit_mask_bits(call, operands[:2], lists) or counter  # which is then not read
+        inputs = [*operands, lse, max_scores, words, counter, *lists]
+        added = output._replace(written=[*output.written, counter])
+        constants = forward.constants(problem, options, tile)
+        most = forward.local_memory_limit(problem, options)
+        return emit_kernel(call, "forward", inputs, added, constants, subgraphs, most)
+
+
+ATTENTION = _Attention()

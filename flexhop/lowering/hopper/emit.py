@@ -1,0 +1,92 @@
+"""Fill and launch a kernel of Hopper GPUs; its tile is not searched for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from flexhop import debug
+from flexhop.compat import ahead, gluon, inductor, launcher
+from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
+from flexhop.templates import hopper
+
+Name = Literal["forward", "backward"]
+
+
+def _grid(
+    batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
+    *, cdiv: Any, min: Any,
+) -> tuple[Any, int, int]:  # fmt: skip
+    """As many programs as run side by side; each takes tiles of queries until none is left."""
+    return (min(programs, cdiv(length, meta["BLOCK_M"]) * batch * heads), 1, 1)
+
+
+def _key_grid(
+    batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
+    *, cdiv: Any, min: Any,
+) -> tuple[Any, int, int]:  # fmt: skip
+    """As _grid, over tiles of keys."""
+    return (min(programs, cdiv(length, meta["BLOCK_N"]) * batch * heads), 1, 1)
+
+
+_GRIDS = {"forward": _grid, "backward": _key_grid}
+
+
+@functools.cache
+def _template(name: Name, extras: tuple[str, ...]) -> Any:
+    """The template of a kernel, with the functions that some calls need."""
+    full = f"flexhop_hopper_{name}_captured" if extras else f"flexhop_hopper_{name}"
+    return gluon.make_template(full, _GRIDS[name], hopper.source(name, extras), hopper.IMPORTS)
+
+
+def fill_kernel(
+    call: KernelCall, name: Name, inputs: Sequence[Any], output: Output, constants: Any,
+    subgraphs: inductor.Subgraphs,
+) -> Any:  # fmt: skip
+    """The one choice of a template.
+
+    Args:
+        call: what all kernels of the call share.
+        name: of the kernel.
+        inputs: of its template, the block lists last.
+        output: what it stores.
+        constants: its dataclass.
+        subgraphs: the user's functions.
+    """
+    template = _template(name, hopper.CAPTURED if subgraphs.sites else ())
+    persistent = output._replace(sizes=[*output.sizes, call.problem.device.multiprocessors])
+    variant = {"num_stages": 1, "num_warps": 4, **dataclasses.asdict(constants)}
+    (choice,) = fill(template, inputs, persistent, [variant], subgraphs)
+    launcher.build(choice)
+    return choice
+
+
+def emit_kernel(
+    call: KernelCall, name: Name, inputs: Sequence[Any], output: Output, constants: Any,
+    subgraphs: inductor.Subgraphs, most: int | None,
+) -> Any:  # fmt: skip
+    """A kernel's launch, or None if its threads need more than `most` bytes of local memory.
+
+    Args and Returns: as in fill_kernel.
+    """
+    choice = fill_kernel(call, name, inputs, output, constants, subgraphs)
+    ahead.finish(choice)
+    needed = None if most is None else ahead.local_memory(choice)
+    if needed is not None and most is not None and needed > most:
+        _show_refusal(name, needed, most)
+        return None
+    added_to = output.written if subgraphs.sites else ()
+    operands = [*inputs, *call.captures, *added_to]
+    full = f"flexhop_hopper_{name}"
+    result = select(full, [choice], operands, output, subgraphs, call.captures)
+    gluon.keep_apart(result)
+    return result
+
+
+def _show_refusal(name: Name, needed: int, most: int) -> None:
+    """Print that the machine code of a kernel is refused, if FLEXHOP_DEBUG asks for kernels."""
+    words = f"refused: {needed} bytes of local memory per thread, of which {most} are as fast"
+    full = f"hopper_{name}"
+    debug.show("kernel", full, lambda: f"{words} as the portable kernels, which serve this call")

@@ -1,0 +1,132 @@
+"""Emit one portable kernel: every tile that is worth trying becomes a choice of Inductor's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flexhop.compat import inductor
+from flexhop.compat.cache_template import CacheTemplate
+from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
+from flexhop.lowering.operands import benchmark_inputs
+from flexhop.lowering.plan import show_plan
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.plan import plan_kernel
+from flexhop.lowering.portable.tiles import Kernel
+from flexhop.ops.dropout import threshold
+from flexhop.templates import portable
+
+# The block lists are the last inputs of every template.
+_NUM_LISTS = 4
+
+
+def _count_tiles(length: Any, side: str, sparse: str, meta: dict[str, Any], cdiv: Any) -> Any:
+    """Tiles of one side, as count_tiles in portable/tile.py.jinja counts them."""
+    block, size = meta[f"BLOCK_{side}"], meta[f"SPARSE_{sparse}_BLOCK_SIZE"]
+    per_block = meta[f"TILES_PER_{sparse}_BLOCK"]
+    return cdiv(length, block) if size == block * per_block else cdiv(length, size) * per_block
+
+
+def _query_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any
+) -> tuple[Any, int, int]:
+    """One program per tile of queries, batch and query head, on one axis (2**31 programs)."""
+    return (_count_tiles(length, "M", "Q", meta, cdiv) * batch * heads, 1, 1)
+
+
+def _decode_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any, min: Any
+) -> tuple[Any, int, int]:
+    """One program per tile of rows, share of the keys, batch and packed heads, on one axis."""
+    block, packed = meta["SPARSE_Q_BLOCK_SIZE"], meta["PACKED_HEADS"]
+    tiles = cdiv(min(length, block) * packed, meta["BLOCK_M"]) * cdiv(length, block)
+    return (tiles * meta["SPLITS"] * batch * cdiv(heads, packed), 1, 1)
+
+
+def _key_grid(
+    batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any
+) -> tuple[Any, int, int]:
+    """One program per tile of keys, batch and key head of K, on one axis."""
+    return (_count_tiles(length, "N", "KV", meta, cdiv) * batch * heads, 1, 1)
+
+
+_GRIDS = {
+    "forward": _query_grid,
+    "decode": _decode_grid,
+    "grad_query": _query_grid,
+    "grad_key_value": _key_grid,
+}
+# Two launches of one template, each of which writes one gradient.
+_FILES = {"grad_key": "grad_key_value", "grad_value": "grad_key_value"}
+
+
+@functools.cache
+def _template(kernel: Kernel, extras: tuple[str, ...], *, is_cached: bool) -> Any:
+    """The template of a kernel, with the functions that some calls need."""
+    file = _FILES.get(kernel, kernel)
+    prefix = "cached_" if is_cached else ""
+    name = "_".join(("flexhop", prefix + kernel, *extras))
+    text = portable.source(prefix + file, extras)
+    of_cache = (CacheTemplate,) if is_cached else ()
+    return inductor.make_template(name, _GRIDS[file], text, *of_cache)
+
+
+def emit_kernel(
+    call: KernelCall,
+    kernel: Kernel,
+    inputs: Sequence[Any],
+    output: Output,
+    joint: Sequence[Any] = (),
+    sites: Sequence[inductor.ScatterSite] = (),
+) -> Any:
+    """Emit one kernel.
+
+    Args:
+        call: what all kernels of the call share.
+        kernel: which.
+        inputs: of its template, the block lists last.
+        output: what it stores.
+        joint: the lowered joint graph: its first output, and for `sites` the others.
+        sites: captured gradients that this kernel adds up.
+    """
+    problem = call.problem
+    dropout = _dropout(call, kernel)
+    is_exact = any(site.row is not None for site in sites)
+    wanted = {"dropout": dropout is not None, "exact_sum": is_exact}
+    extras = tuple(name for name, calls in wanted.items() if calls)
+    template = _template(kernel, extras, is_cached=problem.cache is not None)
+    functions = [call.mods.score, call.mods.mask, *call.readers, *joint]
+    subgraphs = inductor.Subgraphs(functions, sites, dropout)
+    choices = fill(template, inputs, output, _variants(call, kernel), subgraphs)
+    generators = {}
+    blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
+    if blocks is not None:
+        generators = benchmark_inputs(inputs, first, has_ranges=blocks.has_ranges)
+    added_to = output.written if sites else ()
+    operands = [*inputs, *call.captures, *call.seed, *added_to]
+    name = f"flexhop_{kernel}"
+    return select(name, choices, operands, output, subgraphs, call.captures, generators)
+
+
+def _variants(call: KernelCall, kernel: Kernel) -> Iterator[Mapping[str, Any]]:
+    """The constants of every tile that is worth trying."""
+    problem, options = call.problem, call.options
+    # Timing a kernel that adds to its outputs would add to them.
+    search = inductor.is_autotuning() and not problem.has_captured_grads
+    for tile in kernels.choose_tiles(kernel, problem, options, search=search):
+        describe = functools.partial(plan_kernel, kernel, problem, options, call.passed, tile)
+        show_plan(kernel, describe)
+        launched = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+        yield {**launched, **kernels.constants(kernel, problem, options, tile)}
+
+
+def _dropout(call: KernelCall, kernel: Kernel) -> inductor.Dropout | None:
+    for seed in call.seed:
+        dropout_p = call.problem.dropout_p
+        # Rows of decode are of several heads.
+        in_groups = kernel != "decode" and kernels.tiles_keep_groups(call.problem)
+        return inductor.Dropout(
+            seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups
+        )
+    return None

@@ -1,0 +1,52 @@
+"""The files of each kernel for Hopper GPUs, which is written in Gluon, and of those before it."""
+
+from __future__ import annotations
+
+from flexhop.templates import join
+from flexhop.templates.portable import BLOCKS
+
+KERNELS = {
+    "forward": (
+        "hopper/forward/kernel", "hopper/forward/produce", "hopper/forward/consume",
+        "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
+        "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
+        "hopper/forward/tile", "hopper/common", "mods/mods",
+    ),
+    "backward": (
+        "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
+        "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",
+        "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
+        "hopper/backward/order", "hopper/spans", "hopper/common", "mods/mods", "mods/mod_grads",
+    ),
+}  # fmt: skip
+# In portable Triton: what is computed before one of the kernels above.
+BEFORE = {
+    "mask_bits": ("hopper/before/mask_bits", *BLOCKS),
+    "add_order": ("hopper/before/add_order", "portable/query_blocks", "portable/lists"),
+}
+# What backward needs for gradients of captured tensors.
+CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
+IMPORTS = """
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
+from flexhop.templates.hopper.runtime import (
+    add_async, load_async, set_aside, store_async, take_back,
+)
+"""
+
+
+def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
+    """Text of a kernel.
+
+    Args:
+        kernel: one of KERNELS.
+        extras: CAPTURED, or nothing.
+    """
+    # The user's functions are printed for the kernel's dialect (flexhop/compat/gluon.py).
+    return join((*KERNELS[kernel], *extras)).replace("@triton.jit", "@gluon.jit")
+
+
+def source_before(kernel: str) -> str:
+    """Text of one of BEFORE."""
+    return join(BEFORE[kernel])

@@ -1,0 +1,35 @@
+"""The files of each portable kernel: its own, then those of the device functions it calls."""
+
+from __future__ import annotations
+
+from flexhop.templates import join
+
+_CACHED = ("portable/cache/keys", "portable/cache/sums", "portable/cache/halves")
+BLOCKS = ("portable/lists", "portable/tile", "mods/mods")
+_BY_QUERY = ("portable/key_blocks", *BLOCKS)
+_BY_KEY = ("portable/query_blocks", *BLOCKS)
+_ATTEND = ("portable/attend", "portable/keys", *_BY_QUERY)
+_CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
+KERNELS = {
+    "forward": ("portable/forward", *_ATTEND),
+    "decode": ("portable/decode", *_ATTEND),
+    "cached_forward": ("portable/forward", *_CACHED_ATTEND),
+    "cached_decode": ("portable/decode", *_CACHED_ATTEND),
+    "decode_combine": ("portable/decode_combine",),
+    "grad_query": ("portable/grad_query", "portable/grad_tile", *_BY_QUERY, "mods/mod_grads"),
+    "grad_key_value": (
+        "portable/grad_key_value", "portable/grad_tile", *_BY_KEY, "mods/mod_grads",
+    ),
+}  # fmt: skip
+# Files whose functions are called only by kernels of some calls.
+EXTRAS = ("dropout", "exact_sum")
+
+
+def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
+    """Text of a kernel.
+
+    Args:
+        kernel: one of KERNELS.
+        extras: of EXTRAS.
+    """
+    return join((*KERNELS[kernel], *(f"mods/{extra}" for extra in extras)))
