@@ -13,7 +13,7 @@ from flexhop import errors
 from flexhop.block_mask.mask import BlockMask
 from flexhop.block_mask.selection import sliced_mask_mod
 from flexhop.cache.pages import PageTable
-from flexhop.cache.reading import CacheReading, read_cache
+from flexhop.cache.reading import CacheReading, read_cache, stores_numbers
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -157,8 +157,9 @@ def flex_attention(
 
     Args:
         query: [B, Hq, M, D], fp16, bf16, fp32 or fp64; or a jagged nested tensor, ragged in M.
-        key: [B or 1, Hkv, N, D], dtype and device of query; nested if query is.
-        value: [B or 1, Hkv, N, Dv].
+        key: [B or 1, Hkv, N, D], dtype and device of query; nested if query is. Or float8_e4m3fn
+            or float8_e5m2, which are read as the numbers that they are, without gradient.
+        value: [B or 1, Hkv, N, Dv], likewise.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, applied to every scaled score.
         block_mask: which blocks of keys each query visits, and the mask_mod of its partial blocks;
             a flexhop or a PyTorch BlockMask; for nested tensors from create_nested_block_mask.
@@ -203,7 +204,8 @@ def flex_attention(
         packed = pack(operands, score_mod, block_mask)
         operands, score_mod, block_mask, mistake = packed
     cache = None
-    if page_table is not None or k_mod is not None or v_mod is not None:
+    is_read = page_table is not None or k_mod is not None or v_mod is not None
+    if is_read or stores_numbers(key, value):
         operands, cache, found = read_cache(operands, page_table, k_mod, v_mod)
         mistake = mistake or found
     result = attend(

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from flexhop.cache.pages import PageTable, cache_mistake, in_pages, table_mistake, value_mistake
-from flexhop.mods.keys import Dequantize, KeyMod, noop_key
+from flexhop.mods.keys import Dequantize, KeyMod, noop_key, same_number
 from flexhop.ops.call import Mistake, note_mistake
 
+# Numbers that mean what they say without a scale; a factor may stand in score_mod, or nowhere.
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
@@ -34,7 +36,7 @@ def read_cache(
     looked at, too.
     """
     query, key, value = operands
-    mods = (noop_key if k_mod is None else k_mod, noop_key if v_mod is None else v_mod)
+    mods = (_mod_of(k_mod, key), _mod_of(v_mod, value))
     mistake, pages = None, ()
     if page_table is not None:
         mistake = _table_mistake(query, key, value, page_table)
@@ -46,6 +48,17 @@ def read_cache(
         if mistake is None and isinstance(mod, Dequantize):
             mistake = _scale_mistake(name, mod, (query, cache), page_table)
     return (query, key, value), CacheReading(*mods, pages), mistake
+
+
+def stores_numbers(*caches: Tensor) -> bool:
+    """Whether one of key and value stores numbers in a dtype that no call computes in."""
+    return any(isinstance(cache, Tensor) and cache.dtype in _EIGHT_BITS for cache in caches)
+
+
+def _mod_of(mod: KeyMod | None, cache: Tensor) -> KeyMod:
+    if mod is not None:
+        return mod
+    return same_number if stores_numbers(cache) else noop_key
 
 
 def _table_mistake(query: Tensor, key: Tensor, value: Tensor, table: Any) -> Mistake | None:

@@ -333,12 +333,25 @@ def gpu_code(
     ):
         fakes = _move_graph(moved, mode, torch.device("cuda", 0))
         examples = [
-            fake if isinstance(given, torch.Tensor) else given
+            _strided_like(fake, given) if isinstance(given, torch.Tensor) else given
             for fake, given in zip(fakes, inputs, strict=True)
         ]
         inductor.compile_fx_inner(moved, examples, **keywords)
     (text,) = texts
     return text
+
+
+def _strided_like(fake: Any, given: torch.Tensor) -> Any:
+    """A tensor on the GPU with the strides that it will have.
+
+    The graph knows those of the trace; of what the forward graph saves, Inductor may pad rows.
+    """
+    if not isinstance(fake, FakeTensor) or fake.device.type != "cuda":
+        return fake
+    with fake.fake_mode:
+        return torch.empty_strided(
+            given.size(), given.stride(), dtype=fake.dtype, device=fake.device
+        )
 
 
 def _values(graph: GraphModule) -> list[Any]:

@@ -36,6 +36,11 @@ def noop_key(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
     return x
 
 
+def same_number(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
+    """The number as it is, whatever dtype stores it."""
+    return x
+
+
 class Dequantize(NamedTuple):
     """A k_mod or v_mod: x * scale; see dequantize."""
 

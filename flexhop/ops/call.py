@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexhop import errors, mods
 from flexhop.ops.agreement import agree
+from flexhop.ops.autocast import wanted_dtype
 from flexhop.ops.fingerprint import source_fingerprint
 from flexhop.options import KernelOptions
 
@@ -164,7 +165,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.device.type not in ("cpu", "cuda", "meta"):
         raise errors.UnsupportedDeviceError(device=devices["query"])
     dtypes = {name: tensor.dtype for name, tensor in named.items()}
-    if len(set(dtypes.values())) > 1 and not torch.is_autocast_enabled(query.device.type):
+    if len(set(dtypes.values())) > 1 and wanted_dtype(query.device.type) is None:
         raise errors.DtypeError(**dtypes)
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:

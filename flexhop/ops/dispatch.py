@@ -18,6 +18,7 @@ from flexhop.compat import hop
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.autocast import wanted_dtype, without_autocast
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached
@@ -85,7 +86,8 @@ def _run_cached_eagerly(
     args = args._replace(
         score_mod=score, mask_mod=mask, key_mod=key, value_mod=value, scale=scale, options=options
     )
-    out, lse, max_scores = attend_cached(args)
+    with without_autocast(args.query.device.type):  # the definition is exact
+        out, lse, max_scores = attend_cached(args)
     return ordered(out, args.query), lse, max_scores
 
 
@@ -106,7 +108,8 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
         score_mod=_checked(args.score_mod, "score_mod"),
         mask_mod=_checked(args.mask_mod, "mask_mod"),
     )  # fmt: skip
-    out, lse, max_scores = attend(args)
+    with without_autocast(args.query.device.type):  # the definition is exact
+        out, lse, max_scores = attend(args)
     return ordered(out, args.query), lse, max_scores
 
 
@@ -125,10 +128,8 @@ def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
 
 def _autocast(args: Args, cast: Callable[[torch.dtype, tuple[Any, ...]], Args]) -> Args:
     """The operands under autocast, which meets the operator itself only when it is compiled."""
-    device = args.query.device.type
-    return (
-        cast(torch.get_autocast_dtype(device), args) if torch.is_autocast_enabled(device) else args
-    )
+    dtype = wanted_dtype(args.query.device.type)
+    return args if dtype is None else cast(dtype, args)
 
 
 def closed_over(mod: Any) -> tuple[Tensor, ...]:

@@ -121,3 +121,13 @@ def test_a_page_table_of_which_a_size_is_known_by_now():
 
     generated = generate(call, query, key, torch.zeros(48, 4, 8, 24), dynamic=True)
     compile_kernel(generated.kernel_with("key_mod"), 90)
+
+
+@pytest.mark.parametrize("queries", [1, 130])
+def test_numbers_of_eight_bits_without_a_mod(queries):
+    query = torch.zeros(2, 8, queries, 64, dtype=BF16)
+    key = torch.zeros(2, 8, 500, 64, dtype=torch.float8_e4m3fn)
+    generated = generate(
+        flexhop.flex_attention, query, key, torch.zeros(2, 8, 500, 64, dtype=BF16)
+    )
+    assert compiled(generated) >= 1

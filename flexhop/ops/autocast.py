@@ -1,0 +1,23 @@
+"""Autocast, as the operator sees it: which dtype it wants, and a region without it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+__all__ = ["wanted_dtype", "without_autocast"]
+
+
+def wanted_dtype(device: str) -> torch.dtype | None:
+    """What autocast converts operands on a device of this type to; None outside of it."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None  # "meta" has no autocast, and does not answer the second question
+    return torch.get_autocast_dtype(device)
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """A region in which operations keep the dtypes of their operands."""
+    if wanted_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

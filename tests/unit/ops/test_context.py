@@ -1,0 +1,71 @@
+"""Calls in contexts and with operands that PyTorch's own attention takes: they mean the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexhop
+
+BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+
+
+def operands(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 4, 37, 16, dtype=dtype) for _ in range(3)]
+
+
+def tilted(score, b, h, q_idx, kv_idx):
+    return torch.tanh(score * 1.3) + (q_idx - kv_idx) * 0.01
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_autocast_converts_operands_and_nothing_else(dtype):
+    """The definition inside computes as it does outside, in fp32."""
+    inputs = [t.requires_grad_() for t in operands()]
+    with torch.autocast("cpu", dtype):
+        out = flexhop.flex_attention(*inputs, tilted)
+    gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+    plain = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    expected = flexhop.flex_attention(*plain, tilted)
+    wanted = torch.autograd.grad(expected.float().square().sum(), plain)
+    assert out.dtype == dtype
+    assert torch.equal(out, expected)
+    assert all(torch.equal(g.to(dtype), w) for g, w in zip(gradients, wanted, strict=True))
+
+
+def test_autocast_of_a_call_that_reads_a_cache():
+    query, key, value = operands()
+    stored, scale = (key * 40).to(torch.int8), torch.rand(4) / 40
+    options = {"k_mod": flexhop.mods.dequantize(scale), "score_mod": tilted}
+    with torch.autocast("cpu", BF16):
+        out = flexhop.flex_attention(query, stored, value, **options)
+    assert torch.equal(
+        out, flexhop.flex_attention(query.to(BF16), stored, value.to(BF16), **options)
+    )
+
+
+def test_meta_tensors_have_shapes():
+    mask = flexhop.create_block_mask(lambda b, h, q, k: q >= k, None, None, 37, 37, "meta")
+    out, aux = flexhop.flex_attention(
+        *(t.to("meta") for t in operands(BF16)), tilted, mask,
+        return_aux=flexhop.AuxRequest(lse=True),
+    )  # fmt: skip
+    assert (out.device.type, out.dtype, out.shape) == ("meta", BF16, (2, 4, 37, 16))
+    assert aux.lse is not None
+    assert aux.lse.shape == (2, 4, 37)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_numbers_of_eight_bits_need_no_mod(dtype, stored):
+    """As in PyTorch: a scale may stand in score_mod."""
+    query, key, value = operands(dtype)
+    low = key.to(stored), value.to(stored)
+    expected = flexhop.flex_attention(query, *(t.to(dtype) for t in low), tilted)
+    assert torch.equal(flexhop.flex_attention(query, *low, tilted), expected)
+    half = flexhop.flex_attention(query, low[0], value, tilted)
+    assert torch.equal(half, flexhop.flex_attention(query, low[0].to(dtype), value, tilted))
+    compiled = torch.compile(flexhop.flex_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(query, *low, tilted), expected)
