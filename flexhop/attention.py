@@ -14,6 +14,7 @@ from flexhop.block_mask.mask import BlockMask
 from flexhop.block_mask.selection import sliced_mask_mod
 from flexhop.cache.pages import PageTable
 from flexhop.cache.reading import CacheReading, read_cache, stores_numbers
+from flexhop.compat.dtensors import is_dtensor
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -243,12 +244,20 @@ def attend(
     dropout: Dropout = NO_DROPOUT,
     mistake: Mistake | None = None,
     cache: CacheReading | None = None,
+    sum_groups: str = "",
+    first: tuple[int, int] = (0, 0),
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """What every front door does.
 
     Args as for flex_attention, and `mistake`, what the door found wrong; `cache`, what it says of
-    key and value beside the tensors.
+    key and value beside the tensors; `sum_groups`, over which process groups gradients of captured
+    tensors are summed; `first`, numbers of the first batch and head, which dropout counts from.
     """
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        return SLOT.attend_dtensors(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
+            kernel_options, return_aux, sinks=sinks, dropout=dropout, mistake=mistake, cache=cache,
+        )  # fmt: skip
     # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
     # exception raised in this traced code would reach the user as an error of the compiler.
     wants_max = return_aux is not None and return_aux.max_scores
@@ -263,7 +272,7 @@ def attend(
         mistake = dropout.mistake(query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
-        dropout.p if mistake is None else 0,
+        dropout.p if mistake is None else 0, sum_groups,
     )  # fmt: skip
     operands = (query, key, value, score_mod, mask_mod)
     wants_lse = return_lse or sinks is not None or (return_aux is not None and return_aux.lse)

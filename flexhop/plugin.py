@@ -18,6 +18,7 @@ from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.forward import attention
+from flexhop.ops.sharding import SLOT
 
 
 def install(*, lowering: bool = False) -> None:
@@ -48,6 +49,7 @@ def _install_operators() -> None:
         on_trace=_expect_graph,
         index_mode=IndexMode,
     )
+    SLOT.attend_dtensors = _attend_dtensors
     dynamo.register(attention.name(), attention_backward.name(), rules)
     dynamo_cached.register(cached_attention.name())
 
@@ -99,6 +101,13 @@ def _read_call(flat_call: tuple[Any, ...]) -> call.Call:
     given = call.Call(*flat_call)
     facts = None if given.mask is None else call.MaskFacts(*given.mask)
     return given._replace(mask=facts)
+
+
+def _attend_dtensors(*operands: Any, **more: Any) -> Any:
+    # Who has no DTensors does not wait for what they need.
+    from flexhop.distributed.tensor_parallel import attend_dtensors
+
+    return attend_dtensors(*operands, **more)
 
 
 def _expect_graph() -> None:

@@ -7,6 +7,12 @@ from flexhop.distributed.context import context_parallel
 from flexhop.distributed.cost import AttentionShape, Cost, Machine
 from flexhop.distributed.packed import PackedSequences
 from flexhop.distributed.plan import MaskPlan, Plan, make_plan
+from flexhop.distributed.tensor_parallel import (
+    local_block_mask,
+    shift_mask_mod,
+    shift_score_mod,
+)
+from flexhop.ops.replicated import sum_gradient
 
 __all__ = [
     "AttentionShape",
@@ -16,5 +22,9 @@ __all__ = [
     "PackedSequences",
     "Plan",
     "context_parallel",
+    "local_block_mask",
     "make_plan",
+    "shift_mask_mod",
+    "shift_score_mod",
+    "sum_gradient",
 ]

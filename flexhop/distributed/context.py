@@ -53,7 +53,8 @@ class _Rank:
             )
         if not torch.compiler.is_compiling():
             agree_on_shapes(*args[:3], self.everyone)
-        call = call._replace(sum_groups=self.sum_groups, agree_groups=self.everyone)
+        summed = ",".join(filter(None, (call.sum_groups, self.sum_groups)))
+        call = call._replace(sum_groups=summed, agree_groups=self.everyone)
         return attend_view(args, call, view, self.groups, wants_lse)
 
     def _mistake(self, args: AttentionArgs, view: View | None, block_mask: Any) -> Any:

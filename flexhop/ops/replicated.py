@@ -6,14 +6,14 @@ are differentiated by autograd, so here captured tensors are replaced while a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flexhop.compat import collectives
+from flexhop.compat import collectives, dtensors
 from flexhop.compat.hop import pytree
 from flexhop.compat.indexing import IndexMode
 from flexhop.ops.subgraphs import score_examples
@@ -74,6 +74,51 @@ def with_summed_gradients(
             return score_mod(*inputs)
 
     return summed
+
+
+def with_local_captures(mod: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
+    """A mod of eager calls whose captured DTensors are whole tensors of the rank.
+
+    A DTensor and a plain index cannot meet. Their gradients are those of replicated tensors, so
+    whoever needs a sum over ranks takes it as of any other captured tensor.
+
+    Args:
+        mod: a score_mod or a mask_mod.
+        inputs: examples of what it is called with.
+    """
+    mode = _Localize()
+    with IndexMode(), mode:
+        mod(*inputs)
+    if not mode.local:
+        return mod
+
+    def localized(*inputs: Tensor) -> Tensor:
+        with mode:
+            return mod(*inputs)
+
+    return localized
+
+
+class _Localize(TorchFunctionMode):
+    """Puts whole local tensors in the place of DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call with the operands replaced."""
+        if not any(map(dtensors.is_dtensor, _tensors((args, kwargs)))):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Tensor, self._other, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _other(self, tensor: Tensor) -> Tensor:
+        if not dtensors.is_dtensor(tensor):
+            return tensor
+        if id(tensor) not in self.local:
+            self.local[id(tensor)] = (tensor, dtensors.whole_part(tensor))
+        return self.local[id(tensor)][1]
 
 
 class _Finder(TorchFunctionMode):

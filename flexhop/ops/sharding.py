@@ -5,6 +5,7 @@ The front door looks here; the room that fills the slot lies above it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -38,9 +39,13 @@ class Context(Protocol):
 
 
 class Slot:
-    """Holds the context that is entered now, if there is one."""
+    """Holds the context that is entered now, if there is one.
+
+    attend_dtensors: what a front door does with DTensors; the plugin says.
+    """
 
     current: Context | None = None
+    attend_dtensors: Callable[..., Any]
 
 
 SLOT = Slot()

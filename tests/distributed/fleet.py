@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import tempfile
 import traceback
@@ -23,20 +24,23 @@ class Fleet:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._start()
+
+    def _start(self) -> None:
         context = mp.get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._folder = tempfile.TemporaryDirectory()
-        self._orders = [context.SimpleQueue() for _ in range(size)]
+        self._orders = [context.SimpleQueue() for _ in range(self.size)]
         self._answers = context.Queue()
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(rank, size, port, self._orders[rank], self._answers, self._folder.name),
+                args=(rank, self.size, port, orders, self._answers, self._folder.name),
                 daemon=True,
             )
-            for rank in range(size)
+            for rank, orders in enumerate(self._orders)
         ]
         for process in self._processes:
             process.start()
@@ -45,15 +49,30 @@ class Fleet:
         """Results of function(*arguments) by rank; a failure on any rank fails here."""
         for orders in self._orders:
             orders.put((function, arguments))
-        results: list[Any] = [None] * self.size
-        failures = []
-        for _ in range(self.size):
-            rank, failed, value = self._answers.get(timeout=TIMEOUT)
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        while len(results) < self.size:
+            # Ranks that wait for one that failed will not come.
+            patience = 10 if failures else TIMEOUT
+            try:
+                rank, failed, value = self._answers.get(timeout=patience)
+            except queue.Empty:
+                missing = sorted({*range(self.size)} - results.keys())
+                failures.append(f"no answer from ranks {missing}")
+                self._kill()
+                self._start()
+                break
             results[rank] = value
             if failed:
                 failures.append(f"rank {rank}:\n{value}")
-        assert not failures, "\n".join(failures)
-        return results
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [results[rank] for rank in range(self.size)]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._folder.cleanup()
 
     def close(self) -> None:
         """End the processes."""
@@ -61,9 +80,7 @@ class Fleet:
             orders.put(None)
         for process in self._processes:
             process.join(20)
-            if process.is_alive():
-                process.kill()
-        self._folder.cleanup()
+        self._kill()
 
 
 def _serve(rank: int, size: int, port: int, orders: Any, answers: Any, folder: str) -> None:

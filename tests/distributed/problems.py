@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from flexhop import masks
 
 BATCH, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 2, 8, 6
 BLOCK = 16
+DEVICE = torch.device(os.environ.get("FLEXHOP_TEST_DEVICE", "cpu"))  # "cuda" runs all on NCCL
 Score = Callable[..., Tensor]
 
 
@@ -38,7 +40,7 @@ class Problem(NamedTuple):
 
 def _ids(length: int) -> Tensor:
     lengths = torch.tensor([50, 7, 61, 1, 0, 40, 30, 14])
-    return masks.ids_from_lengths(lengths, length)
+    return masks.ids_from_lengths(lengths, length).to(DEVICE)
 
 
 def _plain(mask_mod: Any) -> Callable[..., Any]:
@@ -46,18 +48,19 @@ def _plain(mask_mod: Any) -> Callable[..., Any]:
 
 
 def _by_batch(length: int, generator: torch.Generator) -> Any:
-    lengths = torch.tensor([length // 3, length - 5])
+    lengths = torch.tensor([length // 3, length - 5], device=DEVICE)
     return masks.prefix_lm(lengths), BATCH, None
 
 
 def _by_head(length: int, generator: torch.Generator) -> Any:
-    windows = torch.tensor([5, 40, 90, length])
+    windows = torch.tensor([5, 40, 90, length], device=DEVICE)
     return (lambda b, h, q, k: (q >= k) & (q - k < windows[h])), None, HEADS
 
 
 def _table(length: int, generator: torch.Generator) -> Any:
     table = torch.rand(length, length, generator=generator) < 0.3
     table[: length // 2, length // 2 :] = False
+    table = table.to(DEVICE)
     return (lambda b, h, q, k: table[q, k]), None, None
 
 
@@ -168,7 +171,7 @@ def make_whole(problem: Problem, sizes: Sizes, dtype: torch.dtype = torch.float6
     length = sizes.length
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
     operands = (
         normal(BATCH, HEADS, length, WIDTH), normal(BATCH, KV_HEADS, length, WIDTH),
@@ -183,6 +186,6 @@ def make_whole(problem: Problem, sizes: Sizes, dtype: torch.dtype = torch.float6
     if problem.mask is not None:
         mask_mod, batches, heads = problem.mask(length, generator)
         block_mask = flexhop.create_block_mask(
-            mask_mod, batches, heads, length, length, device="cpu", BLOCK_SIZE=sizes.block
+            mask_mod, batches, heads, length, length, device=DEVICE, BLOCK_SIZE=sizes.block
         )
     return Whole(operands, captures, grads, block_mask, problem.score)

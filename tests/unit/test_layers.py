@@ -22,7 +22,8 @@ LAW: dict[str, set[str]] = {
     "ops": {"block_mask", "mods", "options", "errors", "compat"},
     "cache": {"block_mask", "mods", "ops", "errors"},
     "sequences": {"block_mask", "mods", "ops", "errors", "primitives", "compat"},
-    "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"},
+    "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"}
+    | {"compat"},
     "varlen": {"attention", "sequences", "mods", "ops"},
     "distributed": {"attention", "sequences", "block_mask", "mods", "ops", "errors", "compat"},
     "sdpa": {"attention", "sequences", "masks", "mods", "ops"},
@@ -41,7 +42,7 @@ LAW: dict[str, set[str]] = {
     },
     "reports": {"attention", "sequences", "cache", "block_mask", "ops", "lowering", "mods"}
     | {"options", "debug", "compat", "errors"},
-    "plugin": {"ops", "lowering", "mods", "errors", "debug", "compat"},
+    "plugin": {"distributed", "ops", "lowering", "mods", "errors", "debug", "compat"},
     "offline": {"errors", "compat"},
     "integrations": {"attention", "block_mask", "mods", "sdpa", "compat"},
     "__init__": {"attention", "block_mask", "cache", "flash", "masks", "mods", "ops", "options"}

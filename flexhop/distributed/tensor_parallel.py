@@ -1,0 +1,270 @@
+"""Operands that are DTensors: each rank attends to its own batches and heads.
+
+Attention needs no other batch and no other head, so nothing is gathered. What a rank computes with
+are local tensors whose batches and heads count from 0; mods, block lists and sinks are shifted to
+them here, and gradients of captured tensors are summed over the ranks with other parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.attention import attend
+from flexhop.compat import dtensors
+from flexhop.distributed.views import View
+from flexhop.mods.functions import MaskMod, ScoreMod
+from flexhop.ops.call import Mistake, note_mistake
+from flexhop.ops.replicated import sum_gradient, with_local_captures
+from flexhop.ops.sharding import SLOT, VIEW
+from flexhop.ops.subgraphs import score_examples
+
+BATCH, HEAD = 0, 1
+
+
+class Run(NamedTuple):
+    """The batches, or the heads, of a rank: from `start` on, `count` of them."""
+
+    start: int
+    count: int
+
+
+class _Layout(NamedTuple):
+    """A rank's share of a call.
+
+    is_split: by mesh dimension, whether ranks have other queries. groups: names of the process
+    groups of those dimensions, with commas between them.
+    """
+
+    batches: Run
+    heads: Run
+    is_split: tuple[bool, ...]
+    groups: str
+
+
+def attend_dtensors(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: Any,
+    *choices: Any, sinks: Tensor | None = None, mistake: Mistake | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """What `flexhop.attention.attend` does, with DTensors for query, key and value.
+
+    Returns:
+        Results as DTensors, placed as query is.
+    """
+    mistake = mistake or _mistake(query, key, value)
+    if mistake is None and more.get("cache") is not None:
+        mistake = _placed_wrongly(
+            "key", "a DTensor", "caches are plain tensors", "Give a rank's own part of the cache"
+        )
+    if mistake is not None:
+        # A call of plain tensors raises it, compiled or not.
+        bare = (t.to_local() if dtensors.is_dtensor(t) else t for t in (query, key, value))
+        return attend(*bare, None, None, *choices, mistake=mistake, **more)
+    layout = _layout(query)
+    operands = (
+        dtensors.local_part(query, (False,) * len(layout.is_split)),
+        _local_keys(query, key, layout),
+        _local_keys(query, value, layout),
+    )
+    first = layout.batches.start, layout.heads.start
+    if block_mask is not None:
+        block_mask = _local_mask(block_mask, layout)
+    if sinks is not None:
+        sinks = _local_sinks(sinks, layout)
+    if score_mod is not None:
+        if not torch.compiler.is_compiling():
+            score_mod = with_local_captures(score_mod, score_examples(operands[0].device))
+        score_mod = shift_score_mod(score_mod, *first)
+    result = attend(
+        *operands, score_mod, block_mask, *choices, sinks=sinks, sum_groups=layout.groups,
+        first=first, **more,
+    )  # fmt: skip
+    return _wrapped(result, query)
+
+
+def _wrapped(result: Any, query: Tensor) -> Any:
+    if isinstance(result, Tensor):
+        return dtensors.from_parts(result, query)
+    if result is None:
+        return None
+    parts = [_wrapped(part, query) for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+
+
+def _layout(query: Any) -> _Layout:
+    count, start = {BATCH: query.size(BATCH), HEAD: query.size(HEAD)}, {BATCH: 0, HEAD: 0}
+    axes, kinds = dtensors.axes_of(query.device_mesh), dtensors.kinds_of(query)
+    for axis, kind in zip(axes, kinds, strict=True):
+        if kind in (BATCH, HEAD):
+            count[kind] //= axis.size
+            start[kind] += axis.place * count[kind]
+    is_split = tuple(kind in (BATCH, HEAD) for kind in kinds)
+    names = [axis.group for axis, split in zip(axes, is_split, strict=True) if split]
+    runs = (Run(start[dim], count[dim]) for dim in (BATCH, HEAD))
+    return _Layout(*runs, is_split, ",".join(names))
+
+
+def _mistake(query: Any, key: Any, value: Any) -> Mistake | None:
+    """What is wrong with how the operands are placed."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not dtensors.is_dtensor(tensor):
+            return _placed_wrongly(
+                name, "a plain tensor", "the other operands are DTensors",
+                "Make one of it with DTensor.from_local or distribute_tensor",
+            )  # fmt: skip
+        if tensor.device_mesh != query.device_mesh:
+            return _placed_wrongly(
+                name, "a DTensor of another mesh", "all operands need one mesh",
+                "Redistribute it to the mesh of query",
+            )  # fmt: skip
+    for dim, axis in enumerate(dtensors.axes_of(query.device_mesh)):
+        found = _mistake_in(dim, axis.size, query, key, value)
+        if found is not None:
+            return found
+    return None
+
+
+def _mistake_in(dim: int, size: int, query: Any, key: Any, value: Any) -> Mistake | None:
+    """The same in one dimension of the mesh."""
+    kind = dtensors.kinds_of(query)[dim]
+    mend = "Call query.redistribute(placements=[...]) with Shard(0), Shard(1) or Replicate() there"
+    if kind == 2:
+        mend = (
+            "Call query.redistribute(placements=[...]) with Replicate() there, or divide tokens "
+            "by flexhop.distributed.context_parallel"
+        )
+    if kind not in (BATCH, HEAD, "whole"):
+        wanted = "a rank needs whole tokens of its batches and heads"
+        return _placed_wrongly("query", _words(query), wanted, mend)
+    for name, tensor in (("key", key), ("value", value)):
+        own = dtensors.kinds_of(tensor)[dim]
+        is_shared = own == "whole" and (kind == HEAD or (kind == BATCH and tensor.size(0) == 1))
+        if own != kind and not is_shared:
+            return _placed_wrongly(
+                name, _words(tensor), f"query is placed as {_words(query)}",
+                f"Call {name}.redistribute(placements=query.placements)",
+            )  # fmt: skip
+        if own == kind and kind in (BATCH, HEAD) and tensor.size(kind) % size:
+            return _uneven(name, tensor, kind, size)
+    if kind in (BATCH, HEAD) and query.size(kind) % size:
+        return _uneven("query", query, kind, size)
+    return None
+
+
+def _uneven(name: str, tensor: Any, kind: Any, size: int) -> Mistake:
+    what = "batches" if kind == BATCH else "heads"
+    return _placed_wrongly(
+        name, _words(tensor), f"its {tensor.size(kind)} {what} cannot be divided by {size} ranks",
+        f"Call {name}.redistribute(placements=[...]) with Replicate() there",
+    )  # fmt: skip
+
+
+def _words(tensor: Any) -> str:
+    return str(tuple(str(placement) for placement in tensor.placements))
+
+
+def _placed_wrongly(argument: str, found: str, expected: str, mend: str) -> Mistake:
+    return note_mistake(
+        "PlacementError", argument=argument, found=found, expected=expected, mend=mend
+    )
+
+
+def _local_keys(query: Any, key: Any, layout: _Layout) -> Tensor:
+    """A rank's keys, or values; of heads that all ranks have, those that its queries read."""
+    queries, own = dtensors.kinds_of(query), dtensors.kinds_of(key)
+    shared = tuple(k == "whole" and q != "whole" for q, k in zip(queries, own, strict=True))
+    local = dtensors.local_part(key, shared)
+    if not any(q == HEAD and k == "whole" for q, k in zip(queries, own, strict=True)):
+        return local
+    group = query.size(HEAD) // key.size(HEAD)
+    first, last = (
+        layout.heads.start // group,
+        (layout.heads.start + layout.heads.count - 1) // group,
+    )
+    return local[:, first : last + 1]
+
+
+def _local_sinks(sinks: Any, layout: _Layout) -> Tensor:
+    """Sinks of the rank's heads, whose gradient is summed over ranks."""
+    whole = dtensors.whole_part(sinks) if dtensors.is_dtensor(sinks) else sinks
+    whole = sum_gradient(whole, layout.groups)
+    return whole[layout.heads.start : layout.heads.start + layout.heads.count]
+
+
+def shift_score_mod(score_mod: ScoreMod, batch: int = 0, head: int = 0) -> ScoreMod:
+    """A score_mod for some of the batches and heads, which calls score_mod with their numbers.
+
+    Args:
+        score_mod: (score, b, h, q_idx, kv_idx) -> score of all batches and heads.
+        batch: number of the first batch that a call has.
+        head: number of its first query head.
+    """
+
+    def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b + batch, h + head, q_idx, kv_idx)
+
+    return shifted if batch or head else score_mod
+
+
+def shift_mask_mod(mask_mod: MaskMod, batch: int = 0, head: int = 0) -> MaskMod:
+    """The same for a mask_mod."""
+
+    def shifted_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b + batch, h + head, q_idx, kv_idx)
+
+    return shifted_mask if batch or head else mask_mod
+
+
+class LocalMask(NamedTuple):
+    """The part of a block mask that is for some batches and heads; fields as in BlockMask."""
+
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: MaskMod
+    kv_num_blocks: Tensor | None = None
+    kv_indices: Tensor | None = None
+    full_kv_num_blocks: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+    q_num_blocks: Tensor | None = None
+    q_indices: Tensor | None = None
+    full_q_num_blocks: Tensor | None = None
+    full_q_indices: Tensor | None = None
+    has_ranges: bool = False
+    flexhop_view: View | None = None
+
+
+_LISTS = LocalMask._fields[3:11]
+
+
+def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask:
+    """The part of a block mask that is for some batches and heads.
+
+    Args:
+        block_mask: of all batches and heads.
+        batches: (start, count) of the batches of a call.
+        heads: (start, count) of its query heads.
+    """
+    batches, heads = Run(*batches), Run(*heads)
+
+    def pick(tensor: Tensor | None) -> Tensor | None:
+        for dim, run in ((BATCH, batches), (HEAD, heads)):
+            if tensor is not None and tensor.size(dim) != 1:
+                tensor = tensor.narrow(dim, run.start, run.count)
+        return tensor
+
+    view = getattr(block_mask, VIEW, None) if SLOT.current is not None else None
+    if view is not None:
+        parts = tuple(p._replace(blocks=tuple(map(pick, p.blocks))) for p in view.parts)
+        view = view._replace(parts=parts)
+    lists = {} if view is not None else {n: pick(getattr(block_mask, n)) for n in _LISTS}
+    return LocalMask(
+        getattr(block_mask, "seq_lengths", (0, 0)), getattr(block_mask, "BLOCK_SIZE", (0, 0)),
+        shift_mask_mod(block_mask.mask_mod, batches.start, heads.start), **lists,
+        has_ranges=getattr(block_mask, "has_ranges", False), flexhop_view=view,
+    )  # fmt: skip
+
+
+def _local_mask(block_mask: Any, layout: _Layout) -> Any:
+    return local_block_mask(block_mask, layout.batches, layout.heads)
