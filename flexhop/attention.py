@@ -30,7 +30,7 @@ Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
 
 
 class AuxRequest(NamedTuple):
-    """Which statistics to return beside the output.
+    """The statistics to return with the output.
 
     Source: torch.nn.attention.flex_attention.AuxRequest.
     """
@@ -40,7 +40,7 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """The requested statistics; None where not requested.
+    """The requested statistics. A field that was not requested is None.
 
     lse: [B, Hq, M] fp32, natural logarithm of the sum of exponentials, differentiable.
     max_scores: [B, Hq, M] fp32, largest score after score_mod and mask, without gradient.
@@ -151,9 +151,9 @@ def flex_attention(
     dropout_p: float = 0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """Attention whose scores and mask are your functions.
+    """Attention with your own score and mask functions.
 
-    Inside `torch.compile` it becomes one fused kernel; outside it runs the specification in plain
+    Under `torch.compile` it becomes one fused kernel. Without, it runs the definition in plain
     PyTorch, for debugging.
 
     Args:
@@ -162,37 +162,37 @@ def flex_attention(
             or float8_e5m2, which are read as the numbers that they are, without gradient.
         value: [B or 1, Hkv, N, Dv], likewise.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, applied to every scaled score.
-        block_mask: which blocks of keys each query visits, and the mask_mod of its partial blocks;
-            a flexhop or a PyTorch BlockMask; for nested tensors from create_nested_block_mask.
-            None: every key, of the same sequence.
-        scale: multiplies q·k before score_mod; 1/sqrt(D) by default.
-        enable_gqa: allow Hq to be a multiple of Hkv; query head h then reads key head
-            h // (Hq // Hkv).
+        block_mask: the blocks of keys that each query visits, and the mask_mod of partial blocks.
+            A BlockMask of flexhop or PyTorch; for nested tensors from create_nested_block_mask.
+            None means every key of the same sequence.
+        scale: the factor of q·k before score_mod. None is 1/sqrt(D).
+        enable_gqa: allow Hq to be a multiple of Hkv. Query head h reads key head h // G, with G =
+            Hq // Hkv.
         return_lse: deprecated, use return_aux.
         kernel_options: KernelOptions, or a dict with PyTorch's keys.
-        return_aux: statistics to return beside the output.
-        sinks: [Hq], a logit per head that takes part in every softmax and has no value, with a
-            gradient; see flexhop/ops/sinks.py. It counts in lse and not in max_scores.
-        page_table: key and value are caches in pages, [P, Hkv, page_size, D] or
-            [1, Hkv, P * page_size, D]; each sequence has its own pages and length, and mods and
-            block_mask see positions in the sequence, of which there are page_table.capacity.
-            Without gradient, as with the following two.
-        k_mod: (k, b, h, kv_idx) -> k, applied to every number of a key when it is read; b is the
-            batch, h the key head. key may then be float8_e4m3fn, float8_e5m2 or int8; see
+        return_aux: the statistics to return with the output.
+        sinks: [Hq], a logit per head that takes part in every softmax and has no value. It gets a
+            gradient. lse includes it, max_scores does not.
+        page_table: key and value are caches in pages, [P, Hkv, page_size, D] or [1, Hkv, P *
+            page_size, D]. Each sequence has its own pages and length. Mods and block_mask see
+            positions in the sequence, 0 to page_table.capacity - 1. Calls with page_table, k_mod
+            or v_mod have no gradient.
+        k_mod: (k, b, h, kv_idx) -> k, applied to every element of key when a kernel reads it. b is
+            the batch, h the key head. key may then be float8_e4m3fn, float8_e5m2 or int8; see
             flexhop.mods.dequantize.
         v_mod: the same for value.
-        dropout_p: probability with which each weight of the softmax becomes 0; the others are
-            divided by 1 - dropout_p. lse and max_scores know nothing of it. See docs/dropout.md.
-        dropout_seed: [2] int64, which weights are dropped; see flexhop.dropout_mask. By default
-            drawn from PyTorch's generator of the device.
+        dropout_p: probability that a softmax weight becomes 0. The others are divided by 1 -
+            dropout_p. lse and max_scores do not change. See docs/dropout.md.
+        dropout_seed: [2] int64, decides which weights are dropped; see flexhop.dropout_mask. None
+            draws one from PyTorch's generator of the device.
 
     Returns:
-        out [B, Hq, M, Dv] in query's dtype and dimension order; with return_lse (out, lse); with
-        return_aux (out, AuxOutput). A query that sees no key has out 0 and lse -inf. Results are
-        nested like query if that is.
+        out [B, Hq, M, Dv] in the dtype and dimension order of query; with return_lse (out, lse);
+        with return_aux (out, AuxOutput). A query that sees no key has out 0 and lse -inf. If query
+        is nested, the results are too.
 
     Raises:
-        FlexhopError: see flexhop.errors; each also derives from PyTorch's class for the mistake.
+        FlexhopError: see flexhop.errors. Each class also derives from the one that PyTorch raises.
 
     Source: torch.nn.attention.flex_attention.flex_attention (torch 2.13).
     """

@@ -22,14 +22,14 @@ from flexhop.ops.sharding import SLOT
 
 
 def install(*, lowering: bool = False) -> None:
-    """Register our operators with Dynamo, and the lowerings when the first graph is traced.
+    """Register flexhop with PyTorch: the operators now, the lowerings with the first graph.
 
     Args:
-        lowering: register the lowerings now, for graphs that did not come through Dynamo (an
-            exported program that is loaded and then compiled). Takes as long as to import
-            Inductor.
+        lowering: register the lowerings now. Graphs that do not come through Dynamo need it, such
+            as an exported program that is loaded and compiled. It imports Inductor, which takes
+            seconds.
 
-    Calling it again changes nothing.
+    Further calls have no effect.
     """
     _install_operators()
     if lowering:

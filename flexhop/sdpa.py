@@ -29,26 +29,26 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(query·keyᵀ · scale + mask)·value, as one fused kernel, for dense and nested tensors.
 
-    Inside `torch.compile` it becomes one fused kernel; outside it runs the specification. There
-    are no other backends to fall back to: what the kernel does not do is an error.
+    Under `torch.compile` it becomes one fused kernel. Without, it runs the definition. There is no
+    other backend to fall back to: a call that the kernel does not support is an error.
 
     Args:
         query: [B, Hq, M, D]; [H, M, D] and [M, D] are one batch. Or a jagged nested tensor
             [S, Hq, ragged, D], with or without holes; then key and value are nested as well.
         key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv]. Batches and heads of size 1 broadcast.
-        attn_mask: dense operands only; it broadcasts to [B, Hq, M, N] without being expanded.
-            bool: True takes part. float32 or query's dtype: added to the scaled scores.
-        dropout_p: probability with which each weight becomes 0; the others are divided by
-            1 - dropout_p. Whether or not this is training; see docs/dropout.md.
-        is_causal: query i sees the keys 0..i; the upper left is aligned, within each sequence.
-        scale: 1/sqrt(D) by default.
+        attn_mask: for dense operands. It broadcasts to [B, Hq, M, N] without being expanded. bool:
+            True means visible. float32 or the dtype of query: added to the scaled scores.
+        dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p. It
+            applies in training and evaluation; see docs/dropout.md.
+        is_causal: query i sees keys 0 to i, within each sequence.
+        scale: the factor of q·k. None is 1/sqrt(D).
         enable_gqa: allow Hq to be a multiple of Hkv.
 
     Returns:
-        out [B, Hq, M, Dv], nested like query if that is. A query that sees no key has out 0.
+        out [B, Hq, M, Dv], nested if query is. A query that sees no key has out 0.
 
     Raises:
-        OptionValueError: dropout_p below 0, or 1 and above.
+        OptionValueError: dropout_p is not in [0, 1).
         OptionConflictError: attn_mask and is_causal at once.
         AttentionMaskError: attn_mask of another dtype or device, or that does not broadcast.
         NestedOperandError: nested operands that do not fit, or with attn_mask.

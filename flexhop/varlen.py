@@ -43,28 +43,29 @@ def varlen_attention(
     """Attention within each of many sequences of different lengths, packed without padding.
 
     Sequence s has the query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1, and its own keys.
-    Mods see it alone: b is the number of the sequence, q_idx and kv_idx count from its first
-    token. Which blocks are visited follows from the offsets, is_causal and window_size on the
-    device, in time that grows with the number of tokens; mask_mod is applied inside of them.
+    Mods see each sequence on its own: b is the number of the sequence, and q_idx and kv_idx count
+    from its first token. The device computes the blocks to visit from the offsets, is_causal and
+    window_size, in time linear in the number of tokens. mask_mod applies within these blocks.
 
     Args:
         query: [T, Hq, D], the tokens of all sequences one after the other.
         key: [U, Hkv, D]; value: [U, Hkv, Dv].
         cu_seqlens_q: [S + 1] int32 or int64 on query's device: 0, then where each sequence ends.
-            A sequence may be empty. Tokens behind the last sequence see nothing: their out is 0.
-        cu_seqlens_k: the same for the keys; cu_seqlens_q by default.
+            A sequence may be empty. Tokens after the last sequence see nothing: their out is 0.
+        cu_seqlens_k: the same for the keys. None takes cu_seqlens_q.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, as for flex_attention.
-        mask_mod: (b, h, q_idx, kv_idx) -> bool: which of the keys left by the other arguments.
-        is_causal: a query sees no key behind the one that it is aligned with.
-        window_size: how many keys before and behind that one a query sees; None is all of them.
-        bottom_right: align the last query of a sequence with its last key, as for decoding behind
-            a cache; else the first with the first. The same for equal lengths.
-        seqused_k: [S], how many keys of each sequence count; all by default.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, applied to the keys that the other arguments
+            leave.
+        is_causal: a query sees no key after the one that it is aligned with.
+        window_size: (before, after), how many keys around that one a query sees. None is all.
+        bottom_right: align the last query of a sequence with its last key, as in decoding with a
+            cache. False aligns the first with the first. Equal lengths make no difference.
+        seqused_k: [S], how many keys of each sequence count. None is all.
         max_seqlen_q, max_seqlen_k: taken, because other libraries need them; nothing depends on
             the length of the longest sequence here.
         scale, enable_gqa, kernel_options, return_aux, sinks: as for flex_attention.
-        dropout_p, dropout_seed: as for flex_attention. The mask is that of the packed tokens:
-            batch 0, the query's and the key's places in the packed tensors.
+        dropout_p, dropout_seed: as for flex_attention. The mask counts packed tokens: batch 0, and
+            the positions of query and key in the packed tensors.
 
     Returns:
         out [T, Hq, Dv]; with return_aux (out, AuxOutput) whose statistics are [T, Hq].

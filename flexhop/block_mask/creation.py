@@ -50,12 +50,12 @@ def create_block_mask(
 ) -> BlockMask:
     """Find the blocks that a mask_mod needs.
 
-    The mask itself is never held: memory is that of the lists of blocks. Eagerly, most blocks are
-    told apart by what the operators of mask_mod say about whole blocks (docs/analysis.md), which
-    gives the lists that looking at every score would give. Under torch.compile every score is
-    looked at, and nothing waits for the device. Eagerly nothing waits if each query sees one
-    stretch of keys by the operators alone (causal, windows, prefixes, padding), in CUDA graphs,
-    and where `torch.cuda.set_sync_debug_mode` asks for it; else lists of undecided blocks do.
+    It never stores the mask itself: memory is that of the block lists. Eager calls decide most
+    blocks as a whole, from the operators of mask_mod (docs/analysis.md). The lists are the same as
+    from evaluating every pair. Under torch.compile every pair is evaluated, and nothing waits for
+    the device. Eager calls do not wait either if the operators alone show that each query sees one
+    range of keys (causal, windows, prefixes, padding), in CUDA graphs, or if
+    `torch.cuda.set_sync_debug_mode` forbids it. Otherwise the lists of undecided blocks wait.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors, all in range.
@@ -63,18 +63,18 @@ def create_block_mask(
         H: query heads; None is 1, which serves every head.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
-        device: where the lists will be; None is the accelerator, or the CPU if there is none.
-        BLOCK_SIZE: queries and keys of a block; an int stands for a square.
-        _compile: build with torch.compile; the same as torch.compile(create_block_mask).
-        separate_full_blocks: list full blocks apart, so that kernels skip mask_mod there.
+        device: the device of the lists. None is the accelerator, or the CPU if there is none.
+        BLOCK_SIZE: queries and keys of a block, in tokens; an int means a square.
+        _compile: the same as torch.compile(create_block_mask).
+        separate_full_blocks: list full blocks separately, so that kernels skip mask_mod there.
         compute_dq_write_order: also compute dq_write_order.
         dq_kv_order: the order behind it: True is descending, False ascending.
-        compute_q_blocks: also list the query blocks of each key block; needed for gradients.
+        compute_q_blocks: also list the query blocks of each key block, as gradients need them.
 
     Raises:
         SequenceLengthError: a size is not positive.
         BlockSizeError: BLOCK_SIZE is not positive.
-        ModArityError, ModResultError: mask_mod takes or returns something else.
+        ModArityError, ModResultError: mask_mod has other parameters or another result.
         ModLoweringError: mask_mod branches on the value of an index.
         BlockMaskFieldError: dq_kv_order is not a bool.
     """
@@ -102,7 +102,7 @@ def create_mask(
     """Evaluate a mod everywhere: [B, H, Q_LEN, KV_LEN] bool, dense by definition.
 
     Args:
-        mod_fn: a mask_mod, or a score_mod: it keeps what it does not send from 0 to -inf.
+        mod_fn: a mask_mod, or a score_mod; a score_mod hides a pair if it maps 0 to -inf.
         B: batches; None is 1.
         H: query heads; None is 1.
         Q_LEN: number of queries.

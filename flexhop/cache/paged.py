@@ -32,14 +32,14 @@ class PagedAttention:
         n_pages: number of pages.
         page_size: tokens of a page, at least 1.
         max_batch_size: number of sequences that can be in the cache at once.
-        device: where the tables are; that of the cache.
+        device: the device of the tables, the same as that of the cache.
 
     Attributes:
         page_table: [max_batch_size, n_pages] int64, the physical page of each logical block of a
             sequence; -1 where there is none.
         physical_to_logical: the reverse, [max_batch_size, n_pages] int64.
-        capacity: [max_batch_size] int64, tokens that a sequence has pages for.
-        empty_pages: pages that nobody owns; the last is given away first.
+        capacity: [max_batch_size] int64, the number of tokens that each sequence has pages for.
+        empty_pages: free pages; the last is assigned first.
 
     Raises:
         OptionValueError: a number below 1.
@@ -65,7 +65,7 @@ class PagedAttention:
         self._owned: list[list[int]] = [[] for _ in range(max_batch_size)]
 
     def reserve(self, batch_idx: Tensor | int, seq_len: Tensor | int) -> None:
-        """Give a sequence pages for at least `seq_len` tokens; what it has, it keeps.
+        """Make sure that a sequence has pages for at least `seq_len` tokens.
 
         Args:
             batch_idx: the sequence; one number.
@@ -73,7 +73,7 @@ class PagedAttention:
 
         Raises:
             OptionValueError: no such sequence.
-            PagesExhaustedError: too few empty pages; nothing has changed then.
+            PagesExhaustedError: too few empty pages. The table is unchanged.
         """
         sequence = self._sequence(batch_idx)
         owned = self._owned[sequence]
@@ -95,7 +95,7 @@ class PagedAttention:
         self.capacity[sequence] = len(owned) * self.page_size
 
     def erase(self, batch_idx: Tensor | int) -> None:
-        """Take all pages from a sequence; their contents stay until they are written again.
+        """Free all pages of a sequence. Their contents stay until they are overwritten.
 
         Raises:
             OptionValueError: no such sequence.
@@ -126,8 +126,8 @@ class PagedAttention:
 
         Raises:
             CacheShapeError: shapes that do not belong together, or a value with a gradient.
-            UnmappedPositionError: a position without a page. Not looked for in compiled code and
-                in the capture of a CUDA graph, which cannot wait for the device.
+            UnmappedPositionError: a position without a page. Compiled code and the capture of a
+                CUDA graph do not check, because they cannot wait for the device.
         """
         self._check_cache(batch_idx, input_pos, (k_val, v_val), (k_cache, v_cache))
         block = input_pos.to(torch.int64) // self.page_size
@@ -141,14 +141,14 @@ class PagedAttention:
             cache.index_copy_(2, place, tokens[None].to(cache.dtype))
 
     def table(self, kv_len: Tensor, batch_idx: Tensor | None = None) -> PageTable:
-        """The page_table of flex_attention, whose kernels find the pages themselves.
+        """The page_table for flex_attention, whose kernels look up the pages.
 
-        Block masks and mods of such a call are of logical positions and need no conversion; the
-        cache is given as it is.
+        Block masks and mods of such a call use logical positions and need no conversion. Pass the
+        cache as it is.
 
         Args:
-            kv_len: [B] integers, keys of each sequence that exist; for all of them pages must be
-                reserved.
+            kv_len: [B] integers, the number of keys of each sequence. All of them need reserved
+                pages.
             batch_idx: [B] integers, the sequence of each batch; 0 .. B - 1 by default.
         """
         rows = (
@@ -162,14 +162,14 @@ class PagedAttention:
         batch_idx: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> BlockMask:
-        """The block mask of the cache that shows what `block_mask` shows of the sequences.
+        """The block mask of the cache that corresponds to `block_mask` of the sequences.
 
-        Blocks without a page are left out. Full blocks that reach beyond kv_len become partial.
+        Blocks without a page are dropped. Full blocks that extend beyond kv_len become partial.
 
         Args:
             block_mask: of logical positions, with blocks of page_size keys; batch B or 1.
             batch_idx: [B] integers, the sequence of each batch; 0 .. B - 1 by default.
-            kv_len: [B], keys of each sequence that exist; all that the mask shows by default.
+            kv_len: [B], the number of keys of each sequence. None is all that the mask covers.
 
         Raises:
             BlockSizeError: blocks of another size than pages.
@@ -211,7 +211,7 @@ class PagedAttention:
         kv_len: Tensor | None = None,
         batch_idx: Tensor | None = None,
     ) -> MaskMod:
-        """A mask_mod of the cache; keys of other sequences and from kv_len on are hidden.
+        """A mask_mod of the cache. It hides keys of other sequences and keys from kv_len on.
 
         Args:
             mask_mod: of logical positions; None shows everything.

@@ -64,13 +64,14 @@ def _check(name: str, value: object, rule: _Rule) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """The share of the work that one program of a kernel does at a time.
+    """The queries and keys that one program of a kernel computes in one step.
 
     Args:
         block_m: queries per tile, a power of two from 16.
         block_n: keys per tile, a power of two from 16. Both must divide the mask's blocks.
         num_warps: groups of 32 threads that share a tile: 1, 2, 4, 8 or 16.
-        num_stages: loads in flight ahead of the arithmetic, 1 to 8; each costs shared memory.
+        num_stages: tiles that are loaded ahead of the arithmetic, 1 to 8. Each takes shared
+            memory.
 
     Raises:
         OptionValueError: a value outside these ranges.
@@ -92,16 +93,16 @@ class Tile:
         return ", ".join([f"{self.block_m} queries x {self.block_n} keys", *counts])
 
     def fill(self, default: Tile) -> Tile:
-        """This tile; a TileRequest takes what it leaves open from `default`."""
+        """This tile. A TileRequest takes its open fields from `default`."""
         del default
         return self
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileRequest:
-    """Some fields of a Tile; None leaves a field to flexhop's table for the device.
+    """Some fields of a Tile. flexhop's table for the device fills in fields that are None.
 
-    Args and errors: as in Tile.
+    Args and errors: see Tile.
     """
 
     block_m: int | None = None
@@ -125,7 +126,7 @@ class TileRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOptions:
-    """Choices about the kernels of one call; frozen, checked, comparable and hashable.
+    """Options for the kernels of one call. Frozen, checked, comparable and hashable.
 
     Args:
         backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton;
@@ -134,18 +135,20 @@ class KernelOptions:
         forward: tile of the forward kernel; None lets flexhop choose.
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.
-        short_queries: "auto" takes the decode kernel where a group has at most 128 queries and
-            many keys; "decode" at whatever number of keys; "forward" never.
-        splits: shares of the keys in the decode kernel, 1 to 256; None lets flexhop choose.
+        short_queries: "auto" chooses the decode kernel if a group has at most 128 queries and many
+            keys; "decode" for any number of keys; "forward" never.
+        splits: how many splits the decode kernel divides the keys into, 1 to 256. None lets
+            flexhop choose.
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
-        float32_precision: products of float32 operands, "ieee", "tf32", or None as torch is set.
-        prescale_qk: multiply query by the scale before the product: a little faster, and rounded
-            once more in half precision.
-        rows_guaranteed_safe: your promise that every query sees at least one key, which saves
-            the check for empty rows. A broken promise gives NaN.
-        deterministic: gradients are the same bits in every run, as
-            torch.use_deterministic_algorithms(True) demands of everything.
+        float32_precision: of products of float32 operands, "ieee" or "tf32". None follows torch's
+            setting.
+        prescale_qk: multiply query by the scale before the product. A little faster, with one more
+            rounding in half precision.
+        rows_guaranteed_safe: you promise that every query sees at least one key. The kernel then
+            skips the check for empty rows. A broken promise gives NaN.
+        deterministic: gradients repeat bit for bit, as under
+            torch.use_deterministic_algorithms(True).
 
     Raises:
         OptionValueError: a value outside its range.
@@ -201,7 +204,7 @@ class KernelOptions:
         return cls(**fields)
 
     def to_wire(self) -> dict[str, WireValue]:
-        """What differs from the defaults, flat, for a graph to carry.
+        """The options that differ from the defaults, as a flat dictionary that a graph can carry.
 
         A tile's fields stand under the pass and the field: "forward.block_m".
         """
