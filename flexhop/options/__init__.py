@@ -129,26 +129,23 @@ class KernelOptions:
     """Options for the kernels of one call. Frozen, checked, comparable and hashable.
 
     Args:
-        backend: "auto" takes the fastest kernel that applies; "triton" only portable Triton;
-            "hopper" the forward kernel of Hopper GPUs, or an error that says why it cannot serve,
-            and their backward kernel wherever it serves.
+        backend: "auto" takes the fastest kernel that applies; "triton" the portable kernels;
+            "hopper" the forward kernel of Hopper GPUs, or an error with the reason why it cannot
+            serve, and their backward kernel if it serves.
         forward: tile of the forward kernel; None lets flexhop choose.
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.
         short_queries: "auto" chooses the decode kernel if a group has at most 128 queries and many
             keys; "decode" for any number of keys; "forward" never.
-        splits: how many splits the decode kernel divides the keys into, 1 to 256. None lets
-            flexhop choose.
+        splits: splits of the keys in the decode kernel, 1 to 256. None lets flexhop choose.
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
-        float32_precision: of products of float32 operands, "ieee" or "tf32". None follows torch's
-            setting.
+        float32_precision: "ieee" or "tf32" products of float32. None follows torch's setting.
         prescale_qk: multiply query by the scale before the product. A little faster, with one more
             rounding in half precision.
         rows_guaranteed_safe: you promise that every query sees at least one key. The kernel then
             skips the check for empty rows. A broken promise gives NaN.
-        deterministic: gradients repeat bit for bit, as under
-            torch.use_deterministic_algorithms(True).
+        deterministic: gradients repeat bit for bit; use_deterministic_algorithms(True) implies it.
 
     Raises:
         OptionValueError: a value outside its range.
