@@ -17,7 +17,10 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
+from flexhop.compat import hop
+
 __all__ = [
+    "decompose",
     "fake",
     "fake_operands",
     "leaves",
@@ -45,6 +48,14 @@ def _fake(node: torch.fx.Node) -> Any:
         if isinstance(value, torch.fx.GraphModule):
             return value
     return node.meta["val"]
+
+
+def decompose(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A traced graph with Inductor's decompositions, as the compiler gets it."""
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    with hop.isolated_trace(*inputs), torch.no_grad():
+        run = torch.fx.Interpreter(graph).run
+        return make_fx(run, decomposition_table=select_decomp_table())(*inputs)
 
 
 def fake(size: Sequence[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

@@ -52,10 +52,11 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0,
     page_table: PageTable | None = None,
     k_mod: KeyMod | None = None,
     v_mod: KeyMod | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
     """Report what torch.compile would make of a call: graphs, kernels, tiles, work.
@@ -75,10 +76,11 @@ def explain(
         kernel_options: KernelOptions, or a dictionary as for PyTorch.
         return_aux: further results of the call.
         sinks: [Hq], or None. They are applied to the results of the kernel.
-        dropout_p: probability of dropping a weight, 0 to 1.
         page_table: the pages of a KV cache. Its lengths and pages are not read.
         k_mod: the function applied to each element of key, or None.
         v_mod: the function applied to each element of value, or None.
+        dropout_p: probability of dropping a weight, 0 to 1.
+        dropout_seed: [2] int64, or None. It is not read.
         capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
             which query is, or else (9, 0).
 
@@ -105,6 +107,7 @@ def explain(
         "return_aux": return_aux,
         "sinks": None if sinks is None else _stand_in(sinks, _home(block_mask)),
         "dropout_p": dropout_p,
+        "dropout_seed": _seed_like(dropout_seed, block_mask),
         "page_table": page_table,
         "k_mod": k_mod,
         "v_mod": v_mod,
@@ -134,6 +137,10 @@ def _home(block_mask: Any) -> torch.device:
     """Where the stand-ins of tensors without data go: to the mask, or else to the CPU."""
     counts = getattr(block_mask, "kv_num_blocks", None)
     return torch.device("cpu") if counts is None else counts.device
+
+
+def _seed_like(seed: Tensor | None, block_mask: Any) -> Tensor | None:
+    return _stand_in(seed, _home(block_mask)) if isinstance(seed, Tensor) else seed
 
 
 def _stand_in(tensor: Tensor, home: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexhop.compat import hop
 from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.inline import decompose
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
@@ -35,7 +36,8 @@ DEFAULT_CAPABILITY = (9, 0)
 class Survey(NamedTuple):
     """Facts, graphs and plans of one call.
 
-    joint: None where nothing needs a gradient.
+    The graphs are as the user wrote them; facts and plans are those of the compiler, which
+    decomposes graphs first. joint: None if nothing needs a gradient.
     """
 
     problem: Problem
@@ -59,12 +61,12 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     joint = None
     if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    problem = read_tensor_problem(args, device, read_mods(score, mask))
-    problem = dataclasses.replace(
-        problem,
-        captured_reads=read_sites(joint.joint, joint.sites) if joint else (),
-        **({} if joint is None else read_joint(joint.joint)._asdict()),
-    )
+    problem = read_tensor_problem(args, device, read_mods(decompose(score), decompose(mask)))
+    if joint is not None:
+        graph = decompose(joint.joint)
+        reads = read_sites(graph, joint.sites)
+        facts = read_joint(graph)._asdict()
+        problem = dataclasses.replace(problem, captured_reads=reads, **facts)
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it
     plans: tuple[KernelPlan, ...] = ()
@@ -75,12 +77,12 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
 
 def _survey_cached(args: CachedArgs, device: Device) -> Survey:
     args = args._replace(
-        key_mod=trace_key(args.key_mod, args.query, args.key_captures),
-        value_mod=trace_key(args.value_mod, args.query, args.value_captures),
+        key_mod=decompose(trace_key(args.key_mod, args.query, args.key_captures)),
+        value_mod=decompose(trace_key(args.value_mod, args.query, args.value_captures)),
     )
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
-    problem = read_cached_tensors(args, device, score, mask)
+    problem = read_cached_tensors(args, device, decompose(score), decompose(mask))
     options = user_options(args.options)
     plans = ()
     if problem.dtype != torch.float64:

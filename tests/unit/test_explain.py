@@ -1,6 +1,7 @@
 """flexhop.explain: its report, and that it needs neither a GPU nor data."""
 
 import dataclasses
+import inspect
 import typing
 
 import pytest
@@ -12,6 +13,7 @@ from flexhop.errors import OptionValueError
 from flexhop.lowering.hopper import versions
 from flexhop.lowering.portable.tiles import Kernel
 from flexhop.masks import causal
+from flexhop.offline import generate
 from flexhop.reports.report import Report
 
 WIDTH = 64
@@ -60,6 +62,35 @@ def test_mods_are_shown_with_their_own_argument_names():
     assert report.score_mod_grad is not None
     assert report.score_mod_grad.startswith("def joint(score, b, h, q_idx, kv_idx, grad_score")
     assert any("atomically" in note for note in report.notes)
+
+
+def test_it_takes_every_argument_of_the_call():
+    asked = set(inspect.signature(flexhop.explain).parameters)
+    assert asked - set(inspect.signature(flexhop.flex_attention).parameters) == {"capability"}
+    assert set(inspect.signature(flexhop.flex_attention).parameters) <= asked
+    seed = torch.tensor([1, 2])
+    report = flexhop.explain(*operands(), dropout_p=0.1, dropout_seed=seed)
+    assert "dropout" in report.forward.reason
+
+
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+def test_kernels_are_those_of_the_compiler_which_decomposes_mods():
+    """As written this gradient takes 47 instructions, and decomposed 61: one more than 60."""
+    tensors = [
+        torch.zeros(2, 16, 1024, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+
+    def gated(score, b, h, q_idx, kv_idx):
+        return torch.nn.functional.gelu(score) + torch.nn.functional.silu(score)
+
+    report = flexhop.explain(*tensors, score_mod=gated, capability=(9, 0))
+    generated = generate(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod=gated), *tensors, grad=True
+    )
+    is_hopper = any("differentiate" in kernel.functions for kernel in generated.templates)
+    assert is_hopper == (report.backward[0].kernel == "backward")
+    assert not is_hopper
+    assert "gelu" in report.score_mod.code
 
 
 def test_blocks_and_density_are_counted():
