@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import CASES, QUICK
+from benchmarks.cases import QUICK, SUITES
 from benchmarks.implementations import NAMES
 from benchmarks.report import markdown
 from benchmarks.runner import Settings, run
@@ -20,6 +20,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--cases", default="", metavar="REGEX", help="only matching case names")
     parser.add_argument("--only", choices=("fwd", "bwd"), help="only one direction")
+    parser.add_argument(
+        "--suite", choices=SUITES, default="usual", help="unusual: masks and mods nobody tuned for"
+    )
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument(
         "--peers", nargs="*", choices=NAMES[1:], default=["in-tree", "cudnn"], help="against whom"
@@ -40,7 +43,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def chosen_cases(options: argparse.Namespace) -> list[str]:
     """Names of the cases to run."""
-    names = QUICK if options.quick else tuple(case.name for case in CASES)
+    every = tuple(case.name for case in SUITES[options.suite])
+    names = QUICK if options.quick else every
     return [name for name in names if re.search(options.cases, name)]
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from benchmarks import unusual
+
 Mod = Callable[..., torch.Tensor]
-Pattern = Literal["full", "causal", "sliding", "document", "prefix"]
-Score = Literal["none", "softcap", "softcap_approx", "alibi", "rel_bias"]
 
 WINDOW = 1024
 PREFIX = 1024
@@ -18,7 +18,10 @@ SOFTCAP = 20.0
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: ``batch`` sequences of ``length`` queries and as many keys."""
+    """One problem: ``batch`` sequences of ``length`` queries and as many keys.
+
+    ``pattern`` and ``score`` name mods of this file, or of ``benchmarks/unusual.py``.
+    """
 
     name: str
     batch: int
@@ -26,8 +29,8 @@ class Case:
     kv_heads: int
     length: int
     head_dim: int
-    pattern: Pattern = "full"
-    score: Score = "none"
+    pattern: str = "full"
+    score: str = "none"
 
     @property
     def shape(self) -> str:
@@ -64,6 +67,8 @@ CASES: tuple[Case, ...] = (
     Case("rel-bias-4k", 4, 16, 16, 4096, 128, "full", "rel_bias"),
 )
 
+UNUSUAL: tuple[Case, ...] = tuple(Case(*row) for row in unusual.ROWS)
+SUITES = {"usual": CASES, "unusual": UNUSUAL}
 QUICK = ("causal-2k-d128", "causal-8k-d256", "document-16k", "rel-bias-4k")
 
 
@@ -80,6 +85,8 @@ def document_ids(
 
 def make_mask_mod(case: Case, device: torch.device | str) -> Mod | None:
     """The case's mask_mod, or None for full attention."""
+    if case.pattern in unusual.MASKS:
+        return unusual.MASKS[case.pattern](case, device)
     documents = document_ids(case.length, device, min(DOCUMENT_MEAN, case.length // 4))
     window, prefix = min(WINDOW, case.length // 4), min(PREFIX, case.length // 4)
 
@@ -104,7 +111,10 @@ def make_score_mod(case: Case, device: torch.device | str) -> Mod | None:
 
     ``softcap_approx`` has the exact tanh here: it is what in-tree runs and what the answer is
     compared with; only flexhop is given the approximate one (``benchmarks/implementations.py``).
+    What a mod learns hangs on it as ``learned``.
     """
+    if case.score in unusual.SCORES:
+        return unusual.SCORES[case.score](case, device)
     heads, length = case.q_heads, case.length
     slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
     generator = torch.Generator().manual_seed(2)

@@ -71,6 +71,7 @@ def build_flex(
             kernel_options=options,
         )
 
+    attend.learned = getattr(score_mod, "learned", ())  # type: ignore[attr-defined]
     return attend
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import area, correctness
-from benchmarks.cases import CASES, Case, make_mask_mod
+from benchmarks.cases import SUITES, Case, make_mask_mod
 from benchmarks.implementations import Attention, build
 from benchmarks.timing import Step, Stopwatch, interleaved
 
@@ -29,7 +29,8 @@ class Worker:
 
     def __init__(self, request: dict[str, Any]) -> None:
         """Read the case and the settings; nothing touches the device yet."""
-        case = next(case for case in CASES if case.name == request["case"])
+        every = (case for suite in SUITES.values() for case in suite)
+        case = next(case for case in every if case.name == request["case"])
         self.device = torch.device(request["device"])
         self.case = case if self.device.type == "cuda" else case.shrunk()
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -58,8 +59,8 @@ class Worker:
         out = attention(*leaves)
         results = {"out": out}
         if "bwd" in self.directions:
-            grads = torch.autograd.grad(out, leaves, grad_out)
-            results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            grads = torch.autograd.grad(out, [*leaves, *learned_by(attention)], grad_out)
+            results |= dict(zip(("dq", "dk", "dv"), grads, strict=False))
         self.synchronize()
         return results
 
@@ -139,6 +140,7 @@ class Worker:
     def steps(self, direction: str, attention: Attention, tensors: Tensors) -> tuple[Step, Step]:
         """What is not counted and what is, for one call in one direction."""
         *leaves, grad_out = tensors
+        wanted = [*leaves, *learned_by(attention)]
         outs: list[torch.Tensor] = []
 
         def forward() -> None:
@@ -149,7 +151,7 @@ class Worker:
                 attention(*leaves)
 
         def backward() -> None:
-            torch.autograd.grad(outs.pop(), leaves, grad_out)
+            torch.autograd.grad(outs.pop(), wanted, grad_out)
 
         return (forward, backward) if direction == "bwd" else (lambda: None, forward_only)
 
@@ -175,6 +177,11 @@ class Worker:
             "head_dim": self.case.head_dim,
             "shape": self.case.shape,
         }
+
+
+def learned_by(attention: Attention) -> tuple[torch.Tensor, ...]:
+    """What the score_mod of an implementation learns."""
+    return getattr(attention, "learned", ())
 
 
 def answer(content: dict[str, Any]) -> None:

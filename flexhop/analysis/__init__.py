@@ -17,7 +17,7 @@ number of its dtype, and depends on what its operands depend on.
 """
 
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
-from flexhop.analysis.cost import FUNCTION, instructions_of, rate
+from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
 from flexhop.analysis.graph import Mod, read_graph
@@ -58,6 +58,7 @@ __all__ = [
     "evaluate_result",
     "find_span",
     "instructions_of",
+    "name_of",
     "plain_inputs",
     "point",
     "rate",

@@ -30,19 +30,31 @@ _INSTRUCTIONS: dict[str, float] = {
 }  # fmt: skip
 # Where the other operand is a number of the program.
 _BY_NUMBER = {"div": 2.0, "floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
+_SHIFTS = ("floor_divide", "remainder")  # by a power of two
 _SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that are not computed by logarithms
 FUNCTION = 4  # instructions from which something is more than a sum or a product
 
 
 def instructions_of(node: fx.Node) -> float:
     """Instructions of one operator, wherever it is computed."""
-    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", "")
+    name = name_of(node)
     operands: Any = node.args
     if name == "pow" and len(operands) > 1 and operands[1] in _SQUARES:
         return 2.0
     if len(operands) > 1 and not isinstance(operands[1], fx.Node):
+        if name in _SHIFTS and _is_power_of_two(operands[1]):
+            return 1.0
         return _BY_NUMBER.get(name, _INSTRUCTIONS.get(name, 1.0))
     return _INSTRUCTIONS.get(name, 1.0)
+
+
+def name_of(node: fx.Node) -> str:
+    """Name of a node's operator, such as "floor_divide"."""
+    return getattr(node.target, "_opname", None) or getattr(node.target, "__name__", "")
+
+
+def _is_power_of_two(number: Any) -> bool:
+    return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
 def rate(depends: Collection[str]) -> float:

@@ -145,7 +145,17 @@ def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks 
         per_head=not all(_axis(lists, 1) == 1 for lists in counts),
         has_ranges=bool(options.get("has_ranges")),
         per_batch=not all(_axis(lists, 0) == 1 for lists in counts),
+        kv_columns=_columns(blocks.kv_indices),
+        q_columns=_columns(blocks.q_indices),
     )
+
+
+def _columns(indices: Any) -> int | None:
+    """Room of a row of a mask's lists, if that is a number; lists that are not there have none."""
+    if indices is None:
+        return None
+    size = indices.shape if isinstance(indices, torch.Tensor) else indices.get_size()
+    return int(size[-1]) if inductor.is_constant(size[-1]) else None
 
 
 def _axis(counts: Any, axis: int) -> Any:

@@ -38,6 +38,8 @@ class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
     has_ranges: whether rows are ranges of keys instead of lists of blocks. per_batch: as per_head.
+    kv_columns, q_columns: entries that lists of a row have room for, on both sides; None if calls
+    with other numbers of them will run the same kernel.
     """
 
     q_size: int
@@ -46,6 +48,8 @@ class MaskBlocks:
     per_head: bool = False
     has_ranges: bool = False
     per_batch: bool = False
+    kv_columns: int | None = None
+    q_columns: int | None = None
 
     @property
     def has_spans(self) -> bool:
@@ -80,8 +84,9 @@ class Problem:
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
     key, reads_by_position: on one of them; has_key_slope, has_key_bend: whether it adds a line
     over keys, and one that has a bend (lowering/mods/lines.py); score_cost, grad_cost:
-    instructions that score_mod and its gradient take for each score; mask_reads: whether
-    mask_mod reads captured tensors; mask_uses_batch, mask_uses_head: whether it looks at b and h;
+    instructions that score_mod and its gradient take for each score; mask_cost: those of mask_mod;
+    mask_reads: whether it reads captured tensors; mask_uses_batch, mask_uses_head: whether it
+    looks at b and h;
     mask_band: which keys near a query it keeps, if it does just that (lowering/mods/bands.py);
     has_score_grad: whether the derivative of score_mod differs from 1; grad_reads_score: whether
     it, or the gradient of a captured tensor, depends on the score; grad_has_functions: whether
@@ -123,6 +128,7 @@ class Problem:
     grad_cost: float = 0.0
     has_key_slope: bool = False
     has_key_bend: bool = False
+    mask_cost: float = 0.0
     mask_uses_batch: bool = False
     mask_uses_head: bool = False
     mask_band: Band | None = None

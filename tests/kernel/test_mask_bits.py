@@ -5,14 +5,15 @@ The kernel itself has no interpreter; it is replaced by a look at its arguments.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import bits, versions
+from flexhop.lowering.hopper import versions
 from flexhop.offline import Kernel
 from flexhop.offline.codegen import Graph, trace
 from flexhop.offline.interpret import Memory, load
@@ -21,15 +22,27 @@ pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obsta
 BATCH, HEADS = 8, 16
 
 
-def stored_bits(mask: Any, length: int, dynamic: bool) -> torch.Tensor | None:
-    """Words that are stored before the Hopper kernel runs, [B', rows, stored blocks, 128, 4]."""
-    found: list[torch.Tensor] = []
-    rows = mask.kv_num_blocks.size(2)
+class Stored(NamedTuple):
+    """Bits that one kernel reads: [B', rows of blocks, stored blocks, rows, columns] bool."""
+
+    seen: torch.Tensor
+    holds_all: bool
+
+
+def stored_bits(
+    mask: Any, length: int, *, width: int = 64, dynamic: bool = False, grad: bool = False
+) -> list[Stored]:
+    """Bits that are stored before each Hopper kernel: of the forward pass, or of both passes."""
+    found: list[Stored] = []
 
     def look(kernel: Kernel, arguments: dict[str, Any]) -> None:
-        if kernel.constants["STORED_BLOCKS"]:
-            words = arguments["arg_MASK_BITS"].clone()
-            found.append(words.view(-1, rows, bits.STORED, 128, 4))
+        constants = kernel.constants
+        if constants["STORED_BLOCKS"]:
+            unit, rows = constants["BITS_UNIT"], constants["BITS_ROWS"]
+            size = (-(-length // rows), constants["STORED_BLOCKS"], -1, rows, 4)
+            batches = BATCH if constants["BITS_BY_BATCH"] else 1
+            words = arguments["arg_MASK_BITS"].view(batches, *size)
+            found.append(Stored(unpacked(words, unit), constants["HOLDS_ALL_BITS"]))
 
     def run(graph: Graph) -> Callable[..., Any]:
         return load(graph.code, Memory(poison=True, check_bounds=True), gluon=look)
@@ -39,16 +52,36 @@ def stored_bits(mask: Any, length: int, dynamic: bool) -> torch.Tensor | None:
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=asked),
         run, (9, 0), dynamic=dynamic,
     )  # fmt: skip
-    with torch.no_grad():
-        call(*(torch.zeros(BATCH, HEADS, length, 64, dtype=torch.bfloat16) for _ in range(3)))
-    return found[0] if found else None
+    size = (BATCH, HEADS, length, width)
+    operands = [torch.zeros(size, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
+    with torch.set_grad_enabled(grad):
+        out = call(*operands)
+        if grad:
+            out.sum().backward()
+    return found
 
 
-def unpacked(words: torch.Tensor) -> torch.Tensor:
-    """Words [128, 4] as the mask that they stand for, [128, 128]."""
-    column = torch.arange(128)
+def unpacked(words: torch.Tensor, unit: int) -> torch.Tensor:
+    """Words [..., units, rows, 4] as the mask that they stand for, [..., rows, columns]."""
+    column = torch.arange(unit)
     word, bit = column % 8 // 2, column // 8 * 2 + column % 2
-    return (words[:, word] >> bit & 1).bool()
+    seen = (words[..., word] >> bit & 1).bool()  # [..., units, rows, unit]
+    return seen.transpose(-2, -3).flatten(-2)
+
+
+def check_blocks(found: Stored, lists: tuple[torch.Tensor, ...], mod: Any, length: int) -> int:
+    """Hold every stored block against mask_mod; how many there are. lists: counts and indices."""
+    counts, indices = lists
+    rows, columns = found.seen.shape[-2:]
+    blocks = 0
+    for b, row in itertools.product(range(found.seen.size(0)), range(found.seen.size(1))):
+        for n in range(int(counts[b % counts.size(0), 0, row])):
+            r = (row * rows + torch.arange(rows)).clamp(max=length - 1)[:, None]
+            block = indices[b % counts.size(0), 0, row, n]
+            c = (block * columns + torch.arange(columns)).clamp(max=length - 1)[None, :]
+            assert found.seen[b, row, n].equal(mod(b, r, c).expand(rows, columns))
+            blocks += 1
+    return blocks
 
 
 def documents(ids: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -70,33 +103,34 @@ def cut_at_random(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return starts.cumsum(-1, dtype=dtype)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+def neighbours(b, h, q, k):
+    """A neighbourhood of 5 x 5 in rows of 24."""
+    return ((q // 24 - k // 24).abs() <= 2) & ((q % 24 - k % 24).abs() <= 2)
+
+
 @pytest.mark.parametrize(
-    ("make", "table", "length"),
+    ("mod", "length", "block_size", "width", "dynamic"),
     [
-        (documents, cut_at_random(512), 512),
-        (documents, cut_at_random(600, dtype=torch.int64), 600),
-        (documents_by_batch, cut_at_random(BATCH, 401), 401),
-        (of_keys, torch.arange(512) % 300 < 200, 512),
+        (documents(cut_at_random(512)), 512, 128, 64, True),
+        (documents(cut_at_random(600, dtype=torch.int64)), 600, (128, 256), 128, False),
+        (documents_by_batch(cut_at_random(BATCH, 401)), 401, 128, 64, True),
+        (of_keys(torch.arange(512) % 300 < 200), 512, 128, 64, False),
+        (neighbours, 901, (256, 128), 64, False),
+        (neighbours, 448, (128, 192), 256, False),
     ],
-    ids=["documents", "odd", "by_batch", "keys"],
+    ids=["documents", "odd", "by_batch", "keys", "neighbours", "halves of words"],
 )
-def test_bits_are_what_mask_mod_says(make, table, length, dynamic):
-    mod, by_batch = make(table), table.dim() == 2
-    mask = flexhop.create_block_mask(mod, BATCH if by_batch else None, None, length, length, "cpu")
-    words = stored_bits(mask, length, dynamic)
-    assert words is not None
-    assert words.size(0) == (BATCH if by_batch else 1)
-    place, blocks = torch.arange(128), 0
-    for b, row in ((b, row) for b in range(words.size(0)) for row in range(words.size(1))):
-        for n in range(int(mask.kv_num_blocks[b, 0, row])):
-            block = mask.kv_indices[b, 0, row, n]
-            q = (row * 128 + place).clamp(max=length - 1)[:, None]
-            k = (block * 128 + place).clamp(max=length - 1)[None, :]
-            wanted = mod(b, 0, q, k).expand(128, 128)
-            assert unpacked(words[b, row, n]).equal(wanted)
-            blocks += 1
-    assert blocks >= words.size(0)
+def test_bits_are_what_mask_mod_says(mod, length, block_size, width, dynamic):
+    batch = BATCH if mod.__qualname__.startswith("documents_by_batch") else None
+    mask = flexhop.create_block_mask(mod, batch, None, length, length, "cpu", block_size)
+    found = stored_bits(mask, length, width=width, dynamic=dynamic, grad=True)
+    assert len(found) == 2
+    assert all(stored.holds_all != dynamic for stored in found)
+    assert found[0].seen.size(0) == (batch or 1)
+    lists = (mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices)
+    mods = (lambda b, r, c: mod(b, 0, r, c)), (lambda b, r, c: mod(b, 0, c, r))
+    for stored, of_side, by_side in zip(found, lists, mods, strict=True):
+        assert check_blocks(stored, of_side, by_side, length) >= (batch or 1)
 
 
 def by_head(ids: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -104,11 +138,11 @@ def by_head(ids: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [by_head, lambda ids: lambda b, h, q, k: q >= k])
-def test_masks_of_heads_and_those_that_read_nothing_stay_functions(make):
+def test_masks_of_heads_and_single_comparisons_stay_functions(make):
     mask = flexhop.create_block_mask(
         make(cut_at_random(512)), None, HEADS if make is by_head else None, 512, 512, "cpu"
     )
-    assert stored_bits(mask, 512, dynamic=False) is None
+    assert stored_bits(mask, 512) == []
 
 
 def test_bits_of_a_mask_that_differs_by_batch_under_lists_that_do_not():
@@ -117,8 +151,7 @@ def test_bits_of_a_mask_that_differs_by_batch_under_lists_that_do_not():
     mask = flexhop.BlockMask.from_kv_blocks(
         every.full_kv_num_blocks, every.full_kv_indices, mask_mod=documents_by_batch(ids)
     )
-    found = stored_bits(mask, 512, dynamic=False)
-    assert found is not None
+    (found,) = stored_bits(mask, 512)
     for b in range(BATCH):
-        seen = torch.cat([unpacked(found[b, 2, n]) for n in range(4)], 1)
+        seen = torch.cat(list(found.seen[b, 2]), 1)
         assert seen.equal(ids[b, 256:384, None] == ids[b])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flexhop.lowering.hopper import forward, versions
+from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
@@ -87,6 +87,12 @@ class HopperBackwardConstants:
     BAND_END: int
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
+    STORED_BLOCKS: int
+    HOLDS_ALL_BITS: bool
+    BITS_BY_BATCH: bool
+    BITS_ROWS: int
+    BITS_WORDS: int
+    BITS_UNIT: int
     CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
@@ -163,7 +169,8 @@ def table_tile(problem: Problem) -> HopperGradTile:
     """The tile for the head sizes and the user's functions."""
     columns = width(problem)
     # Twice as many queries are twice as many scores in registers, which functions need as well.
-    is_plain = not problem.has_score_mod and not problem.mask_reads
+    reads = problem.mask_reads and not bits.of_keys(problem).holds_all
+    is_plain = not problem.has_score_mod and not reads
     if columns > _LARGEST_OWN or _lacks_registers(problem):
         return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
     if columns == 64:
@@ -247,6 +254,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         BAND_END=end,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
+        **bits.kernel_constants(bits.of_keys(problem)),
         CHECK_Q=not problem.is_query_multiple(q_size),
         CHECK_KV=not problem.is_key_multiple(tile.block_n),
         QK_HEAD_DIM=problem.head_dim,

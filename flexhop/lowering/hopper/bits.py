@@ -1,60 +1,162 @@
-"""Which masks the Hopper kernel finds as bits, computed once for all heads before it runs.
+"""Which masks Hopper's kernels find as bits, computed once for all heads before they run.
 
-A mask_mod that reads tables costs the kernel as many instructions as the softmax, in every head
-anew; a bit for each score costs an eighth of that.
+A mask_mod of more than a comparison costs a kernel as many instructions as the softmax, in every
+head anew; a bit for each score costs an eighth of that. The kernels of one pass have bits of
+their own: forward, words belong to queries; backward, to keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
-from flexhop.lowering.problem import Problem
+from flexhop.lowering.problem import MaskBlocks, Problem
 
-BLOCK = 128  # of the mask, on both sides
-WORDS = BLOCK * 4  # of a block
-# Partial blocks of a row of blocks whose bits are stored: 512 bytes for each query, two rows of a
-# head. A window or a document has three; where documents meet, every block of the first of them
-# is partial. mask_mod is applied to those behind.
-STORED = 32
+# Partial blocks of a row of blocks whose bits are stored at least: of blocks of 128 x 128, 512
+# bytes for each query. A window or a document has three; where documents meet, every block of the
+# first of them is partial. mask_mod is applied to those behind.
+_FEWEST = 32
+_MOST_MEMORY = 0.5  # of what query takes, if more blocks than these are stored
 _PROGRAMS = 8  # of a row of blocks, so that those of usual rows have one block
 _ROWS = 32  # of a program: 128 words, one for each thread
-# What the bits save must outweigh one more launch: heads that share them, and rounds of tiles.
-_HEADS = 4
+# Instructions for each score in a step: what stored bits take, and what a mask must save beyond
+# them: less if it waits for memory; more if some blocks may be left to mask_mod, because full
+# blocks then share a loop with those that have bits, and look for theirs as well.
+_BIT_COST = 2.4
+_FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _FEWEST_SAVED_IN_ONE_LOOP = 3.0, 1.0, 5.0
+# One more launch pays where there are rounds of tiles.
 _ROUNDS = 2
+
+
+class StoredBits(NamedTuple):
+    """The bits that one kernel finds.
+
+    rows, columns: of a block; the kernel's threads own rows. blocks: partial blocks of a row of
+    blocks that have bits; 0: mask_mod is asked about all. holds_all: whether no row can have more
+    of them. by_batch: whether batches have bits of their own.
+    """
+
+    rows: int
+    columns: int
+    blocks: int
+    holds_all: bool
+    by_batch: bool
+
+    @property
+    def unit(self) -> int:
+        """Columns of which one word of each thread keeps some: 32 of 128, or 16 of 64."""
+        return 128 if self.columns % 128 == 0 else 64
+
+    @property
+    def words(self) -> int:
+        """Words of a block: four threads share a row."""
+        return self.rows * self.columns // self.unit * 4
+
+
+NONE = StoredBits(128, 128, 0, False, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskBitsConstants:
     """Constants of hopper/before/mask_bits.py.jinja."""
 
-    BLOCK: int
+    ROW_SIZE: int
+    COLUMN_SIZE: int
+    UNIT: int
+    BY_KEY: bool
     ROWS: int
     STORED_BLOCKS: int
     PROGRAMS_PER_ROW: int
 
 
-def constants() -> MaskBitsConstants:
-    """Constants of the kernel that stores the bits."""
-    return MaskBitsConstants(BLOCK, _ROWS, STORED, _PROGRAMS)
+def constants(stored: StoredBits, *, by_key: bool) -> MaskBitsConstants:
+    """Constants of the kernel that stores the bits; by_key: for the backward kernel."""
+    return MaskBitsConstants(
+        ROW_SIZE=stored.rows,
+        COLUMN_SIZE=stored.columns,
+        UNIT=stored.unit,
+        BY_KEY=by_key,
+        ROWS=_ROWS,
+        STORED_BLOCKS=stored.blocks,
+        PROGRAMS_PER_ROW=_PROGRAMS,
+    )
 
 
-def stored_blocks(problem: Problem) -> int:
-    """Of how many partial blocks of a row bits are stored; 0: mask_mod is applied to all."""
+def kernel_constants(stored: StoredBits) -> dict[str, Any]:
+    """Constants of a kernel that finds bits, or of one that asks mask_mod."""
+    return {
+        "STORED_BLOCKS": stored.blocks,
+        "HOLDS_ALL_BITS": stored.holds_all,
+        "BITS_BY_BATCH": stored.by_batch,
+        "BITS_ROWS": stored.rows,
+        "BITS_WORDS": stored.words,
+        "BITS_UNIT": stored.unit,
+    }
+
+
+def of_queries(problem: Problem) -> StoredBits:
+    """The bits of the forward kernel."""
     blocks = problem.blocks
-    if blocks is None or (blocks.q_size, blocks.kv_size) != (BLOCK, BLOCK):
-        return 0
-    if not problem.mask_reads or problem.mask_uses_head or blocks.per_head:
-        return 0
-    if blocks.has_ranges:  # packed sequences: the kernel makes bits of two numbers per query
-        return 0
-    if max(problem.head_dim, problem.value_head_dim) > BLOCK:  # whose tiles have 64 keys
-        return 0
-    tiles = -(-problem.query_len // BLOCK) * problem.batch * problem.query_heads
-    pays = problem.query_heads >= _HEADS and tiles >= _ROUNDS * problem.device.multiprocessors
-    return STORED if pays else 0
+    if blocks is None or not _is_possible(problem, blocks):
+        return NONE
+    columns = _Columns(blocks.kv_columns, -(-problem.key_len // blocks.kv_size))
+    return _choose(problem, (blocks.q_size, blocks.kv_size), problem.query_len, columns)
+
+
+def of_keys(problem: Problem) -> StoredBits:
+    """The bits of the backward kernel."""
+    blocks = problem.blocks
+    if blocks is None or not _is_possible(problem, blocks):
+        return NONE
+    if problem.is_deterministic and blocks.q_columns is None:  # full blocks stand between
+        return NONE
+    columns = _Columns(blocks.q_columns, -(-problem.query_len // blocks.q_size))
+    return _choose(problem, (blocks.kv_size, blocks.q_size), problem.key_len, columns)
+
+
+def _is_possible(problem: Problem, blocks: MaskBlocks) -> bool:
+    """Whether heads share a mask that is not two numbers for each query."""
+    is_shared = not (problem.mask_uses_head or blocks.per_head)
+    return problem.has_mask_mod and is_shared and not (blocks.has_ranges or problem.has_spans)
+
+
+class _Columns(NamedTuple):
+    """How many blocks a row may list: at most, if that is known, and at this compile."""
+
+    most: int | None
+    seen: int
+
+
+def _choose(
+    problem: Problem, sides: tuple[int, int], length: int, columns: _Columns
+) -> StoredBits:
+    """Bits for a kernel whose lists have `length / sides[0]` rows."""
+    by_batch = is_by_batch(problem)
+    whole = NONE._replace(rows=sides[0], columns=sides[1], by_batch=by_batch)
+    copies = problem.batch if by_batch else 1
+    row_bytes = 4 * whole.words * copies * -(-length // sides[0])
+    queries = problem.batch * problem.query_heads * problem.query_len * problem.head_dim
+    room = int(_MOST_MEMORY * queries * problem.itemsize) // max(1, row_bytes)
+    fewest = max(1, _FEWEST * 128 * 128 // (sides[0] * sides[1]))
+    stored = min(max(room, fewest), columns.seen)
+    holds_all = columns.most is not None and columns.most <= stored
+    if not _pays(problem, copies, holds_all=holds_all):
+        return NONE
+    return whole._replace(blocks=stored, holds_all=holds_all)
 
 
 def is_by_batch(problem: Problem) -> bool:
     """Whether batches have bits of their own."""
     per_batch = problem.blocks is not None and problem.blocks.per_batch
     return per_batch or problem.mask_uses_batch
+
+
+def _pays(problem: Problem, copies: int, *, holds_all: bool) -> bool:
+    """Whether what heads save outweighs a launch in which mask_mod is computed once for them."""
+    sharers = problem.batch * problem.query_heads // copies
+    saved = problem.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
+    tiles = -(-problem.query_len // 128) * problem.batch * problem.query_heads
+    least = _FEWEST_SAVED if holds_all else _FEWEST_SAVED_IN_ONE_LOOP
+    if problem.mask_reads:
+        least = _FEWEST_SAVED_OF_READS
+    return saved >= least and tiles >= _ROUNDS * problem.device.multiprocessors

@@ -82,7 +82,11 @@ class HopperForwardConstants:
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     STORED_BLOCKS: int
+    HOLDS_ALL_BITS: bool
     BITS_BY_BATCH: bool
+    BITS_ROWS: int
+    BITS_WORDS: int
+    BITS_UNIT: int
     CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
@@ -228,8 +232,7 @@ def constants(
         BAND_END=end,
         HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
         HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
-        STORED_BLOCKS=bits.stored_blocks(problem),
-        BITS_BY_BATCH=bits.is_by_batch(problem),
+        **bits.kernel_constants(bits.of_queries(problem)),
         CHECK_Q=not problem.is_query_multiple(tile.block_m),
         CHECK_KV=not problem.is_key_multiple(kv_size),
         QK_HEAD_DIM=problem.head_dim,

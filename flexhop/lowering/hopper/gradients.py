@@ -16,15 +16,16 @@ from torch import fx
 from flexhop.compat import ahead, gluon, inductor
 from flexhop.errors import ModLoweringError
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, output_like
-from flexhop.lowering.hopper import backward
+from flexhop.lowering.hopper import backward, bits
 from flexhop.lowering.hopper.add_order import emit_order, order_size
 from flexhop.lowering.hopper.emit import emit_kernel, fill_kernel
+from flexhop.lowering.hopper.mask_bits import bits_size, emit_mask_bits
 from flexhop.lowering.mods.lower import joint_outputs, lower_joint
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
-from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
 from flexhop.ops.layout import dense_strides
 from flexhop.options import KernelOptions
 
@@ -50,6 +51,7 @@ class Operands(NamedTuple):
     grad_value: Any
     counter: Any  # tiles that were handed out, and whose turn it is
     order: Any  # of additions to grad_query; query if they have none
+    words: Any  # of stored bits; counter if there are none
     lists: Sequence[Any]
 
     def inputs(self) -> list[Any]:
@@ -168,7 +170,7 @@ class _Gradients:
         ):
             blocks = _as_views_of_tables(args, computed)
             lists = block_inputs(args._replace(blocks=blocks), "q", found["lse"], args.query)
-            made = {"order": args.query, **found}
+            made = {"order": args.query, "words": found["counter"], **found}
             operands = Operands(args.query, key, args.value, **made, lists=lists)
             constants = backward.constants(call.problem, backward.table_tile(call.problem))
             subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask, *gradient])
@@ -199,9 +201,11 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     lists, order = block_inputs(args, "q", lse, query), query
     if sizes.order is not None:
         order = emit_order(call.problem, (query, key), lists)
+    words = emit_mask_bits(call, (query, key), lists, by_key=True) or counter
     return Operands(
-        query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, lists
-    )
+        query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, words,
+        lists,
+    )  # fmt: skip
 
 
 def _foretell_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
@@ -222,6 +226,10 @@ def _foretell_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
     }
     if sizes.order is not None:
         foretold["order"] = inductor.contiguous_layout(device, torch.int32, sizes.order)
+    stored = bits.of_keys(call.problem)
+    if stored.blocks:
+        size = bits_size(stored, query, BlockTensors(*args.blocks).q_num_blocks.get_size()[2])
+        foretold["words"] = inductor.contiguous_layout(device, torch.int32, size)
     return foretold
 
 

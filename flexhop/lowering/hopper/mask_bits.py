@@ -11,14 +11,15 @@ import torch
 from flexhop.compat import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output, emit_one
 from flexhop.lowering.hopper import bits
+from flexhop.lowering.hopper.bits import StoredBits
 from flexhop.templates import hopper
 
 _WARPS = 4
 
 
 def _row_grid(batch: Any, rows: Any, meta: dict[str, Any]) -> tuple[Any, int, int]:
-    """Some programs per row of blocks and slice of its queries, on one axis."""
-    return (batch * rows * (meta["BLOCK"] // meta["ROWS"]) * meta["PROGRAMS_PER_ROW"], 1, 1)
+    """Some programs per row of blocks and slice of its rows, on one axis."""
+    return (batch * rows * (meta["ROW_SIZE"] // meta["ROWS"]) * meta["PROGRAMS_PER_ROW"], 1, 1)
 
 
 _TEMPLATE = inductor.make_template(
@@ -26,25 +27,34 @@ _TEMPLATE = inductor.make_template(
 )
 
 
-def emit_mask_bits(call: KernelCall, operands: Sequence[Any], lists: Sequence[Any]) -> Any:
-    """Emit the mask of partial blocks as bits, int32 [N, 1, 1, 512]; None if it stays a function.
-
-    N is stored blocks per row, times rows of blocks, times batches that have bits of their own.
+def emit_mask_bits(
+    call: KernelCall, operands: Sequence[Any], lists: Sequence[Any], *, by_key: bool = False
+) -> Any:
+    """Emit the mask of partial blocks as bits, int32; None if it stays a function.
 
     Args:
         call: what all kernels of the call share.
         operands: query and key.
-        lists: block lists of the queries.
+        lists: block lists of the queries, or of the keys.
+        by_key: whether these are those of the keys.
     """
     problem, query = call.problem, operands[0]
-    if not bits.stored_blocks(problem):
+    stored = bits.of_keys(problem) if by_key else bits.of_queries(problem)
+    if not stored.blocks:
         return None
-    batch = query.get_size()[0] if bits.is_by_batch(problem) else 1
-    rows = lists[0].get_size()[2]
-    size = [batch * rows * bits.stored_blocks(problem), 1, 1, bits.WORDS]
-    device = inductor.device_of(query)
-    layout = inductor.contiguous_layout(device, torch.int32, size)
+    size = bits_size(stored, query, lists[0].get_size()[2])
+    layout = inductor.contiguous_layout(inductor.device_of(query), torch.int32, size)
     inputs = [*operands, *lists[:2]]
-    made = {"num_warps": _WARPS, **dataclasses.asdict(bits.constants())}
-    result = emit_one(_TEMPLATE, inputs, Output(layout, [batch, rows]), made, call)
-    return inductor.realize([result])[0]
+    made = {"num_warps": _WARPS, **dataclasses.asdict(bits.constants(stored, by_key=by_key))}
+    batch = query.get_size()[0] if stored.by_batch else 1
+    output = Output(layout, [batch, lists[0].get_size()[2]])
+    return inductor.realize([emit_one(_TEMPLATE, inputs, output, made, call)])[0]
+
+
+def bits_size(stored: StoredBits, query: Any, rows: Any) -> list[Any]:
+    """Sizes of the words: [B' * rows of blocks * stored blocks, 1, units, 4 * rows of a block].
+
+    B' is the number of batches that have bits of their own.
+    """
+    batch = query.get_size()[0] if stored.by_batch else 1
+    return [batch * rows * stored.blocks, 1, stored.columns // stored.unit, 4 * stored.rows]

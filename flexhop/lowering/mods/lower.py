@@ -13,7 +13,7 @@ from flexhop.analysis import INDICES
 from flexhop.compat import inductor
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, positions_of
 from flexhop.lowering.mods.bands import Band, key_band
-from flexhop.lowering.mods.cost import has_functions, instructions
+from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.indices import Range, wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.relative import graph_of
@@ -47,6 +47,7 @@ class ModFacts(NamedTuple):
     mask_reads: bool  # whether mask_mod reads captures, and looks at b and at h
     mask_uses_batch: bool
     mask_uses_head: bool
+    mask_cost: float  # instructions of mask_mod for a score
     mask_band: Band | None  # the keys near a query that mask_mod keeps, if it does just that
 
 
@@ -122,6 +123,7 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
+        mask_cost=mask_instructions(analysed(mask, INDICES)),
         mask_band=key_band(mask),
     )
 

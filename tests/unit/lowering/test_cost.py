@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from flexhop import mods
+from flexhop.analysis import INDICES
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed
-from flexhop.lowering.mods.cost import instructions
+from flexhop.lowering.mods.cost import instructions, mask_instructions
 from flexhop.lowering.mods.lower import read_joint
-from flexhop.ops.subgraphs import trace_joint, trace_score
+from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
 
 QUERY = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
 SLOPES, TABLE = torch.ones(2), torch.ones(64)
@@ -53,6 +54,32 @@ def test_the_gradient_is_counted_with_the_gradient_it_gets():
     assert grad_cost(lambda s, b, h, q, k: s + SLOPES[h] * (k - q)) == 0
     assert grad_cost(lambda s, b, h, q, k: s * SLOPES[h]) == 1
     assert 60 < grad_cost(lambda s, b, h, q, k: torch.sin(s)) < 120
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "counted"),
+    [  # in the machine code of the Hopper kernel, a masked step of 128 x 128 less a full one
+        (lambda b, h, q, k: q >= k, 2.8),
+        (lambda b, h, q, k: (q >= k) | (k < 300), 4.3),
+        (lambda b, h, q, k: (q >= k) & (q + k < 900), 8.9),
+        (lambda b, h, q, k: (q >= k) & ((q - k) % 4 == 0), 5.8),
+        (lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0), 17.1),
+        (
+            lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 6) & ((q % 64 - k % 64).abs() <= 6),
+            15.4,
+        ),
+        (
+            lambda b, h, q, k: (k // 64 == 0) | ((q // 64 - k // 64).abs() <= 1) | (k % 16 == 0),
+            8.5,
+        ),
+        (lambda b, h, q, k: TABLE[q] == TABLE[k], 5.9),
+        (lambda b, h, q, k: (TABLE[q] == TABLE[k]) & (q >= k), 7.2),
+        (lambda b, h, q, k: TABLE[k] > 0, 4.1),
+    ],
+)
+def test_masks_take_about_as_long_as_counted(mask_mod, counted):
+    estimate = mask_instructions(analysed(trace_mask(mask_mod, QUERY, ()), INDICES))
+    assert counted / 1.5 < estimate < counted * 1.5
 
 
 def test_an_unknown_operator_counts_as_one():

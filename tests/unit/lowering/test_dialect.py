@@ -10,6 +10,7 @@ from flexhop.lowering.dialect import Direction, candidates, plan
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions, Tile, TileRequest
 from flexhop.reports import work
@@ -154,36 +155,74 @@ def test_lengths_that_tiles_overhang_are_checked():
 
 
 TABLES = {
-    "blocks": MaskBlocks(128, 128, True), "has_mask_mod": True, "mask_reads": True,
-    "head_dim": 128, "value_head_dim": 128, "batch": 4, "query_heads": 16, "query_len": 2048,
+    "blocks": MaskBlocks(128, 128, True, kv_columns=8, q_columns=16), "has_mask_mod": True,
+    "mask_reads": True, "mask_cost": 8.0, "head_dim": 128, "value_head_dim": 128, "batch": 4,
+    "query_heads": 16, "query_len": 2048,
 }  # fmt: skip
 
 
-def test_masks_that_read_tables_are_stored_as_bits():
-    call = problem(**TABLES)
-    constants = hopper.constants(call, AUTO, hopper.table_tile(call))
-    assert constants.STORED_BLOCKS == bits.constants().STORED_BLOCKS == bits.STORED
-    assert not constants.BITS_BY_BATCH
-    by_batch = ({"mask_uses_batch": True}, {"blocks": MaskBlocks(128, 128, True, per_batch=True)})
-    assert all(bits.is_by_batch(problem(**TABLES | facts)) for facts in by_batch)
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"mask_reads": False},
+        {"head_dim": 256, "value_head_dim": 256},
+        {"blocks": MaskBlocks(256, 384, True, kv_columns=3, q_columns=8)},
+        {"mask_cost": 5.0},  # mask_mod would wait for what it reads
+    ],
+)
+def test_masks_that_take_long_are_stored_as_bits(facts):
+    call = problem(**TABLES | facts)
+    assert call.blocks is not None
+    forward = hopper.constants(call, AUTO, hopper.table_tile(call))
+    backward = hopper_grad.constants(call, hopper_grad.table_tile(call))
+    assert forward.STORED_BLOCKS == call.blocks.kv_columns
+    assert backward.STORED_BLOCKS == call.blocks.q_columns
+    assert forward.HOLDS_ALL_BITS and backward.HOLDS_ALL_BITS
+    assert (forward.BITS_ROWS, backward.BITS_ROWS) == (call.blocks.q_size, call.blocks.kv_size)
+    assert not forward.BITS_BY_BATCH
+
+
+def test_bits_of_batches():
+    blocks = MaskBlocks(128, 128, True, per_batch=True)
+    for facts in ({"mask_uses_batch": True}, {"blocks": blocks}):
+        assert bits.of_queries(problem(**TABLES | facts)).by_batch
+
+
+def test_bits_of_long_sequences_take_no_more_memory_than_half_of_query_and_at_least_some_blocks():
+    long = {"batch": 1, "query_len": 2**19, "key_len": 2**19, "mask_cost": 20.0}
+    blocks = MaskBlocks(128, 128, True, kv_columns=4096, q_columns=4096)
+    stored = bits.of_queries(problem(**TABLES | long | {"blocks": blocks}))
+    query_bytes = 2**19 * 16 * 128 * 2
+    assert 32 <= stored.blocks < 4096 and not stored.holds_all
+    assert 4096 * stored.blocks * stored.words * 4 <= query_bytes / 2
+    few = bits.of_queries(problem(**TABLES | long | {"blocks": blocks, "query_heads": 4}))
+    assert few.blocks == 32
+
+
+def test_a_mask_that_may_leave_blocks_to_mask_mod_must_save_more():
+    blocks = MaskBlocks(128, 128, True)  # with as many columns as there will be
+    for cost, stored in ((6.0, 0), (20.0, 8)):
+        facts = {"blocks": blocks, "mask_reads": False, "mask_cost": cost}
+        assert bits.of_queries(problem(**TABLES | facts)).blocks == stored
 
 
 @pytest.mark.parametrize(
     "facts",
     [
         {"blocks": None},
-        {"blocks": MaskBlocks(128, 256, True)},
         {"blocks": MaskBlocks(128, 128, True, per_head=True)},
         {"blocks": MaskBlocks(128, 128, True, has_ranges=True)},
         {"mask_uses_head": True},
-        {"mask_reads": False},
-        {"head_dim": 256},
-        {"query_heads": 2, "kv_heads": 2, "batch": 32},
+        {"mask_cost": 3.0},  # a comparison
+        {"mask_band": Band(-10, 10)},
+        {"mask_uses_batch": True, "query_heads": 1, "kv_heads": 1, "batch": 64},
         {"query_len": 128},
     ],
 )
 def test_other_masks_stay_functions(facts):
-    assert bits.stored_blocks(problem(**TABLES | facts)) == 0
+    call = problem(**TABLES | facts)
+    assert bits.of_queries(call).blocks == bits.of_keys(call).blocks == 0
 
 
 LARGE = {"batch": 4, "query_len": 2048, "key_len": 2048}
@@ -399,7 +438,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "reads_per_element", "has_mask_mod", "captured_reads", "returns_max", "large_output",
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
-        "mask_band", "reads_by_position", "score_cost", "grad_cost", "has_key_slope",
+        "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
         "has_key_bend", "grad_reads_score", "grad_has_functions",
         "cache",  # such calls have an operator of their own, without gradients
     }  # fmt: skip
