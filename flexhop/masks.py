@@ -6,6 +6,8 @@ Every one is for `create_block_mask(mask_mod, B, H, M, N)` and combines with `an
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,13 @@ def causal_with_offset(offset: int | Tensor) -> MaskMod:
         ModArgumentError: an offset of another rank.
     """
     _check_rank("causal_with_offset", "offset", offset, (0, 1))
+    return functools.partial(_causal_offset_mask, offset)
 
-    def causal_offset_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return q_idx + _in_batch(offset, b) >= kv_idx
 
-    return causal_offset_mask
+def _causal_offset_mask(
+    offset: int | Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return q_idx + _in_batch(offset, b) >= kv_idx
 
 
 def sliding_window(window: int, bidirectional: bool = False) -> MaskMod:
@@ -74,13 +78,15 @@ def dilated_sliding_window(window: int, dilation: int, bidirectional: bool = Fal
     _check_positive("sliding_window", window=window, dilation=dilation)
     reach = window * dilation
     lowest = 1 - reach if bidirectional else 0
+    return functools.partial(_sliding_window_mask, lowest, reach, dilation)
 
-    def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = q_idx - kv_idx
-        near = (distance >= lowest) & (distance < reach)
-        return near if dilation == 1 else near & (distance % dilation == 0)
 
-    return sliding_window_mask
+def _sliding_window_mask(
+    lowest: int, reach: int, dilation: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    distance = q_idx - kv_idx
+    near = (distance >= lowest) & (distance < reach)
+    return near if dilation == 1 else near & (distance % dilation == 0)
 
 
 def prefix_lm(prefix: int | Tensor) -> MaskMod:
@@ -95,11 +101,13 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     Source: Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.2.1.
     """
     _check_rank("prefix_lm", "prefix", prefix, (0, 1))
+    return functools.partial(_prefix_lm_mask, prefix)
 
-    def prefix_lm_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < _in_batch(prefix, b)) | (q_idx >= kv_idx)
 
-    return prefix_lm_mask
+def _prefix_lm_mask(
+    prefix: int | Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return (kv_idx < _in_batch(prefix, b)) | (q_idx >= kv_idx)
 
 
 def padding(lengths: Tensor) -> MaskMod:
@@ -110,11 +118,11 @@ def padding(lengths: Tensor) -> MaskMod:
     Args:
         lengths: [B] integers.
     """
+    return functools.partial(_padding_mask, lengths)
 
-    def padding_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx < lengths[b]
 
-    return padding_mask
+def _padding_mask(lengths: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx < lengths[b]
 
 
 def global_tokens(chosen: int | Tensor) -> MaskMod:
@@ -132,11 +140,7 @@ def global_tokens(chosen: int | Tensor) -> MaskMod:
     """
     if isinstance(chosen, int):
         count = chosen
-
-        def first_tokens_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return (q_idx < count) | (kv_idx < count)
-
-        return first_tokens_mask
+        return functools.partial(_first_tokens_mask, count)
     if chosen.dtype != torch.bool:
         raise ModArgumentError(
             mod="global_tokens",
@@ -145,13 +149,19 @@ def global_tokens(chosen: int | Tensor) -> MaskMod:
             allowed="torch.bool",
         )
     per_batch = _is_batched("global_tokens", "chosen", chosen)
+    return functools.partial(_global_tokens_mask, chosen, per_batch)
 
-    def global_tokens_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if per_batch:
-            return chosen[b, q_idx] | chosen[b, kv_idx]
-        return chosen[q_idx] | chosen[kv_idx]
 
-    return global_tokens_mask
+def _global_tokens_mask(
+    chosen: Tensor, per_batch: bool, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    if per_batch:
+        return chosen[b, q_idx] | chosen[b, kv_idx]
+    return chosen[q_idx] | chosen[kv_idx]
+
+
+def _first_tokens_mask(count: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx < count) | (kv_idx < count)
 
 
 def document(ids: Tensor, kv_ids: Tensor | None = None) -> MaskMod:
@@ -173,13 +183,21 @@ def document(ids: Tensor, kv_ids: Tensor | None = None) -> MaskMod:
         raise ModArgumentError(
             mod="document", argument="the rank of kv_ids", value=key_ids.dim(), allowed=ids.dim()
         )
+    return functools.partial(_document_mask, ids, key_ids, per_batch)
 
-    def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if per_batch:
-            return ids[b, q_idx] == key_ids[b, kv_idx]
-        return ids[q_idx] == key_ids[kv_idx]
 
-    return document_mask
+def _document_mask(
+    ids: Tensor,
+    key_ids: Tensor,
+    per_batch: bool,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    if per_batch:
+        return ids[b, q_idx] == key_ids[b, kv_idx]
+    return ids[q_idx] == key_ids[kv_idx]
 
 
 def packed_causal(ids: Tensor) -> MaskMod:
@@ -250,14 +268,23 @@ def natten_2d(height: int, width: int, kernel_h: int, kernel_w: int) -> MaskMod:
             raise ModArgumentError(
                 mod="natten_2d", argument=name, value=kernel, allowed=f"at most {size}"
             )
+    return functools.partial(_natten_mask, height, width, kernel_h, kernel_w)
 
-    def natten_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        top = torch.clamp(q_idx // width - kernel_h // 2, 0, height - kernel_h)
-        left = torch.clamp(q_idx % width - kernel_w // 2, 0, width - kernel_w)
-        down, right = kv_idx // width - top, kv_idx % width - left
-        return (down >= 0) & (down < kernel_h) & (right >= 0) & (right < kernel_w)
 
-    return natten_mask
+def _natten_mask(
+    height: int,
+    width: int,
+    kernel_h: int,
+    kernel_w: int,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    top = torch.clamp(q_idx // width - kernel_h // 2, 0, height - kernel_h)
+    left = torch.clamp(q_idx % width - kernel_w // 2, 0, width - kernel_w)
+    down, right = kv_idx // width - top, kv_idx % width - left
+    return (down >= 0) & (down < kernel_h) & (right >= 0) & (right < kernel_w)
 
 
 def _check_positive(mod: str, **values: int) -> None:

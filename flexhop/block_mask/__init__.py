@@ -1,5 +1,7 @@
 """Block masks: which blocks of keys each block of queries visits."""
 
+from torch.serialization import add_safe_globals
+
 from flexhop.block_mask.creation import create_block_mask, create_mask
 from flexhop.block_mask.mask import BlockMask
 
@@ -11,3 +13,5 @@ __all__ = [
 
 # Pickles name the public module, which outlives the files of this room.
 BlockMask.__module__ = __name__
+# torch.load(weights_only=True) may make masks: saving.py reads nothing but data.
+add_safe_globals([BlockMask])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat.pytree import attribute_key
-from flexhop.errors import BlockMaskFieldError, BlockSizeError, UnsupportedFeatureError
+from flexhop.errors import BlockMaskFieldError, BlockSizeError
 from flexhop.mods.functions import MaskMod
 
 PAIRS = (
@@ -262,44 +261,3 @@ def _captured(function: Callable[..., Any]) -> tuple[Any, ...]:
     closure = inspect.getclosurevars(function).nonlocals
     defaults = getattr(function, "__defaults__", None) or ()
     return (*closure.keys(), *closure.values(), *defaults)
-
-
-def dump_context(context: tuple[Any, ...]) -> list[Any]:
-    """What torch.export writes about a mask besides its tensors: mask_mod by its name.
-
-    Raises:
-        UnsupportedFeatureError: mask_mod cannot be found by a name.
-    """
-    lengths, block_size, key, spt, absent = context
-    mod = key.mask_mod
-    module, name = getattr(mod, "__module__", None), getattr(mod, "__qualname__", None)
-    if module is None or name is None or _find(module, name) is not mod:
-        raise UnsupportedFeatureError(
-            feature=f"Saving an exported program with the mask_mod {mod!r}",
-            reason="it cannot be found again by a name",
-            mend="Define it at the top of a module, and put what it captures into globals",
-        )
-    return [list(lengths), list(block_size), [module, name], spt, list(absent)]
-
-
-def load_context(dumped: Any) -> tuple[Any, ...]:
-    """Undo dump_context.
-
-    The module of mask_mod must have been imported: reading a file imports nothing on its own.
-
-    Raises:
-        UnsupportedFeatureError: it was not.
-    """
-    lengths, block_size, (module, name), spt, absent = dumped
-    mod = _find(module, name)
-    if mod is None:
-        raise UnsupportedFeatureError(
-            feature=f"Loading a program whose mask_mod {name!r} is not there",
-            reason=f"module {module!r} is not imported or lacks it",
-            mend=f"Import {module} before loading",
-        )
-    return tuple(lengths), tuple(block_size), MaskModKey(mod), spt, tuple(absent)
-
-
-def _find(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, None)

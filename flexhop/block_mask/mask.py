@@ -18,9 +18,7 @@ from flexhop.block_mask.fields import (
     TENSOR_FIELDS,
     block_size_pair,
     check_fields,
-    dump_context,
     is_mask_like,
-    load_context,
 )
 from flexhop.block_mask.lists import (
     block_count,
@@ -31,6 +29,7 @@ from flexhop.block_mask.lists import (
     write_order,
 )
 from flexhop.block_mask.picture import MaskPictures
+from flexhop.block_mask.saving import SavedMask, dump_context, load_context
 from flexhop.block_mask.selection import Index, select_blocks, sliced_mask_mod
 from flexhop.block_mask.tensorlike import TensorLikeMask
 from flexhop.compat.pytree import Serializer, register_container
@@ -38,7 +37,7 @@ from flexhop.errors import BlockMaskFieldError, BlockMaskTypeError, UnsupportedF
 from flexhop.mods.functions import MaskMod, noop_mask
 
 
-class BlockMask(MaskPictures, TensorLikeMask, TorchBlockMask):  # pyright: ignore[reportIncompatibleMethodOverride]
+class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A block-sparse attention mask: lists of blocks, and the mask_mod for the partial ones.
 
     Four pairs of int32 tensors, with R blocks of queries and C blocks of keys:

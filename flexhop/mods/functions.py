@@ -77,14 +77,16 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     Source: torch.nn.attention.flex_attention.and_masks.
     """
     _check_callable("and_masks", mask_mods)
+    return functools.partial(_and_mask, mask_mods) if mask_mods else noop_mask
 
-    def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        keep = mask_mods[0](b, h, q_idx, kv_idx)
-        for mask_mod in mask_mods[1:]:
-            keep = keep & mask_mod(b, h, q_idx, kv_idx)
-        return keep
 
-    return and_mask if mask_mods else noop_mask
+def _and_mask(
+    mask_mods: tuple[MaskMod, ...], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    keep = mask_mods[0](b, h, q_idx, kv_idx)
+    for mask_mod in mask_mods[1:]:
+        keep = keep & mask_mod(b, h, q_idx, kv_idx)
+    return keep
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -96,14 +98,16 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     Source: torch.nn.attention.flex_attention.or_masks.
     """
     _check_callable("or_masks", mask_mods)
+    return functools.partial(_or_mask, mask_mods) if mask_mods else _empty_mask
 
-    def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        keep = mask_mods[0](b, h, q_idx, kv_idx)
-        for mask_mod in mask_mods[1:]:
-            keep = keep | mask_mod(b, h, q_idx, kv_idx)
-        return keep
 
-    return or_mask if mask_mods else _empty_mask
+def _or_mask(
+    mask_mods: tuple[MaskMod, ...], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    keep = mask_mods[0](b, h, q_idx, kv_idx)
+    for mask_mod in mask_mods[1:]:
+        keep = keep | mask_mod(b, h, q_idx, kv_idx)
+    return keep
 
 
 def _check_callable(combinator: str, mask_mods: tuple[object, ...]) -> None:

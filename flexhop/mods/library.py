@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,11 +43,13 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
     Source: Press et al. 2022 (arXiv 2108.12409), section 3.
     """
+    return functools.partial(_alibi_score, slopes)
 
-    def alibi_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - slopes[h] * (q_idx - kv_idx)
 
-    return alibi_score
+def _alibi_score(
+    slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return score - slopes[h] * (q_idx - kv_idx)
 
 
 def softcap(cap: float, approximate: bool = False) -> ScoreMod:
@@ -65,13 +69,20 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
         raise ModArgumentError(mod="softcap", argument="cap", value=cap, allowed="positive")
     tanh = tanh_approx if approximate else torch.tanh
     inverse = 1.0 / cap  # a product per score is cheaper than a quotient
+    return functools.partial(_softcap_score, cap, inverse, tanh)
 
-    def softcap_score(
-        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-    ) -> Tensor:
-        return tanh(score * inverse) * cap
 
-    return softcap_score
+def _softcap_score(
+    cap: float,
+    inverse: float,
+    tanh: Callable[[Tensor], Tensor],
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    return tanh(score * inverse) * cap
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
@@ -97,14 +108,21 @@ def relative_bias(table: Tensor) -> ScoreMod:
         )
     reach = table.size(-1) // 2
     per_head = table.dim() == 2
+    return functools.partial(_relative_bias_score, table, reach, per_head)
 
-    def relative_bias_score(
-        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-    ) -> Tensor:
-        entry = torch.clamp(q_idx - kv_idx, -reach, reach) + reach
-        return score + (table[h, entry] if per_head else table[entry])
 
-    return relative_bias_score
+def _relative_bias_score(
+    table: Tensor,
+    reach: int,
+    per_head: bool,
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    entry = torch.clamp(q_idx - kv_idx, -reach, reach) + reach
+    return score + (table[h, entry] if per_head else table[entry])
 
 
 def t5_buckets(
@@ -149,13 +167,13 @@ def head_bias(bias: Tensor) -> ScoreMod:
     Args:
         bias: [Hq]; may be learned.
     """
+    return functools.partial(_head_bias_score, bias)
 
-    def head_bias_score(
-        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-    ) -> Tensor:
-        return score + bias[h]
 
-    return head_bias_score
+def _head_bias_score(
+    bias: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return score + bias[h]
 
 
 def key_bias(bias: Tensor) -> ScoreMod:
@@ -172,10 +190,16 @@ def key_bias(bias: Tensor) -> ScoreMod:
             mod="key_bias", argument="the rank of bias", value=bias.dim(), allowed="1 or 2"
         )
     per_batch = bias.dim() == 2
+    return functools.partial(_key_bias_score, bias, per_batch)
 
-    def key_bias_score(
-        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-    ) -> Tensor:
-        return score + (bias[b, kv_idx] if per_batch else bias[kv_idx])
 
-    return key_bias_score
+def _key_bias_score(
+    bias: Tensor,
+    per_batch: bool,
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    return score + (bias[b, kv_idx] if per_batch else bias[kv_idx])

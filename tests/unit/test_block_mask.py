@@ -12,8 +12,9 @@ from torch.nn.attention import flex_attention as in_tree
 from torch.utils import _pytree as pytree
 
 from flexhop.block_mask import BlockMask, create_block_mask
-from flexhop.block_mask.fields import MaskModKey, dump_context, load_context
+from flexhop.block_mask.fields import MaskModKey
 from flexhop.block_mask.lists import dense_to_lists, lists_to_dense, transpose_lists
+from flexhop.block_mask.saving import dump_context, load_context
 from flexhop.errors import (
     BlockMaskFieldError,
     BlockMaskIndexError,

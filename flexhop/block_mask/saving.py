@@ -1,0 +1,154 @@
+"""A mask_mod as plain data: how masks are saved, and found again without running anything.
+
+A function is saved by its module and name. A ready mask of flexhop is saved by the name of its
+formula and what it was made of. Files may come from strangers: reading one looks functions up in
+modules that are imported already, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+from torch import Tensor
+
+from flexhop.block_mask.fields import MaskFields, MaskModKey
+from flexhop.errors import UnsupportedFeatureError
+
+_PLAIN = (Tensor, int, float, str, type(None))
+
+
+class SavedMask(MaskFields):
+    """How a BlockMask is pickled, and so saved by torch.save and copied to other processes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As objects are by default, but for mask_mod.
+
+        torch.save writes protocol 2, and may be read with weights_only=True, which finds no
+        functions: there mask_mod becomes plain data if it can.
+        """
+        mod = self.mask_mod
+        if isinstance(mod, types.FunctionType) and not _is_found(mod):
+            raise UnsupportedFeatureError(
+                feature=f"Saving a BlockMask whose mask_mod is {mod.__qualname__!r}",
+                reason=f"module {mod.__module__!r} has nothing of this name",
+                mend="Define it at the top of a module, with functools.partial for what it "
+                "captures; or save mask.state_dict() and give mask_mod to "
+                "BlockMask.from_state_dict",
+            )
+        data = to_data(mod) if protocol == 2 else None
+        state = {n: v for n, v in self.__dict__.items() if not n.startswith("_")}
+        state["mask_mod"] = mod if data is None else data
+        new, arguments, *_ = super().__reduce_ex__(protocol)
+        return new, arguments, state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(state["mask_mod"], list):
+            self.mask_mod = from_data(state["mask_mod"])
+
+
+def to_data(value: Any) -> list[Any] | None:
+    """A mask_mod as nested lists of names, numbers and tensors; None if it is something else."""
+    if isinstance(value, types.FunctionType):
+        return ["function", value.__module__, value.__qualname__] if _is_found(value) else None
+    if not isinstance(value, functools.partial) or value.keywords:
+        return None
+    if not _is_formula(value.func):
+        return None
+    parts = [_part_to_data(part) for part in value.args]
+    if None in [part[0] for part in parts]:
+        return None
+    return ["ready", value.func.__module__, value.func.__qualname__, *parts]
+
+
+def from_data(data: list[Any]) -> Any:
+    """Undo to_data.
+
+    Raises:
+        UnsupportedFeatureError: a function is not there.
+    """
+    kind, module, name, *parts = data
+    found = _find(module, name)
+    if not isinstance(found, types.FunctionType):
+        raise UnsupportedFeatureError(
+            feature=f"Loading a mask whose mask_mod {name!r} is not there",
+            reason=f"module {module!r} is not imported or lacks it",
+            mend=f"Import {module} before loading",
+        )
+    if kind == "function":
+        return found
+    if kind != "ready" or not _is_formula(found):
+        raise UnsupportedFeatureError(
+            feature=f"Loading a mask_mod of the kind {kind!r} named {module}.{name}",
+            reason="this version of flexhop has no such ready mask",
+            mend="Load it with the version that saved it",
+        )
+    return functools.partial(found, *(_part_from_data(*part) for part in parts))
+
+
+def _part_to_data(part: Any) -> list[Any]:
+    """[kind, data]; the kind is None for what cannot be saved."""
+    if isinstance(part, _PLAIN):
+        return ["value", part]
+    if isinstance(part, tuple):
+        parts = [_part_to_data(inner) for inner in part]
+        return [None if None in [inner[0] for inner in parts] else "tuple", parts]
+    data = to_data(part)
+    return [None if data is None else "mod", data]
+
+
+def _part_from_data(kind: str, data: Any) -> Any:
+    if kind == "tuple":
+        return tuple(_part_from_data(*part) for part in data)
+    return from_data(data) if kind == "mod" else data
+
+
+def _is_formula(function: Any) -> bool:
+    """Whether it is flexhop's own: strangers' files may not call others with their arguments."""
+    return isinstance(function, types.FunctionType) and (
+        function.__module__.partition(".")[0] == __name__.partition(".")[0]
+    )
+
+
+def _is_found(function: types.FunctionType) -> bool:
+    return _find(function.__module__, function.__qualname__) is function
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def dump_context(context: tuple[Any, ...]) -> list[Any]:
+    """What torch.export writes about a mask besides its tensors.
+
+    Raises:
+        UnsupportedFeatureError: mask_mod is neither found by a name nor made of numbers and such.
+    """
+    lengths, block_size, key, spt, absent = context
+    data = to_data(key.mask_mod)
+    if data is None or _holds_tensor(data):
+        raise UnsupportedFeatureError(
+            feature=f"Saving an exported program with the mask_mod {key.mask_mod!r}",
+            reason="it cannot be found again by a name" if data is None else "it holds tensors",
+            mend="Define it at the top of a module, and put what it captures into globals",
+        )
+    return [list(lengths), list(block_size), data, spt, list(absent)]
+
+
+def load_context(dumped: Any) -> tuple[Any, ...]:
+    """Undo dump_context.
+
+    Raises:
+        UnsupportedFeatureError: as from_data.
+    """
+    lengths, block_size, data, spt, absent = dumped
+    return tuple(lengths), tuple(block_size), MaskModKey(from_data(data)), spt, tuple(absent)
+
+
+def _holds_tensor(data: Any) -> bool:
+    if isinstance(data, list):
+        return any(_holds_tensor(part) for part in data)
+    return isinstance(data, Tensor)
