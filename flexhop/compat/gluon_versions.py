@@ -11,7 +11,7 @@ def obstacle(checked: tuple[tuple[int, int], ...]) -> str:
     if found in checked:
         return ""
     known = " and ".join(".".join(map(str, version)) for version in checked)
-    return f"it is checked with Triton {known}, not {found[0]}.{found[1]}"
+    return f"it was tested with Triton {known}, not {found[0]}.{found[1]}"
 
 
 def triton_version() -> tuple[int, int]:

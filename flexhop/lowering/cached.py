@@ -263,6 +263,6 @@ def as_cached(problem: Problem, cache: Cache) -> Problem:
     shared = problem.kv_batch_shared or cache.page_size > 0
     return dataclasses.replace(
         problem, cache=cache, kv_batch_shared=shared,
-        bulk_obstacle="it copies keys as they lie, and these are "
-        + ("in pages" if cache.page_size else "converted when they are read"),
+        bulk_obstacle="it copies keys unchanged, but these are "
+        + ("in pages" if cache.page_size else "converted on reading"),
     )  # fmt: skip

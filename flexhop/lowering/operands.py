@@ -74,7 +74,7 @@ def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
     unfit = [name for name, tensor in tensors.items() if not gluon.suits_bulk_copies(tensor)]
     if not unfit:
         return ""
-    return f"rows of {' and '.join(unfit)} do not lie at multiples of 16 bytes"
+    return f"rows of {' and '.join(unfit)} do not start at multiples of 16 bytes"
 
 
 def read_tensor_problem(args: AttentionArgs, device: Device, mods: ModFacts) -> Problem:

@@ -97,7 +97,9 @@ def test_a_refusal_is_shown(
     made(fade, "auto")
     printed = "".join(capfd.readouterr())
     for name, most in (("hopper_forward", 256), ("hopper_backward", 288)):
-        assert re.search(rf"{name}[^\n]*\n?[^\n]*refused: 1000 bytes .* {most} are", printed)
+        assert re.search(
+            rf"{name}[^\n]*\n?[^\n]*spills 1000 bytes per thread .limit {most}", printed
+        )
 
 
 def test_functions_of_a_few_instructions_are_not_waited_for() -> None:

@@ -151,7 +151,7 @@ def test_reasons_say_where_a_tile_comes_from():
 def test_the_hopper_kernel_is_named_or_the_reason_against_it():
     served = flexhop.explain(*operands(width=128))
     assert served.forward.reason == "the Hopper kernel serves this call"
-    assert "warps of which one loads" in str(served)
+    assert "warps (1 loads)" in str(served)
     assert any("multiples of 16 bytes" in note for note in served.notes)
     options = flexhop.KernelOptions(backend="triton")
     forbidden = flexhop.explain(*operands(width=128), kernel_options=options)
@@ -269,7 +269,7 @@ def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
         kernel_options=flexhop.KernelOptions(deterministic=True),
     )  # fmt: skip
     assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
-    assert "determinism is asked for" in report.backward[0].reason
+    assert "determinism is on" in report.backward[0].reason
 
 
 def test_the_docstring_of_passes_names_every_kernel():

@@ -60,7 +60,7 @@ class HopperGradTile:
         """For reports."""
         return (
             f"{self.block_m} queries x {self.block_n} keys, "
-            f"{4 * _CONSUMERS + 1} warps of which one loads, {self.num_slots} slots"
+            f"{4 * _CONSUMERS + 1} warps (1 loads), {self.num_slots} slots"
         )
 
 
@@ -116,18 +116,17 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
     yield from forward.operand_obstacles(problem, _LARGEST_WIDTH)
     if problem.head_dim % _COLUMNS or problem.value_head_dim % _COLUMNS:
-        yield f"it takes head sizes that are multiples of {_COLUMNS}"
+        yield f"it supports only head sizes that are multiples of {_COLUMNS}"
     if problem.is_deterministic and problem.has_captured_grads:
         yield (
-            "it adds up gradients of captured tensors in no fixed order, "
-            "and determinism is asked for"
+            "it sums gradients of captured tensors without a fixed order, but determinism is on"
         )
     if "score" in problem.captured_reads:
         yield "single scores read entries of a captured tensor that needs a gradient"
     tile = table_tile(problem)
     yield from forward.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
-        yield "kernel_options give a tile of the portable kernels"
+        yield "kernel_options choose a tile of the portable kernels"
     yield from filter(None, [versions.obstacle()])
 
 
@@ -136,13 +135,13 @@ def slower(problem: Problem) -> Iterator[str]:
     tiles = num_tiles(problem)
     if tiles < problem.device.multiprocessors:
         yield (
-            f"its {tiles} tiles of keys leave some of {problem.device.multiprocessors} "
-            "multiprocessors without work"
+            f"its {tiles} tiles of keys do not keep {problem.device.multiprocessors} "
+            "multiprocessors busy"
         )
     if problem.grad_cost > _COSTLY_GRAD:
         yield (
-            f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions for a "
-            f"score, which the portable kernels compute faster from {_COSTLY_GRAD} on"
+            f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions per "
+            f"score: from {_COSTLY_GRAD} on the portable kernels are faster"
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"below {_FEWEST_QUERIES} queries its setup and post-processing dominate"

@@ -87,6 +87,5 @@ def emit_kernel(
 
 def _show_refusal(name: Name, needed: int, most: int) -> None:
     """Print that the machine code of a kernel is refused, if FLEXHOP_DEBUG asks for kernels."""
-    words = f"refused: {needed} bytes of local memory per thread, of which {most} are as fast"
-    full = f"hopper_{name}"
-    debug.show("kernel", full, lambda: f"{words} as the portable kernels, which serve this call")
+    words = f"spills {needed} bytes per thread (limit {most}); using the portable kernels"
+    debug.show("kernel", f"hopper_{name}", lambda: words)

@@ -55,7 +55,7 @@ class HopperTile:
         warps = 4 * self.num_consumers + 1
         return (
             f"{self.block_m} queries x {self.block_n} keys, "
-            f"{warps} warps of which one loads, {self.num_slots} slots"
+            f"{warps} warps (1 loads), {self.num_slots} slots"
         )
 
 
@@ -114,11 +114,11 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     tile = table_tile(problem)
     yield from block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.forward is not None:
-        yield "kernel_options give a tile of the portable kernel"
+        yield "kernel_options choose a tile of the portable kernel"
     if options.short_queries == "decode":
         yield "kernel_options ask for the decode kernel"
     if options.prescale_qk:
-        yield "it cannot scale query beforehand (prescale_qk)"
+        yield "it does not support prescale_qk"
     yield from filter(None, [versions.obstacle()])
 
 
@@ -129,8 +129,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.score_cost > most:
         yield (
-            f"score_mod takes about {problem.score_cost:.0f} instructions for a score, which the "
-            f"portable kernel computes faster beyond {most}"
+            f"score_mod takes about {problem.score_cost:.0f} instructions per score: above {most} "
+            "the portable kernel is faster"
         )
 
 
@@ -146,14 +146,14 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
     """What of the operands is in the way of a Hopper kernel."""
     if problem.dtype not in ELEMENTS:
-        yield f"it takes bfloat16 and float16, not {problem.dtype}"
+        yield f"it supports bfloat16 and float16, not {problem.dtype}"
     for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
         if not _ROWS // 2 < width <= largest_width:
-            yield f"it takes {name} sizes from 33 to {largest_width}, not {width}"
+            yield f"it supports {name} sizes 33 to {largest_width}, not {width}"
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
     if problem.dropout_p > 0.0:
-        yield "it does not draw the random numbers of dropout"
+        yield "it does not support dropout"
 
 
 def block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> Iterator[str]:

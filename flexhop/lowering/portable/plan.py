@@ -45,7 +45,7 @@ def plan_kernel(
 def _reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
     # One choice speaks to the gradients of key and value, in however many kernels.
     if getattr(options, "grad_key_value" if kernel in _OVER_KEYS else kernel) is not None:
-        return "your kernel_options; what they leave open is from the table"
+        return "your kernel_options; open fields come from the table"
     first = table_tile(kernel, problem)
     major, minor = problem.device.capability
     width = max(problem.head_dim, problem.value_head_dim)
@@ -61,14 +61,18 @@ def _why_smaller(kernel: Kernel, problem: Problem, tile: Tile) -> str:
     reasons: list[str] = []
     blocks = problem.blocks
     if blocks is not None and not kernels.divides(kernel, blocks, tile):
-        reasons.append(f"made to divide the mask's blocks of {blocks.q_size} x {blocks.kv_size}")
+        reasons.append(
+            f"reduced to divide the mask's blocks of {blocks.q_size} x {blocks.kv_size}"
+        )
     queries = splits.rows(problem) if kernel == "decode" else problem.query_len
     lengths = (round_head_dim(queries), round_head_dim(problem.key_len))
     if tile.block_m > lengths[0] or tile.block_n > lengths[1]:
-        reasons.append(f"cut to the lengths, {queries} and {problem.key_len}")
+        reasons.append(f"reduced to the lengths {queries} and {problem.key_len}")
     needed = kernels.shared_memory(kernel, problem, tile)
     if needed > problem.device.shared_memory:
-        reasons.append(f"made smaller to fit {problem.device.shared_memory} bytes, not {needed}")
+        reasons.append(
+            f"reduced from {needed} to fit {problem.device.shared_memory} bytes of shared memory"
+        )
     return " and ".join(reasons) or "adjusted to the problem"
 
 

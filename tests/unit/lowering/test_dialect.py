@@ -63,20 +63,20 @@ def test_the_hopper_kernel_serves(facts):
     [
         ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
         ({"architecture": 100}, {}, "it is made for sm_90, and the GPU is sm_100"),
-        ({"dtype": torch.float32}, {}, "it takes bfloat16 and float16, not torch.float32"),
-        ({"head_dim": 32}, {}, "it takes head sizes from 33 to 256, not 32"),
-        ({"value_head_dim": 512}, {}, "it takes value head sizes from 33 to 256, not 512"),
+        ({"dtype": torch.float32}, {}, "it supports bfloat16 and float16, not torch.float32"),
+        ({"head_dim": 32}, {}, "it supports head sizes 33 to 256, not 32"),
+        ({"value_head_dim": 512}, {}, "it supports value head sizes 33 to 256, not 512"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
             {"blocks": MaskBlocks(64, 128, True)}, {},
             "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
         ),
-        ({}, {"forward": Tile(64, 64)}, "kernel_options give a tile of the portable kernel"),
+        ({}, {"forward": Tile(64, 64)}, "kernel_options choose a tile of the portable kernel"),
         (
             {}, {"forward": TileRequest(num_stages=2)},
-            "kernel_options give a tile of the portable kernel",
+            "kernel_options choose a tile of the portable kernel",
         ),
-        ({}, {"prescale_qk": True}, "it cannot scale query beforehand (prescale_qk)"),
+        ({}, {"prescale_qk": True}, "it does not support prescale_qk"),
     ],
 )  # fmt: skip
 def test_reasons_against_it(facts, options, reason):
@@ -128,11 +128,11 @@ def test_three_consumers_only_where_no_mask_has_blocks():
 def test_the_plan_names_the_kernel_or_the_reason():
     (found,) = plan("forward", problem(head_dim=128), AUTO)
     assert found.reason == "the Hopper kernel serves this call"
-    assert found.tile.words() == "128 queries x 128 keys, 9 warps of which one loads, 2 slots"
+    assert found.tile.words() == "128 queries x 128 keys, 9 warps (1 loads), 2 slots"
     assert found.programs == 128  # fewer tiles than multiprocessors
     (portable,) = plan("forward", problem(head_dim=32), AUTO)
     assert portable.reason.endswith(
-        "; not the Hopper kernel: it takes head sizes from 33 to 256, not 32"
+        "; not the Hopper kernel: it supports head sizes 33 to 256, not 32"
     )
     (other,) = plan("forward", problem(architecture=80), AUTO)
     assert "Hopper" not in other.reason
@@ -272,15 +272,15 @@ def test_the_hopper_backward_kernel_serves(facts):
     ("facts", "options", "reason"),
     [
         ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
-        ({"head_dim": 264}, {}, "it takes head sizes from 33 to 256, not 264"),
-        ({"head_dim": 100}, {}, "it takes head sizes that are multiples of 8"),
+        ({"head_dim": 264}, {}, "it supports head sizes 33 to 256, not 264"),
+        ({"head_dim": 100}, {}, "it supports only head sizes that are multiples of 8"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
             {"is_deterministic": True, "captured_reads": ("head",)}, {},
-            "it adds up gradients of captured tensors in no fixed order, "
-            "and determinism is asked for",
+            "it sums gradients of captured tensors without a fixed order, "
+            "but determinism is on",
         ),
-        ({"dropout_p": 0.1}, {}, "it does not draw the random numbers of dropout"),
+        ({"dropout_p": 0.1}, {}, "it does not support dropout"),
         (
             {"captured_reads": ("key", "score")}, {},
             "single scores read entries of a captured tensor that needs a gradient",
@@ -291,7 +291,7 @@ def test_the_hopper_backward_kernel_serves(facts):
         ),
         (
             {}, {"grad_query": Tile(64, 64)},
-            "kernel_options give a tile of the portable kernels",
+            "kernel_options choose a tile of the portable kernels",
         ),
     ],
 )  # fmt: skip
@@ -310,7 +310,7 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
     [
         (
             {"batch": 1, "kv_heads": 2},
-            "its 32 tiles of keys leave some of 132 multiprocessors without work",
+            "its 32 tiles of keys do not keep 132 multiprocessors busy",
         ),
         (
             {"batch": 16, "query_len": 512},
@@ -318,8 +318,8 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         ),
         (
             {"has_score_mod": True, "grad_cost": 86.0},
-            "the gradient of score_mod takes about 86 instructions for a score, which the "
-            "portable kernels compute faster from 60 on",
+            "the gradient of score_mod takes about 86 instructions per score: from 60 on the "
+            "portable kernels are faster",
         ),
     ],
 )
@@ -406,8 +406,8 @@ def test_sections_of_the_backward_kernel_have_a_few_heads_or_fill_the_cache(widt
 def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
     call = problem(head_dim=width, value_head_dim=width, has_score_mod=True, score_cost=cost)
     reason = (
-        f"score_mod takes about {cost:.0f} instructions for a score, which the portable kernel "
-        f"computes faster beyond {most}"
+        f"score_mod takes about {cost:.0f} instructions per score: above {most} the portable "
+        "kernel is faster"
     )
     assert choose_forward(call, AUTO) == ("triton", reason)
     assert choose_forward(call, ANY) == ("hopper", "")
