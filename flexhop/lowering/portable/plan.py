@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels, splits
-from flexhop.lowering.portable.tiles import Kernel, table_tile
+from flexhop.lowering.portable.tiles import Kernel, table_rule, table_tile
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
 
@@ -46,10 +46,12 @@ def _reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
     # One choice speaks to the gradients of key and value, in however many kernels.
     if getattr(options, "grad_key_value" if kernel in _OVER_KEYS else kernel) is not None:
         return "your kernel_options; open fields come from the table"
-    first = table_tile(kernel, problem)
+    first, rule = table_tile(kernel, problem), table_rule(kernel, problem)
     major, minor = problem.device.capability
     width = max(problem.head_dim, problem.value_head_dim)
     source = f"table for sm_{major}{minor}, {problem.dtype}, head size {width}"
+    if rule.reason:
+        source += f", {rule.reason}{'' if rule.measured else ' (not measured)'}"
     if tile == first:
         return source
     if tile != kernels.choose_tiles(kernel, problem, options, search=False)[0]:

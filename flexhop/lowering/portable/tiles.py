@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 from flexhop.lowering.portable import caches, splits
 from flexhop.lowering.problem import Problem, round_head_dim
@@ -11,150 +11,294 @@ from flexhop.options import Tile
 
 Kernel = Literal["forward", "decode", "grad_query", "grad_key_value", "grad_key", "grad_value"]
 
-# Width of the wider head -> tile, for 16-bit operands on Hopper (sm_90). Measured on an H200, bf16
-# (docs/benchmarks.md); at 128 columns and above one program with eight warps fills a
-# multiprocessor.
-_HOPPER: dict[Kernel, dict[int, Tile]] = {
-    "forward": {
-        64: Tile(64, 128, 4, 2),
-        128: Tile(128, 128, 8, 2),
-        256: Tile(128, 64, 8, 2),
-        512: Tile(64, 32, 8, 2),
-    },
-    "decode": {
-        64: Tile(128, 128, 4, 3),
-        128: Tile(64, 64, 4, 3),
-        256: Tile(64, 32, 4, 2),
-        512: Tile(16, 32, 4, 2),
-    },
-    "grad_query": {
-        64: Tile(64, 64, 4, 3),
-        128: Tile(128, 64, 8, 3),
-        256: Tile(128, 64, 8, 1),
-        512: Tile(32, 32, 8, 1),
-    },
-    "grad_key_value": {
-        64: Tile(64, 64, 4, 3),
-        128: Tile(64, 128, 8, 2),
-        256: Tile(32, 64, 8, 2),
-        512: Tile(32, 32, 8, 1),
-    },
-    "grad_key": {256: Tile(32, 128, 8, 2), 512: Tile(32, 32, 8, 1)},
-    "grad_value": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 8, 1)},
-}
-# Without a mask and a score_mod: more registers are free, and two programs of four warps on one
-# multiprocessor hide each other's softmax.
-_HOPPER_DENSE: dict[Kernel, dict[int, Tile]] = {
-    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 4, 2)},
-    "grad_query": {64: Tile(128, 64, 8, 3)},
-    "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
-}
-# At most 16 rows: one program of eight warps for each multiprocessor, with two wide tiles on their
-# way, keeps memory busy under any score_mod; smaller tiles need two programs for that.
-_HOPPER_FEW_ROWS: dict[Kernel, dict[int, Tile]] = {
-    "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
-}
-# Numbers of one byte, and pages that are looked up for each key: the work for a tile is that of
-# its threads' instructions, and fewer warps repeat fewer of them. Two programs share a
-# multiprocessor: tiles have equal bytes.
-_HOPPER_BYTES: dict[Kernel, dict[int, Tile]] = {
-    "decode": {128: Tile(16, 128, 4, 3)},
-}
-_HOPPER_SMALL_PAGES: dict[Kernel, dict[int, Tile]] = {
-    "decode": {128: Tile(16, 64, 4, 4)},
-}
-# Blackwell (sm_100): accumulators pass through registers on their way to the softmax.
-# Chosen to fit without spills; not measured.
-_BLACKWELL: dict[Kernel, dict[int, Tile]] = {
-    "forward": {128: Tile(128, 64, 8, 3)},
-    "grad_query": {128: Tile(64, 64, 8, 2)},
-}
-# Random numbers are drawn for a whole tile at once, and want registers. Measured likewise.
-_HOPPER_DROPOUT: dict[Kernel, dict[int, Tile]] = {
-    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)},
-    "grad_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
-}
-# Captured gradients as integers of 64 bits. Chosen to spill little; atomics take the time.
-_EXACT_SUMS: dict[Kernel, dict[int, Tile]] = {
-    "grad_query": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
-}
-# Tables read per score: their loads compete with the operands' for time, so more programs help.
-_HOPPER_PER_ELEMENT: dict[Kernel, dict[int, Tile]] = {
-    "forward": {128: Tile(128, 32, 4, 3)},
-}
-# Ampere and Ada: mma.sync keeps operands in registers, so tiles are smaller.
-_AMPERE: dict[Kernel, dict[int, Tile]] = {
-    "forward": {
-        64: Tile(128, 64, 4, 3),
-        128: Tile(128, 32, 4, 3),
-        256: Tile(64, 32, 4, 2),
-        512: Tile(32, 16, 4, 1),
-    },
-    "decode": {
-        64: Tile(64, 64, 4, 3),
-        128: Tile(64, 32, 4, 3),
-        256: Tile(32, 32, 4, 2),
-        512: Tile(16, 16, 4, 2),
-    },
-    "grad_query": {
-        64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 4, 2),
-        256: Tile(32, 32, 8, 1),
-        512: Tile(16, 16, 4, 1),
-    },
-    "grad_key_value": {
-        64: Tile(64, 64, 4, 2),
-        128: Tile(32, 64, 4, 2),
-        256: Tile(16, 32, 4, 1),
-        512: Tile(16, 16, 4, 1),
-    },
-}
-# As _EXACT_SUMS and _HOPPER_DROPOUT; more warps have more registers. Chosen without spills, not
-# measured.
-_AMPERE_EXACT: dict[Kernel, dict[int, Tile]] = {
-    "grad_query": {64: Tile(64, 32, 8, 2), 128: Tile(64, 32, 8, 2)},
-}
-_AMPERE_DROPOUT: dict[Kernel, dict[int, Tile]] = {
-    "forward": {128: Tile(128, 32, 8, 3)},
-    "grad_key_value": {64: Tile(64, 64, 8, 2)},
-}
-# Triton 3.9 needs more registers for some kernels, which spill with the tiles above. Chosen
-# without spills there, not measured.
-_NEWER_HOPPER: dict[Kernel, dict[int, Tile]] = {"grad_query": {256: Tile(64, 64, 8, 2)}}
-_NEWER_EXACT: dict[Kernel, dict[int, Tile]] = {"grad_query": {128: Tile(64, 32, 8, 2)}}
-_NEWER_AMPERE_DROPOUT: dict[Kernel, dict[int, Tile]] = {
-    "grad_key_value": {64: Tile(64, 64, 4, 2)},
-}
-# What addresses and conversions of a cache need of the registers.
-_AMPERE_CACHED: dict[Kernel, dict[int, Tile]] = {
-    "forward": {128: Tile(64, 32, 4, 3)},
-}
-_FLOAT32: dict[Kernel, dict[int, Tile]] = {
-    "forward": {
-        64: Tile(64, 32, 4, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(16, 32, 4, 1),
-        512: Tile(16, 16, 4, 1),
-    },
-    "decode": {
-        64: Tile(32, 32, 4, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(16, 32, 4, 2),
-        512: Tile(16, 16, 4, 1),
-    },
-    "grad_query": {
-        64: Tile(32, 32, 4, 2),
-        128: Tile(32, 16, 4, 1),
-        256: Tile(16, 16, 4, 1),
-        512: Tile(16, 16, 8, 1),
-    },
-    "grad_key_value": {
-        64: Tile(32, 32, 4, 2),
-        128: Tile(16, 32, 4, 1),
-        256: Tile(16, 16, 4, 1),
-        512: Tile(16, 16, 8, 1),
-    },
-}
+Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
+
+
+class Rule(NamedTuple):
+    """Tiles for some calls.
+
+    reason: what is particular about the calls, for reports; empty for the usual ones. when:
+    whether it is about a call. tiles: it says nothing about other kernels and widths. measured:
+    on a GPU; tiles were otherwise chosen by their machine code, so that it does not spill.
+    """
+
+    reason: str
+    when: Callable[[Problem], bool]
+    tiles: Tiles
+    measured: bool = True
+
+
+def _with_both(tiles: Tiles) -> Tiles:
+    """Kernels of one of two gradients have the tiles of both unless they have their own."""
+    both = tiles["grad_key_value"]
+    return {"grad_key": both, "grad_value": both, **tiles}
+
+
+def _is_wgmma(problem: Problem) -> bool:
+    """Whether products are of four warps: Hopper and Blackwell, sm_90 and sm_100."""
+    return problem.device.capability[0] in (9, 10)
+
+
+def _is_sm90(problem: Problem) -> bool:
+    return problem.device.capability[0] == 9
+
+
+def _is_sm100(problem: Problem) -> bool:
+    return problem.device.capability[0] == 10
+
+
+def _is_mma_sync(problem: Problem) -> bool:
+    """Whether products are of one warp: all other GPUs."""
+    return not _is_wgmma(problem)
+
+
+def _is_triton_3_9(problem: Problem) -> bool:
+    return problem.device.triton >= (3, 9)
+
+
+def _has_few_rows(problem: Problem) -> bool:
+    return splits.rows(problem) <= 16
+
+
+def _is_dense(problem: Problem) -> bool:
+    """Whether nothing but the products takes registers; a cache's addresses would."""
+    return problem.blocks is None and not problem.has_score_mod and problem.cache is None
+
+
+# The first rule that is about a call and has its kernel and width decides.
+RULES: tuple[Rule, ...] = (
+    # fp32 operands: twice the bytes.
+    Rule(
+        "",
+        lambda p: p.itemsize > 2,
+        _with_both(
+            {
+                "forward": {
+                    64: Tile(64, 32, 4, 2),
+                    128: Tile(32, 32, 4, 2),
+                    256: Tile(16, 32, 4, 1),
+                    512: Tile(16, 16, 4, 1),
+                },
+                "decode": {
+                    64: Tile(32, 32, 4, 2),
+                    128: Tile(32, 32, 4, 2),
+                    256: Tile(16, 32, 4, 2),
+                    512: Tile(16, 16, 4, 1),
+                },
+                "grad_query": {
+                    64: Tile(32, 32, 4, 2),
+                    128: Tile(32, 16, 4, 1),
+                    256: Tile(16, 16, 4, 1),
+                    512: Tile(16, 16, 8, 1),
+                },
+                "grad_key_value": {
+                    64: Tile(32, 32, 4, 2),
+                    128: Tile(16, 32, 4, 1),
+                    256: Tile(16, 16, 4, 1),
+                    512: Tile(16, 16, 8, 1),
+                },
+            }
+        ),
+    ),
+    # Gradients of captured tensors as integers of 64 bits: atomics take the time. Triton 3.9 needs
+    # more registers. Chosen without spills.
+    Rule(
+        "sums of integers, Triton 3.9",
+        lambda p: _is_sm90(p) and _is_triton_3_9(p) and p.sums_exactly,
+        {"grad_query": {128: Tile(64, 32, 8, 2)}},
+        measured=False,
+    ),
+    # More warps have more registers. Chosen without spills.
+    Rule(
+        "sums of integers",
+        lambda p: _is_mma_sync(p) and p.sums_exactly,
+        {
+            "grad_query": {64: Tile(64, 32, 8, 2), 128: Tile(64, 32, 8, 2)},
+        },
+        measured=False,
+    ),
+    # Chosen to spill little.
+    Rule(
+        "sums of integers",
+        lambda p: p.sums_exactly,
+        {
+            "grad_query": {
+                64: Tile(64, 32, 4, 2),
+                128: Tile(64, 32, 4, 2),
+                256: Tile(32, 32, 8, 1),
+            },
+        },
+        measured=False,
+    ),
+    # Chosen without spills.
+    Rule(
+        "Triton 3.9",
+        lambda p: _is_sm90(p) and _is_triton_3_9(p),
+        {"grad_query": {256: Tile(64, 64, 8, 2)}},
+        measured=False,
+    ),
+    # Accumulators pass through registers on their way to the softmax. Chosen without spills.
+    Rule(
+        "sm_100",
+        _is_sm100,
+        {
+            "forward": {128: Tile(128, 64, 8, 3)},
+            "grad_query": {128: Tile(64, 64, 8, 2)},
+        },
+        measured=False,
+    ),
+    # Numbers of one byte, and pages that are looked up for each key: the work for a tile is that
+    # of its threads' instructions, and fewer warps repeat fewer of them. Two programs share a
+    # multiprocessor: tiles have equal bytes.
+    Rule(
+        "few rows, a cache of bytes",
+        lambda p: _is_wgmma(p) and _has_few_rows(p) and caches.stores_bytes(p.cache),
+        {
+            "decode": {128: Tile(16, 128, 4, 3)},
+        },
+    ),
+    Rule(
+        "few rows, small pages",
+        lambda p: _is_wgmma(p) and _has_few_rows(p) and caches.looks_up_keys(p.cache),
+        {
+            "decode": {128: Tile(16, 64, 4, 4)},
+        },
+    ),
+    # Random numbers are drawn for a whole tile at once, and want registers.
+    Rule(
+        "dropout",
+        lambda p: _is_wgmma(p) and p.dropout_p > 0.0,
+        {
+            "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)},
+            "grad_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
+        },
+    ),
+    # Chosen without spills.
+    Rule(
+        "dropout, Triton 3.9",
+        lambda p: _is_mma_sync(p) and _is_triton_3_9(p) and p.dropout_p > 0.0,
+        {
+            "grad_key_value": {64: Tile(64, 64, 4, 2)},
+        },
+        measured=False,
+    ),
+    # Chosen without spills.
+    Rule(
+        "dropout",
+        lambda p: _is_mma_sync(p) and p.dropout_p > 0.0,
+        {
+            "forward": {128: Tile(128, 32, 8, 3)},
+            "grad_key_value": {64: Tile(64, 64, 8, 2)},
+        },
+        measured=False,
+    ),
+    # One program of eight warps for each multiprocessor, with two wide tiles on their way, keeps
+    # memory busy under any score_mod; smaller tiles need two programs for that.
+    Rule(
+        "few rows",
+        lambda p: _is_wgmma(p) and _has_few_rows(p),
+        {
+            "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
+        },
+    ),
+    # Loads of tables compete with the operands' for time, so more programs help.
+    Rule(
+        "tables read per score",
+        lambda p: _is_wgmma(p) and p.reads_per_element,
+        {
+            "forward": {128: Tile(128, 32, 4, 3)},
+        },
+    ),
+    # More registers are free, and two programs of four warps on one multiprocessor hide each
+    # other's softmax. A cache's addresses would take the registers.
+    Rule(
+        "no mask and no score_mod",
+        lambda p: _is_wgmma(p) and _is_dense(p),
+        {
+            "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 4, 2)},
+            "grad_query": {64: Tile(128, 64, 8, 3)},
+            "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
+        },
+    ),
+    # Addresses and conversions take registers.
+    Rule(
+        "a cache",
+        lambda p: _is_mma_sync(p) and p.cache is not None,
+        {
+            "forward": {128: Tile(64, 32, 4, 3)},
+        },
+    ),
+    # The usual tiles, measured on an H200 in bf16 (docs/benchmarks.md). At 128 columns and above
+    # one program with eight warps fills a multiprocessor.
+    Rule(
+        "",
+        _is_wgmma,
+        _with_both(
+            {
+                "forward": {
+                    64: Tile(64, 128, 4, 2),
+                    128: Tile(128, 128, 8, 2),
+                    256: Tile(128, 64, 8, 2),
+                    512: Tile(64, 32, 8, 2),
+                },
+                "decode": {
+                    64: Tile(128, 128, 4, 3),
+                    128: Tile(64, 64, 4, 3),
+                    256: Tile(64, 32, 4, 2),
+                    512: Tile(16, 32, 4, 2),
+                },
+                "grad_query": {
+                    64: Tile(64, 64, 4, 3),
+                    128: Tile(128, 64, 8, 3),
+                    256: Tile(128, 64, 8, 1),
+                    512: Tile(32, 32, 8, 1),
+                },
+                "grad_key_value": {
+                    64: Tile(64, 64, 4, 3),
+                    128: Tile(64, 128, 8, 2),
+                    256: Tile(32, 64, 8, 2),
+                    512: Tile(32, 32, 8, 1),
+                },
+                "grad_key": {256: Tile(32, 128, 8, 2), 512: Tile(32, 32, 8, 1)},
+                "grad_value": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 8, 1)},
+            }
+        ),
+    ),
+    # Ampere, Ada and sm_120: mma.sync keeps operands in registers, so tiles are smaller.
+    Rule(
+        "",
+        lambda p: True,
+        _with_both(
+            {
+                "forward": {
+                    64: Tile(128, 64, 4, 3),
+                    128: Tile(128, 32, 4, 3),
+                    256: Tile(64, 32, 4, 2),
+                    512: Tile(32, 16, 4, 1),
+                },
+                "decode": {
+                    64: Tile(64, 64, 4, 3),
+                    128: Tile(64, 32, 4, 3),
+                    256: Tile(32, 32, 4, 2),
+                    512: Tile(16, 16, 4, 2),
+                },
+                "grad_query": {
+                    64: Tile(64, 64, 4, 2),
+                    128: Tile(64, 32, 4, 2),
+                    256: Tile(32, 32, 8, 1),
+                    512: Tile(16, 16, 4, 1),
+                },
+                "grad_key_value": {
+                    64: Tile(64, 64, 4, 2),
+                    128: Tile(32, 64, 4, 2),
+                    256: Tile(16, 32, 4, 1),
+                    512: Tile(16, 16, 4, 1),
+                },
+            }
+        ),
+        measured=False,
+    ),
+)
 # What `mode="max-autotune"` adds to the table's choice.
 _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
     "forward": (
@@ -190,61 +334,20 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
 }
 
 
+def table_rule(kernel: Kernel, problem: Problem) -> Rule:
+    """The rule that decides about a kernel's tile."""
+    width = table_width(problem)
+    return next(r for r in RULES if width in r.tiles.get(kernel, {}) and r.when(problem))
+
+
 def table_tile(kernel: Kernel, problem: Problem) -> Tile:
     """The table's tile, before it is fitted to the device and the mask."""
-    width = max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
-    if problem.itemsize > 2:
-        return _lookup(_FLOAT32, kernel, width)
-    is_new = problem.device.capability[0] in (9, 10)
-    for table, applies in (_hopper_exceptions if is_new else _ampere_exceptions)(problem):
-        if applies and width in table.get(kernel, {}):
-            return table[kernel][width]
-    return _lookup(_HOPPER if is_new else _AMPERE, kernel, width)
+    return table_rule(kernel, problem).tiles[kernel][table_width(problem)]
 
 
-_Exceptions = tuple[tuple[dict[Kernel, dict[int, Tile]], bool], ...]
-
-
-def _ampere_exceptions(problem: Problem) -> _Exceptions:
-    return (
-        (_AMPERE_EXACT, problem.sums_exactly),
-        (_EXACT_SUMS, problem.sums_exactly),
-        (_NEWER_AMPERE_DROPOUT, _has_newer_triton(problem) and problem.dropout_p > 0.0),
-        (_AMPERE_DROPOUT, problem.dropout_p > 0.0),
-        (_AMPERE_CACHED, problem.cache is not None),
-    )
-
-
-def _hopper_exceptions(problem: Problem) -> _Exceptions:
-    """Also for Blackwell."""
-    few = splits.rows(problem) <= 16
-    is_newer = _has_newer_triton(problem) and problem.device.capability[0] == 9
-    return (
-        (_NEWER_EXACT, is_newer and problem.sums_exactly),
-        (_EXACT_SUMS, problem.sums_exactly),
-        (_NEWER_HOPPER, is_newer),
-        (_BLACKWELL, problem.device.capability[0] == 10),
-        (_HOPPER_BYTES, few and caches.stores_bytes(problem.cache)),
-        (_HOPPER_SMALL_PAGES, few and caches.looks_up_keys(problem.cache)),
-        (_HOPPER_DROPOUT, problem.dropout_p > 0.0),
-        (_HOPPER_FEW_ROWS, few),
-        (_HOPPER_PER_ELEMENT, problem.reads_per_element),
-        (_HOPPER_DENSE, _is_dense(problem)),
-    )
-
-
-def _has_newer_triton(problem: Problem) -> bool:
-    return problem.device.triton >= (3, 9)
-
-
-def _is_dense(problem: Problem) -> bool:
-    """Whether nothing but the products takes registers; a cache's addresses would."""
-    return problem.blocks is None and not problem.has_score_mod and problem.cache is None
-
-
-def _lookup(table: dict[Kernel, dict[int, Tile]], kernel: Kernel, width: int) -> Tile:
-    """A kernel that writes one of two gradients has its own tiles, or those of both."""
-    return table.get(kernel, table["grad_key_value"])[width]
+def table_width(problem: Problem) -> int:
+    """Width of the wider head, as the rules have it."""
+    return max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
 
 
 def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:

@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from flexhop.lowering.dialect import plan
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.tiles import search_tiles, smaller_tiles, table_tile
+from flexhop.lowering.portable.tiles import RULES, search_tiles, smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.offline.cubin import ARCHITECTURES
 from flexhop.options import KernelOptions, Tile
@@ -49,6 +50,20 @@ def test_the_last_step_of_the_ladder_fits_the_widest_problem(architecture, kerne
     fits = kernels.shared_memory(kernel, widest, last) <= widest.device.shared_memory
     assert fits == kernels.has_tile(kernel, widest)
     assert fits or widest.device.shared_memory < 110_000
+
+
+def test_reports_name_the_rule_that_gave_a_tile():
+    (usual,) = plan("forward", problem(80), KernelOptions())
+    assert usual.reason == "table for sm_80, torch.bfloat16, head size 64"
+    (drawn,) = plan("forward", problem(80, 128, dropout_p=0.1), KernelOptions())
+    assert drawn.reason == "table for sm_80, torch.bfloat16, head size 128, dropout (not measured)"
+    assert any(rule.reason == "no mask and no score_mod" and rule.measured for rule in RULES)
+
+
+def test_every_kernel_and_width_has_a_usual_tile():
+    last = RULES[-1]
+    assert not last.reason and last.when(problem(120))
+    assert {kernel for kernel, tiles in last.tiles.items() if 256 in tiles} == set(ALL_KERNELS)
 
 
 @pytest.mark.parametrize("start", [Tile(128, 128, 8, 3), Tile(16, 64, 4, 2), Tile(16, 16, 4, 1)])
