@@ -112,6 +112,15 @@ def test_relative_links_lead_somewhere(page: Path):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_lines_fit_100_columns(page: Path):
+    """Tables are exempt, and so are addresses, which cannot be broken."""
+    lines = enumerate(page.read_text().splitlines(), 1)
+    without_addresses = ((n, re.sub(r"https?://\S+|\]\([^)]*\)", "", text)) for n, text in lines)
+    wide = [n for n, text in without_addresses if len(text) > 100 and not text.startswith("|")]
+    assert wide == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=name_of)
 def test_named_files_exist(page: Path):
     spans = set(CODE_SPAN.findall(page.read_text()))
