@@ -20,7 +20,9 @@ from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
 from flexhop.ops.dispatch import run_cached_operator, run_operator
+from flexhop.ops.dropout import place
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
+from flexhop.ops.replicated import shared_seed
 from flexhop.ops.sharding import SLOT, VIEW
 from flexhop.ops.sinks import add_sinks
 from flexhop.options import FlexKernelOptions, KernelOptions
@@ -272,7 +274,7 @@ def attend(
         mistake = dropout.mistake(query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
-        dropout.p if mistake is None else 0, sum_groups,
+        dropout.p if mistake is None else 0, sum_groups, first,
     )  # fmt: skip
     operands = (query, key, value, score_mod, mask_mod)
     wants_lse = return_lse or sinks is not None or (return_aux is not None and return_aux.lse)
@@ -307,11 +309,25 @@ def _run(
         return context.run(args, call, block_mask, wants_lse)
     if cache is None:
         seed = dropout.operand(operands[0]) if call.mistake is None else ()
+        if seed and call.sum_groups:
+            seed, call = _seed_of_all(seed[0], dropout, call, operands)
         args = AttentionArgs(*operands, blocks, 0.0, {}, dropout_seed=seed)
         return run_operator(args, call)
     return run_cached_operator(
         CachedArgs(*operands, cache.key_mod, cache.value_mod, blocks, cache.pages, 0.0, {}), call
     )
+
+
+def _seed_of_all(
+    seed: Tensor, dropout: Dropout, call: Call, operands: tuple[Any, ...]
+) -> tuple[tuple[Tensor], Call]:
+    """The seed of a call whose other batches and heads are on other ranks."""
+    if dropout.seed is None:
+        seed = shared_seed(seed, call.sum_groups)
+    counts = [(operand.size(2) + 15) // 16 for operand in operands[:2]]
+    groups = torch.cat([torch.arange(count, device=seed.device) for count in counts])
+    placed = place(seed, call.first, groups)
+    return (placed,), call._replace(dropout_groups=counts[0])
 
 
 def _cache_mistake() -> Mistake:

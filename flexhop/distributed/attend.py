@@ -12,6 +12,7 @@ from flexhop.distributed.views import Part, View
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call
 from flexhop.ops.dispatch import run_operator
+from flexhop.ops.dropout import place
 
 Results = tuple[Tensor, Tensor, Tensor]
 
@@ -126,12 +127,17 @@ def _call(
         places: of the call's heads.
         heads: which of how many groups of heads it is.
     """
+    call = call._replace(mask=part.facts)
+    if args.dropout_seed:
+        first = call.first[0], call.first[1] + places.head
+        args = args._replace(dropout_seed=(place(args.dropout_seed[0], first, part.groups),))
+        call = call._replace(dropout_groups=places.query.size(0) // 16)
     local = args._replace(
         score_mod=global_score_mod(args.score_mod, places),
         mask_mod=global_mask_mod(args.mask_mod, places),
         blocks=_heads_of(part.blocks, heads),
     )
-    return run_operator(local, call._replace(mask=part.facts))
+    return run_operator(local, call)
 
 
 def _heads_of(blocks: tuple[Tensor, ...], heads: tuple[int, int]) -> tuple[Tensor, ...]:

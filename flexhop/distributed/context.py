@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexhop.compat import collectives
 from flexhop.distributed.attend import attend_view
 from flexhop.distributed.gradients import gather_parts
 from flexhop.distributed.packed import PackedSequences
@@ -22,7 +21,7 @@ from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call, agree_on_shapes, note_mistake
 from flexhop.ops.dispatch import run_operator
 from flexhop.ops.dropout_seed import Dropout
-from flexhop.ops.replicated import sum_gradient
+from flexhop.ops.replicated import shared_seed, sum_gradient
 from flexhop.ops.sharding import SLOT, VIEW
 from flexhop.sequences.ranges import Packing
 from flexhop.sequences.row_tables import RowTables, local_mask_mod, range_mask
@@ -102,10 +101,7 @@ class _Rank:
         drawn = dropout.operand(query)
         if not drawn or dropout.seed is not None:
             return drawn
-        seed = drawn[0]
-        for group in self.everyone.split(","):
-            seed = collectives.from_first(seed, group)
-        return (seed,)
+        return (shared_seed(drawn[0], self.everyone),)
 
 
 class context_parallel:

@@ -103,8 +103,11 @@ def read_masks(masks: Any, length: int | None) -> dict[str, MaskGrid]:
 
 
 def common_unit(grids: Mapping[str, MaskGrid]) -> int:
-    """Tokens of a unit: the least common multiple of all block sizes."""
-    return math.lcm(*(size for grid in grids.values() for size in grid.block))
+    """Tokens of a unit: the least common multiple of all block sizes, and of 16.
+
+    Dropout is drawn for 16 queries and keys at once (ops/dropout.py), which stay together.
+    """
+    return math.lcm(16, *(size for grid in grids.values() for size in grid.block))
 
 
 def _words(name: str) -> str:

@@ -19,7 +19,8 @@ from flexhop.ops.call import MaskFacts
 class Part(NamedTuple):
     """One call of attention: which keys, where they stand, and which blocks are visited.
 
-    tokens: keys of the call.
+    tokens: keys of the call. groups: for dropout, by 16 queries and then by 16 keys their places
+    in the sequence, see ops.dropout.place.
     """
 
     route: Route
@@ -27,6 +28,7 @@ class Part(NamedTuple):
     places: Places
     blocks: tuple[Tensor, ...]
     facts: MaskFacts
+    groups: Tensor
 
 
 class View(NamedTuple):
@@ -74,7 +76,14 @@ def _part(plan: Plan, name: str, rank: int, route: Route, device: torch.device) 
     blocks, _, facts = mask_operands(mask)
     assert facts is not None
     placed = Route(*(_on(field, device) for field in route))._replace(counts=route.counts)
-    return Part(placed, tokens, places, tuple(t.to(device) for t in blocks), facts)
+    groups = _dropout_groups(plan, rank // plan.heads, route).to(device)
+    return Part(placed, tokens, places, tuple(t.to(device) for t in blocks), facts, groups)
+
+
+def _dropout_groups(plan: Plan, group: int, route: Route) -> Tensor:
+    each = plan.unit // 16
+    units = torch.cat((plan.own[group], route.columns.clamp(min=0)))
+    return (units[:, None] * each + torch.arange(each)).flatten()
 
 
 def _on(field: object, device: torch.device) -> object:

@@ -21,6 +21,7 @@ _OWN_OPTIONS = (
     "flexhop",
     "return_max",
     "dropout_p",
+    "dropout_groups",
     "deterministic",
     "sum_groups",
     "q_block_size",
@@ -123,6 +124,7 @@ def make_problem(
         is_key_multiple=sizes.is_key_multiple,
         key_len_varies=sizes.key_len_varies,
         dropout_p=float(args.options.get("dropout_p", 0.0)),
+        dropout_groups=int(args.options.get("dropout_groups", 0)),
         is_deterministic=bool(args.options.get("deterministic")),
     )
 

@@ -133,6 +133,7 @@ class Problem:
     mask_uses_head: bool = False
     mask_band: Band | None = None
     dropout_p: float = 0.0
+    dropout_groups: int = 0  # of queries, in a placed seed (ops/dropout.py); 0: none is
     is_deterministic: bool = False
     key_len_varies: bool = False
     bulk_obstacle: str = ""

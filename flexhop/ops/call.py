@@ -70,6 +70,8 @@ class Call(NamedTuple):
     mistake: Mistake | None = None  # that another front door found
     dropout_p: float = 0
     sum_groups: str = ""  # process groups over which gradients of captured tensors are summed
+    first: tuple[int, int] = (0, 0)  # the batch and head that the call counts as 0
+    dropout_groups: int = 0  # 16 queries each that a placed seed has (ops/dropout.py); 0: none is
     agree_groups: str = ""  # process groups whose ranks make the same call
 
 
@@ -98,6 +100,8 @@ def prepare(
         raise errors.OptionValueError(name="dropout_p", value=dropout_p, allowed=PROBABILITIES)
     if dropout_p > 0.0:
         wire["dropout_p"] = dropout_p
+        if call.dropout_groups:
+            wire["dropout_groups"] = int(call.dropout_groups)
     if _is_determinism_required():
         wire["deterministic"] = True
     if call.sum_groups:

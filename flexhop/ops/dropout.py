@@ -81,6 +81,37 @@ def is_kept(seed: Tensor, dropout_p: float, index: tuple[Tensor, ...]) -> Tensor
     return random_bits(seed, index) >= threshold(dropout_p)
 
 
+def place(seed: Tensor, first: tuple[int, int], groups: Tensor) -> Tensor:
+    """The operand of a call whose numbers of batches, heads and tokens are not those of the mask.
+
+    Args:
+        seed: [2] int64.
+        first: the batch and the query head that the call counts as 0.
+        groups: int64, by 16 queries of the call, and then by 16 keys, the number of 16 queries or
+            keys of the mask.
+
+    Returns:
+        [4 + groups] int64: seed, first, groups. `dropout_groups` of the operator's options says
+        how many groups are of queries.
+    """
+    numbers = [seed.new_full((1,), number) for number in first]
+    return torch.cat((seed, *numbers, groups))
+
+
+def _placed(
+    seed: Tensor, queries: int, index: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where weights of a call stand in the mask; templates/mods/dropout.py.jinja says the same."""
+    b, h, q_idx, kv_idx = (tensor.long() for tensor in index)
+    groups = seed[4:]
+    return (
+        b + seed[2],
+        h + seed[3],
+        (groups[q_idx >> 4] << 4) | (q_idx & 15),
+        (groups[queries + (kv_idx >> 4)] << 4) | (kv_idx & 15),
+    )
+
+
 def drop(
     weights: Tensor, seed: tuple[Tensor, ...], options: dict[str, Any], index: tuple[Tensor, ...]
 ) -> Tensor:
@@ -94,6 +125,8 @@ def drop(
     if not seed:
         return weights
     dropout_p = float(options["dropout_p"])
+    if "dropout_groups" in options:
+        index = _placed(seed[0], int(options["dropout_groups"]), index)
     b, h, q_idx, kv_idx = index
     grid = (b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
     return torch.where(is_kept(seed[0], dropout_p, grid), weights / (1.0 - dropout_p), 0.0)

@@ -47,6 +47,13 @@ def sum_over_all(tensor: Tensor, groups: str) -> Tensor:
     return tensor
 
 
+def shared_seed(seed: Tensor, groups: str) -> Tensor:
+    """The seed of the first rank, on all ranks of some groups."""
+    for group in groups.split(","):
+        seed = collectives.from_first(seed, group)
+    return seed
+
+
 def with_summed_gradients(
     score_mod: Callable[..., Tensor], query: Tensor, groups: str
 ) -> Callable[..., Tensor]:

@@ -45,20 +45,27 @@ def _whole(kv_heads: int) -> tuple[list[Tensor], Any, Tensor]:
     return [*operands, normal(2, HEADS), normal(HEADS)], mask, normal(2, HEADS, LENGTH, WIDTH)
 
 
-def _attend(query: Any, key: Any, value: Any, slopes: Any, sinks: Any, mask: Any) -> Any:
+def _attend(
+    query: Any, key: Any, value: Any, slopes: Any, sinks: Any, mask: Any, dropout_p: float = 0
+) -> Any:
+    seed = torch.tensor([8, 15], device=DEVICE) if dropout_p else None
+
     def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s - slopes[b, h].exp() * (q - k)
 
     out, aux = flexhop.flex_attention(
-        query, key, value, alibi, mask, enable_gqa=True, return_aux=AUX, sinks=sinks
-    )
+        query, key, value, alibi, mask, enable_gqa=True, return_aux=AUX, sinks=sinks,
+        dropout_p=dropout_p, dropout_seed=seed,
+    )  # fmt: skip
     # A compiled graph of DTensors wants a gradient for every result that could have one.
     return out, aux.lse.detach(), aux.max_scores
 
 
-def _reference(leaves: list[Tensor], mask: Any, grad: Tensor) -> list[Tensor]:
+def _reference(
+    leaves: list[Tensor], mask: Any, grad: Tensor, dropout_p: float = 0
+) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in leaves]
-    results = _attend(*leaves, mask)
+    results = _attend(*leaves, mask, dropout_p)
     return [*(t.detach() for t in results), *torch.autograd.grad(results[0], leaves, grad)]
 
 
@@ -67,14 +74,15 @@ def _full(tensor: Any) -> Tensor:
 
 
 def check_placements(
-    name: str, *, backend: str | None = None, kv_heads: int = KV_HEADS, captures: str = "plain"
-) -> None:
+    name: str, *, backend: str | None = None, kv_heads: int = KV_HEADS, captures: str = "plain",
+    dropout_p: float = 0,
+) -> None:  # fmt: skip
     """DTensor operands, eager or compiled, captured tensors plain or DTensors."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
     placements = PLACEMENTS[name]
     of_keys = [p if kv_heads > 1 or p != Shard(1) else Replicate() for p in placements]
     leaves, mask, grad = _whole(kv_heads)
-    exact = _reference(leaves, mask, grad)
+    exact = _reference(leaves, mask, grad, dropout_p)
     parts: list[Any] = [
         distribute_tensor(t, mesh, p).requires_grad_()
         for t, p in zip(leaves[:3], (placements, of_keys, of_keys), strict=True)
@@ -83,7 +91,7 @@ def check_placements(
     if captures == "dtensor":
         tail = [distribute_tensor(t, mesh, [Replicate()] * 2).requires_grad_() for t in leaves[3:]]
     call = _attend if backend is None else torch.compile(_attend, fullgraph=True, backend=backend)
-    results = call(*parts, *tail, mask)
+    results = call(*parts, *tail, mask, dropout_p)
     assert tuple(results[0].placements) == tuple(placements)
     whole_grad = distribute_tensor(grad, mesh, placements)
     grads = torch.autograd.grad(results[0], [*parts, *tail], whole_grad)
@@ -98,6 +106,11 @@ def check_captured_dtensors() -> None:
 def check_shared_keys() -> None:
     """One key head for all ranks."""
     check_placements("batch and heads", kv_heads=1)
+
+
+def check_dropout() -> None:
+    """The mask of one process."""
+    check_placements("batch and heads", dropout_p=0.3)
 
 
 def check_compiled() -> None:

@@ -19,6 +19,10 @@ def test_keys_of_one_head_are_shared(fleet_of_4):
     fleet_of_4.run(tasks.check_shared_keys)
 
 
+def test_dropout_is_that_of_one_process(fleet_of_4):
+    fleet_of_4.run(tasks.check_dropout)
+
+
 def test_compiled(fleet_of_4):
     fleet_of_4.run(tasks.check_compiled)
 

@@ -126,7 +126,9 @@ def _dropout(call: KernelCall, kernel: Kernel) -> inductor.Dropout | None:
         dropout_p = call.problem.dropout_p
         # Rows of decode are of several heads.
         in_groups = kernel != "decode" and kernels.tiles_keep_groups(call.problem)
+        queries = call.problem.dropout_groups
+        groups = (queries, seed.get_size()[0] - 4 - queries) if queries else None
         return inductor.Dropout(
-            seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups
+            seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups, groups
         )
     return None

@@ -69,17 +69,29 @@ class Dropout(NamedTuple):
     """Which weights a kernel drops; see flexhop/ops/dropout.py.
 
     seed: name of its buffer. threshold: of the random words. factor: of the weights that are
-    kept. in_groups: whether tiles begin at multiples of 16 queries and keys.
+    kept. in_groups: whether tiles begin at multiples of 16 queries and keys. groups: of queries
+    and of keys, in a placed seed; None if positions are those of the mask.
     """
 
     seed: str
     threshold: int
     factor: float
     in_groups: bool
+    groups: tuple[Expr, Expr] | None = None
 
 
 def draw_kept(kernel: Any, dropout: Dropout, q_idx: str, kv_idx: str) -> str:
     """A line that follows another one: which weights of a tile are kept."""
     seed = kernel.args.input(dropout.seed)
     rest = f"{dropout.threshold}, {dropout.in_groups}"
-    return f"\nkept = draw_dropout({seed}, b, h, {q_idx}, {kv_idx}, {rest})"
+    place = f"b, h, {q_idx}, {kv_idx}"
+    if dropout.groups is not None:
+        queries, keys = (
+            kernel.kexpr(kernel.rename_indexing(sympy.sympify(n))) for n in dropout.groups
+        )
+        place = (
+            f"b + tl.load({seed} + 2).to(tl.int32), h + tl.load({seed} + 3).to(tl.int32), "
+            f"in_mask({seed} + 4, {q_idx}, {queries}), "
+            f"in_mask({seed} + 4 + {queries}, {kv_idx}, {keys})"
+        )
+    return f"\nkept = draw_dropout({seed}, {place}, {rest})"
