@@ -1,5 +1,6 @@
 """What `import flexhop` brings in, in a fresh interpreter, and who may know private PyTorch."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -27,6 +28,23 @@ def test_import_is_light():
         "-c", "import sys, flexhop; print('torch._inductor.select_algorithm' in sys.modules)"
     )
     assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr
+
+
+def test_the_readme_of_compat_says_what_is_imported():
+    """Every file is named once, and those that `import flexhop` loads are in the first table."""
+    folder = ROOT / "flexhop" / "compat"
+    text = (folder / "README.md").read_text().split("## Rules")[0]
+    tables = [
+        re.findall(r"`(\w+)\.py`", "\n".join(re.findall(r"^\| (`.*?) \|", part, re.M)))
+        for part in text.split("## Imported when needed")
+    ]
+    files = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    assert sorted(tables[0] + tables[1]) == files
+    code = (
+        "import sys, flexhop; print(*(m for m in sys.modules if m.startswith('flexhop.compat.')))"
+    )
+    loaded = run_python("-c", code).stdout.split()
+    assert sorted(tables[0]) == sorted(name.removeprefix("flexhop.compat.") for name in loaded)
 
 
 def test_import_is_silent():
