@@ -31,3 +31,43 @@ DISTANCES = {
     "add alpha": lambda q, k: torch.add(q, k, alpha=-1) + (LENGTH - 1),
     "neg": lambda q, k: torch.neg(k - q) + LENGTH - 1,
 }
+SLOPES = torch.ones(4)
+IDS = torch.arange(LENGTH) // 50
+LINES = {  # ALiBi
+    "plain": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "minus": lambda s, b, h, q, k: s - SLOPES[h] * (q - k),
+    "factor last": lambda s, b, h, q, k: s + (k - q) * SLOPES[h],
+    "floats": lambda s, b, h, q, k: s + SLOPES[h] * (k.float() - q.float()),
+    "float": lambda s, b, h, q, k: s + SLOPES[h] * (k - q).float(),
+    "products": lambda s, b, h, q, k: s + SLOPES[h] * k - SLOPES[h] * q,
+    "negative slope": lambda s, b, h, q, k: s + (-SLOPES[h]) * (q - k),
+    "negative": lambda s, b, h, q, k: s + SLOPES[h] * -(q - k),
+    "rsub": lambda s, b, h, q, k: s + SLOPES[h] * torch.rsub(q, k),
+    "alpha": lambda s, b, h, q, k: torch.add(s, (q - k) * SLOPES[h], alpha=-1),
+    "long": lambda s, b, h, q, k: s + SLOPES[h] * (k.long() - q.long()),
+    "addcmul": lambda s, b, h, q, k: torch.addcmul(s, SLOPES[h], (k - q).float()),
+}
+MAGNITUDES = {  # ALiBi in both directions
+    "abs": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+    "abs of the opposite": lambda s, b, h, q, k: s - SLOPES[h] * torch.abs(k - q),
+    "maximum": lambda s, b, h, q, k: s - SLOPES[h] * torch.maximum(q - k, k - q),
+    "minimum": lambda s, b, h, q, k: s + SLOPES[h] * torch.minimum(q - k, k - q),
+    "where": lambda s, b, h, q, k: s - SLOPES[h] * torch.where(q >= k, q - k, k - q),
+    "where less": lambda s, b, h, q, k: s - SLOPES[h] * torch.where(q < k, k - q, q - k),
+    "maximum less minimum": lambda s, b, h, q, k: (
+        s - SLOPES[h] * (torch.maximum(q, k) - torch.minimum(q, k))
+    ),
+    "floats": lambda s, b, h, q, k: s - SLOPES[h] * (q.float() - k.float()).abs(),
+    "shifted": lambda s, b, h, q, k: s - SLOPES[h] * ((q + 3) - (k + 3)).abs(),
+    "sign": lambda s, b, h, q, k: s - SLOPES[h] * ((q - k) * torch.sign(q - k)),
+}
+DOCUMENTS = {
+    "and": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
+    "causal first": lambda b, h, q, k: (q >= k) & (IDS[q] == IDS[k]),
+    "key first": lambda b, h, q, k: (k <= q) & (IDS[k] == IDS[q]),
+    "not or": lambda b, h, q, k: ~((IDS[q] != IDS[k]) | (q < k)),
+    "where": lambda b, h, q, k: torch.where(q >= k, IDS[q] == IDS[k], False),
+    "difference": lambda b, h, q, k: (IDS[q] - IDS[k] == 0) & (q - k >= 0),
+    "logical": lambda b, h, q, k: torch.logical_and(torch.eq(IDS[q], IDS[k]), torch.ge(q, k)),
+    "product": lambda b, h, q, k: (IDS[q] == IDS[k]) * (q >= k),
+}

@@ -22,6 +22,7 @@ from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
 from flexhop.analysis.graph import Mod, read_graph
 from flexhop.analysis.interval import INDICES, Interval, point
+from flexhop.analysis.magnitudes import with_magnitudes
 from flexhop.analysis.spans import Span, find_span
 from flexhop.analysis.tables import OutOfRange, Tables
 from flexhop.analysis.trace import Untraceable, trace
@@ -65,4 +66,5 @@ __all__ = [
     "read_graph",
     "trace",
     "truth_of",
+    "with_magnitudes",
 ]

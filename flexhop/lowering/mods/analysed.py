@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
-from flexhop.analysis import INDICES, Analysis, analyse
+from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
 from flexhop.lowering.mods.relative import graph_of
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
 # Kernels compute with positions in fp32, which holds every integer below this (strength.py).
 _LENGTH = 2**24
-_known: weakref.WeakKeyDictionary[fx.GraphModule, Analysis] = weakref.WeakKeyDictionary()
+_SIZES = {"q": _LENGTH, "k": _LENGTH}
+_RECENT = 64  # graphs of which the facts are remembered: those of a few calls
 
 
-def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
-    """The facts about a subgraph operand, for kernels.
+def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
+    """The graph behind a subgraph operand, as kernels compute it: the same for all spellings.
 
     Args:
         mod: (*inputs, *captures) -> value or values.
         inputs: INDICES of a mask_mod, SCORE of a score_mod, JOINT of a joint graph.
     """
-    graph = graph_of(mod)
-    if graph not in _known:
-        _known[graph] = analyse(graph, inputs, {"q": _LENGTH, "k": _LENGTH})
-    return _known[graph]
+    return _kernel_graph(graph_of(mod), inputs)
+
+
+@functools.lru_cache(maxsize=_RECENT)
+def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
+    return with_magnitudes(graph, inputs, _SIZES)
+
+
+def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
+    """The facts about a subgraph operand, for kernels; arguments of `kernel_graph`."""
+    return _analysed(kernel_graph(mod, inputs), inputs)
+
+
+@functools.lru_cache(maxsize=_RECENT)
+def _analysed(graph: fx.GraphModule, inputs: tuple[str, ...]) -> Analysis:
+    return analyse(graph, inputs, _SIZES)
 
 
 def positions_of(found: Analysis, values: Iterable[Any]) -> tuple[bool, bool]:

@@ -173,6 +173,15 @@ def _multiply(rules: _Derivative, node: fx.Node) -> Slope:
     return rules.sum(rules.product(rules.of(left), right), rules.product(rules.of(right), left))
 
 
+def _add_product(rules: _Derivative, node: fx.Node) -> Slope:
+    """aten.addcmul(a, b, c) = a + value * b * c."""
+    addend, left, right = node.args[:3]
+    if not set(node.kwargs) <= {"value"} or _is_size(node.kwargs.get("value")):
+        return None
+    slope = rules.sum(rules.product(rules.of(left), right), rules.product(rules.of(right), left))
+    return rules.sum(rules.of(addend), rules.product(node.kwargs.get("value", 1), slope))
+
+
 def _divide(rules: _Derivative, node: fx.Node) -> Slope:
     left, right = node.args[:2]
     has_rounding = bool(node.kwargs)
@@ -211,6 +220,7 @@ _RULES: dict[Any, Callable[[_Derivative, fx.Node], Slope]] = {
     aten.rsub: _subtract_from,
     aten.neg: _negate,
     aten.mul: _multiply,
+    aten.addcmul: _add_product,
     aten.abs: _bend,
     aten.div: _divide,
     aten._to_copy: _convert,

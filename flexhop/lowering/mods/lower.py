@@ -11,12 +11,11 @@ from torch import fx
 
 from flexhop.analysis import INDICES
 from flexhop.compat import inductor
-from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, positions_of
+from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
 from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.indices import Range, wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
-from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import float_positions
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
@@ -80,7 +79,7 @@ def lower_mods(
     sizes: Sequence[Any] | None = None,
 ) -> ModBuffers:
     """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
-    score_graph, mask_graph = graph_of(score), graph_of(mask)
+    score_graph, mask_graph = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
     first, *indices = _score_inputs(device)
     fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
     (score_buffer,) = inductor.lower_pointwise(
@@ -93,7 +92,7 @@ def lower_mods(
 
 def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
     """Lower slope and bend of the line over keys that a score_mod adds; 0 if it adds none."""
-    graph = graph_of(score)
+    graph = kernel_graph(score, SCORE)
     parts = (part or zero(graph) for part in key_line(graph) or (None, None))
     safe_parts = [wrap_reads(part, _position_ranges(1)) for part in parts]
     inputs = [*_score_inputs(device), *captures]
@@ -108,7 +107,7 @@ def _score_inputs(device: torch.device) -> list[Any]:
 
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     """The facts of both user functions."""
-    score, mask = graph_of(score), graph_of(mask)
+    score, mask = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
     reads = _read_positions(score)
     mask_depends = _depends(mask)
     line = None if is_identity(score) else key_line(score)
@@ -130,7 +129,7 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
 
 def read_joint(joint: Any) -> JointFacts:
     """The facts of a joint graph."""
-    graph = graph_of(joint)
+    graph = kernel_graph(joint, JOINT)
     found = analysed(graph, JOINT)
     reads_score = "score" in found.forms.of_all(found.mod.results)
     return JointFacts(
@@ -176,7 +175,7 @@ def lower_joint(
         inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device)
         for n in names
     ]
-    graph = wrap_reads(graph_of(joint), _position_ranges(1), sites)
+    graph = wrap_reads(kernel_graph(joint, JOINT), _position_ranges(1), sites)
     return inductor.lower_pointwise(
         float_positions(graph), [*inputs, *captures], "the gradient of score_mod"
     )
@@ -191,7 +190,7 @@ def _output(graph: fx.GraphModule) -> Any:
 
 def joint_outputs(joint: Any) -> Sequence[Any]:
     """What a joint graph returns: the gradient of the score, then what its sites need."""
-    return cast("Sequence[Any]", graph_of(joint).graph.output_node().args[0])
+    return cast("Sequence[Any]", kernel_graph(joint, JOINT).graph.output_node().args[0])
 
 
 def _value_of(result: Any) -> Any:

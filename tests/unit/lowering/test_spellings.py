@@ -1,0 +1,67 @@
+"""Mods that are one mod have the same facts, so that they take the same kernel."""
+
+import pytest
+import torch
+
+from flexhop.compat.inline import decompose
+from flexhop.lowering.mods.captured import read_sites
+from flexhop.lowering.mods.lower import read_joint, read_mods
+from flexhop.mods.functions import noop_mask
+from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
+from tests.spellings import DISTANCES, DOCUMENTS, LENGTH, LINES, MAGNITUDES, WINDOWS
+
+QUERY = torch.zeros(1, 4, LENGTH, 64, dtype=torch.bfloat16)
+SCORES = [*(("line", name) for name in LINES), *(("magnitude", name) for name in MAGNITUDES)]
+MASKS = [*(("window", name) for name in WINDOWS), *(("document", name) for name in DOCUMENTS)]
+KINDS = {"line": LINES, "magnitude": MAGNITUDES, "window": WINDOWS, "document": DOCUMENTS}
+
+
+def facts(score, mask, captures=()):
+    """What kernels are chosen by; costs count operators and differ by one or two."""
+    traced = (
+        decompose(trace_score(score, QUERY, captures)),
+        decompose(trace_mask(mask, QUERY, ())),
+    )
+    joint = trace_joint(score, QUERY, captures)
+    lowered = decompose(joint.joint)
+    found = read_mods(*traced)
+    assert found.score_cost < 12
+    return (
+        found._replace(score_cost=0.0),
+        read_joint(lowered)._replace(grad_cost=0.0),
+        read_sites(lowered, joint.sites),
+    )
+
+
+def identity(score, b, h, q, k):
+    return score
+
+
+@pytest.mark.parametrize(("kind", "name"), SCORES)
+def test_score_mods(kind, name):
+    first, *_ = KINDS[kind].values()
+    found = facts(KINDS[kind][name], noop_mask)
+    assert found == facts(first, noop_mask)
+    assert found[0].has_key_slope and found[0].has_key_bend == (kind == "magnitude")
+
+
+@pytest.mark.parametrize(("kind", "name"), MASKS)
+def test_mask_mods(kind, name):
+    first, *_ = KINDS[kind].values()
+    found = facts(identity, KINDS[kind][name])
+    assert found == facts(identity, first)
+    assert (found[0].mask_band is not None) == (kind == "window")
+
+
+def reading(distance):
+    return lambda s, b, h, q, k, table: s + table[h, distance(q, k)]
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_tables_by_distance(name):
+    table = (torch.zeros(4, 2 * LENGTH - 1, requires_grad=True),)
+    first, *_ = DISTANCES.values()
+    found, expected = (
+        facts(reading(distance), noop_mask, table) for distance in (DISTANCES[name], first)
+    )
+    assert found == expected and found[2] == ("distance",)
