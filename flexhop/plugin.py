@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop import compat, debug, mods
-from flexhop.compat import dynamo, dynamo_cached
+from flexhop.compat.imports import after_import
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import NoTritonError
 from flexhop.ops import call
@@ -40,6 +40,14 @@ def install(*, lowering: bool = False) -> None:
 def _install_operators() -> None:
     compat.check_torch_version()
     debug.wanted()  # a wrong name is refused at import, not inside the compiler
+    SLOT.attend_dtensors = _attend_dtensors
+    after_import("torch._dynamo", _install_trackers)
+
+
+def _install_trackers() -> None:
+    # Dynamo costs seconds to import: not before somebody compiles.
+    from flexhop.compat import dynamo, dynamo_cached
+
     rules = dynamo.ModRules(
         prepare=_prepare,
         prepare_cached=_prepare_cached,
@@ -49,7 +57,6 @@ def _install_operators() -> None:
         on_trace=_expect_graph,
         index_mode=IndexMode,
     )
-    SLOT.attend_dtensors = _attend_dtensors
     dynamo.register(attention.name(), attention_backward.name(), rules)
     dynamo_cached.register(cached_attention.name())
 

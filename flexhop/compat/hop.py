@@ -45,10 +45,10 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
 from flexhop import debug
 from flexhop.compat import shared
+from flexhop.compat.imports import after_import
 from flexhop.errors import FlexhopError
 
 __all__ = [
@@ -225,14 +225,19 @@ def register_flops(op: Operator, formula: Callable[..., int]) -> None:
     2.11 to 2.14 hand a NotImplemented of the mode to the caller and 2.11's `register_flop_formula`
     refuses operators, hence the registry and a rule of our own; 2.15 would look in the registry.
     """
-    flop_registry[op] = formula
 
     def rule(mode: Any, *operands: Any) -> Any:
         result = op(*operands)
         mode.counter._count_flops(op, result, operands, {})
         return result
 
-    op.py_impl(_FlopCounterMode)(rule)
+    def register() -> None:
+        from torch.utils import flop_counter
+
+        flop_counter.flop_registry[op] = formula
+        op.py_impl(flop_counter._FlopCounterMode)(rule)
+
+    after_import("torch.utils.flop_counter", register)  # it imports Triton, which takes a while
 
 
 def register_refusal(op: Operator, transform: str, error: Callable[[], Exception]) -> None:

@@ -23,11 +23,27 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_import_is_light():
-    """Inductor costs seconds; it waits for the first compiled graph."""
-    result = run_python(
-        "-c", "import sys, flexhop; print('torch._inductor.select_algorithm' in sys.modules)"
-    )
-    assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr
+    """Dynamo, Inductor and Triton cost seconds; they wait until somebody compiles."""
+    heavy = ("torch._dynamo", "torch._inductor", "triton", "sympy")
+    code = f"import sys, flexhop; print([m for m in {heavy} if m in sys.modules])"
+    result = run_python("-c", code)
+    assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
+
+
+@pytest.mark.parametrize("first", ["flexhop", "torch._dynamo", "torch.utils.flop_counter"])
+def test_the_order_of_imports_does_not_matter(first: str):
+    """Dynamo and the counter of operations learn of the operators when they are imported."""
+    code = f"""
+import {first}, torch, flexhop, sys
+from torch.utils.flop_counter import flop_registry
+query = torch.randn(1, 2, 32, 16)
+compiled = torch.compile(flexhop.flex_attention, backend="eager", fullgraph=True)
+assert torch.allclose(compiled(query, query, query), flexhop.flex_attention(query, query, query))
+counted = flexhop.ops.forward.attention in flop_registry
+print(counted, torch._dynamo.__spec__.loader.__class__.__module__)
+"""
+    result = run_python("-W", "ignore", "-c", code)
+    assert result.stdout.split() == ["True", "_frozen_importlib_external"], result.stderr
 
 
 def test_the_readme_of_compat_says_what_is_imported():

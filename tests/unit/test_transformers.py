@@ -1,5 +1,6 @@
 """attn_implementation="flexhop": what transformers' eager attention computes, for each kind."""
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ def padding(side: str) -> Tensor:
     return mask
 
 
+def needs_image_spans_in_chunks() -> None:
+    """5.17 hands block_sequence_ids to a function that does not take them, `eager` included."""
+    taken = inspect.signature(masking_utils.create_chunked_causal_mask).parameters
+    if "block_sequence_ids" not in taken:
+        pytest.skip(f"transformers {transformers.__version__} fails here with eager too")
+
+
 PACKED = torch.cat([torch.arange(19), torch.arange(24)])[None].expand(2, -1)
 INPUTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -109,6 +117,8 @@ def test_decoders_and_their_gradients(name: str, inputs: str) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "llama4"])
 def test_generation_with_caches(name: str, cache: str) -> None:
+    if (name, cache) == ("llama4", "static"):
+        needs_image_spans_in_chunks()
     model = decoder(name)
     arguments: dict[str, Any] = {
         "input_ids": tokens(), "attention_mask": padding("left"), "do_sample": False,
@@ -224,6 +234,8 @@ MASKS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", MASKS)
 def test_every_kind_of_mask(kind: str, inputs: str) -> None:
     maker, arguments = MASKS[kind]
+    if kind == "chunked, images":
+        needs_image_spans_in_chunks()
     config = transformers.LlamaConfig(**WIDTHS, sliding_window=9, attention_chunk_size=10)
     call = {
         "inputs_embeds": torch.zeros(2, 43, 8), "attention_mask": None, "past_key_values": None,
