@@ -5,6 +5,12 @@ Runs on torch.distributed: DeviceMesh, functional collectives, DTensor. See docs
 
 from flexhop.distributed.context import context_parallel
 from flexhop.distributed.cost import AttentionShape, Cost, Machine
+from flexhop.distributed.decode import (
+    decode_attention,
+    decode_mask,
+    local_lengths,
+    local_positions,
+)
 from flexhop.distributed.packed import PackedSequences
 from flexhop.distributed.plan import MaskPlan, Plan, make_plan
 from flexhop.distributed.tensor_parallel import (
@@ -12,6 +18,7 @@ from flexhop.distributed.tensor_parallel import (
     shift_mask_mod,
     shift_score_mod,
 )
+from flexhop.distributed.words import explain, picture
 from flexhop.ops.replicated import sum_gradient
 
 __all__ = [
@@ -22,8 +29,14 @@ __all__ = [
     "PackedSequences",
     "Plan",
     "context_parallel",
+    "decode_attention",
+    "decode_mask",
+    "explain",
     "local_block_mask",
+    "local_lengths",
+    "local_positions",
     "make_plan",
+    "picture",
     "shift_mask_mod",
     "shift_score_mod",
     "sum_gradient",

@@ -224,3 +224,67 @@ def check_captures() -> None:
             grads = differentiate(results, [*parts, fade], context.shard(*whole.grads, dim=2))
             found = [*context.unshard(*grads[:3], dim=2), context.unshard(grads[3], dim=1)]
         assert_equal(found, exact[3:])
+
+
+def _steps() -> tuple[list[Tensor], Tensor, Any, Any, int]:
+    """Queries of three steps, caches of 64 keys, lengths of which one is shorter than a chunk."""
+    generator = torch.Generator().manual_seed(2)
+    batch, capacity, steps = 3, 64, 3
+    sizes = ((batch, HEADS, steps, 8), (batch, 2, capacity, 8), (batch, 2, capacity, 8))
+    operands = [torch.randn(s, dtype=torch.float64, generator=generator).to(DEVICE) for s in sizes]
+    lengths = torch.tensor([57, 5, 33], device=DEVICE)
+
+    def place(b: Tensor, q: Tensor) -> Tensor:
+        return lengths[b] - steps + q
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s - 0.1 * (h + 1) * (place(b, q) - k)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= place(b, q)) & (place(b, q) - k < 40)
+
+    return operands, lengths, score_mod, mask_mod, steps
+
+
+def check_decode(chunk: int) -> None:
+    """A cache in one tensor."""
+    (query, key, value), _, score_mod, mask_mod, steps = _steps()
+    mesh, sinks = mesh_of(), torch.linspace(-1, 1, HEADS, dtype=torch.float64, device=DEVICE)
+    whole = flexhop.create_block_mask(
+        mask_mod, 3, None, steps, 64, device=DEVICE, BLOCK_SIZE=(16, 8)
+    )
+    exact = flexhop.flex_attention(
+        query, key, value, score_mod, whole, enable_gqa=True, return_aux=AUX, sinks=sinks
+    )
+    ranks, places = sharded.local_positions(torch.arange(64, device=DEVICE), chunk, mesh)
+    mine = torch.arange(64, device=DEVICE)[ranks == mesh.get_local_rank()]
+    assert torch.equal(places[mine], torch.arange(len(mine), device=DEVICE))
+    own = [t[:, :, mine] for t in (key, value)]
+    found = sharded.decode_attention(
+        query, *own, score_mod, sharded.decode_mask(whole, mesh, chunk), enable_gqa=True,
+        mesh=mesh, chunk=chunk, sinks=sinks, return_aux=AUX,
+    )  # fmt: skip
+    assert_equal([found[0], *found[1]], [exact[0], *exact[1]])
+
+
+def check_paged_decode() -> None:
+    """A cache in pages, which are the chunks; masked by its lengths alone."""
+    (query, key, value), lengths, score_mod, _, _ = _steps()
+    mesh, page = mesh_of(), 8
+    hidden = flexhop.create_block_mask(
+        lambda b, h, q, k: k < lengths[b], 3, None, 3, 64, device=DEVICE
+    )
+    exact = flexhop.flex_attention(query, key, value, score_mod, hidden, enable_gqa=True)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    pages = [
+        t.unflatten(2, (-1, page))[:, :, rank::ranks].transpose(1, 2).flatten(0, 1)
+        for t in (key, value)
+    ]
+    each = 64 // page // ranks
+    table = torch.arange(3 * each, device=DEVICE, dtype=torch.int32).view(3, each)
+    own = sharded.local_lengths(lengths, page, mesh)
+    page_table = flexhop.PageTable(table, page, own)
+    found = sharded.decode_attention(
+        query, *pages, score_mod, enable_gqa=True, mesh=mesh, page_table=page_table
+    )
+    assert_equal([found], [exact])

@@ -43,3 +43,12 @@ def test_autocast_and_repeatability(fleet_of_2, choice):
 
 def test_captures_of_which_ranks_have_parts(fleet_of_2):
     fleet_of_2.run(tasks.check_captures)
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_decode(fleet_of_4, chunk):
+    fleet_of_4.run(tasks.check_decode, chunk)
+
+
+def test_decode_from_pages(fleet_of_4):
+    fleet_of_4.run(tasks.check_paged_decode)

@@ -25,7 +25,8 @@ LAW: dict[str, set[str]] = {
     "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"}
     | {"compat"},
     "varlen": {"attention", "sequences", "mods", "ops"},
-    "distributed": {"attention", "sequences", "block_mask", "mods", "ops", "errors", "compat"},
+    "distributed": {"attention", "cache", "sequences", "block_mask", "mods", "ops", "errors"}
+    | {"compat"},
     "sdpa": {"attention", "sequences", "masks", "mods", "ops"},
     "flash": {"varlen", "attention", "cache", "sequences", "block_mask", "mods", "options", "ops"},
     "templates": set(),
