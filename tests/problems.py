@@ -47,6 +47,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
         "captured_reads": (),
         "mask_band": None,
         "cache": None,
+        "tangents": (),
         "is_query_multiple": lambda n: 1024 % n == 0,
         "is_key_multiple": lambda n: 1024 % n == 0,
     }
@@ -63,6 +64,8 @@ def launched_kernels(of: Problem) -> tuple[Kernel, ...]:
 
 def usual_problem(kernel: Kernel, **facts: Any) -> Problem:
     """A problem whose passes launch `kernel`."""
+    if kernel == "jvp_forward":
+        return problem(tangents=("query", "key", "value"), **facts)
     short = {"query_len": 1} if kernel == "decode" else {}
     for head_dim in (64, 256):
         if kernel in launched_kernels(problem(head_dim=head_dim, **short)):

@@ -26,6 +26,7 @@ __all__ = [
     "leaves",
     "lower_formula",
     "separate",
+    "trace_fresh",
     "while_loop",
     "with_strides",
 ]
@@ -98,8 +99,7 @@ def lower_formula(
     Returns:
         The formula's results as IR.
     """
-    with V.fake_mode, torch.no_grad():
-        graph = make_fx(formula, decomposition_table=select_decomp_table())(*fakes)
+    graph = _traced(formula, fakes)
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
             part.graph.eliminate_dead_code()
@@ -110,6 +110,28 @@ def lower_formula(
     results = list(process_subgraph_nodes(graph, boxed))
     _keep_loop_memory()
     return results
+
+
+def _traced(formula: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
+    with V.fake_mode, torch.no_grad():
+        return make_fx(formula, decomposition_table=select_decomp_table())(*fakes)
+
+
+def trace_fresh(function: Callable[..., torch.Tensor], likes: Sequence[Any]) -> Any:
+    """The graph of a function of tensors like these, each input being one of its own."""
+    with V.fake_mode:
+        fresh = [
+            torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in likes
+        ]
+    graph = _traced(function, fresh)
+    for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
 def _keep_loop_memory() -> None:

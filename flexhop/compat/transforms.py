@@ -62,7 +62,7 @@ def jvp(
     A graph that Dynamo wrote opens the one level that there is without a word to torch.func.
     """
     # A tangent is written to memory laid out as the primal's, which must not be expanded.
-    primals, tangents = (tuple(t.contiguous() for t in both) for both in (primals, tangents))
+    primals, tangents = (tuple(map(_unexpanded, both)) for both in (primals, tangents))
     if eager_transforms.JVP_NESTING > 0 or not is_forward_mode():
         return torch.func.jvp(function, primals, tangents)
     known = forward_ad._current_level
@@ -71,6 +71,10 @@ def jvp(
         return torch.func.jvp(function, primals, tangents)
     finally:
         eager_transforms.JVP_NESTING, forward_ad._current_level = 0, known
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    return tensor.clone() if 0 in tensor.stride() else tensor
 
 
 def is_forward_mode() -> bool:

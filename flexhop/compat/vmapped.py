@@ -21,8 +21,14 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
         tensor: of at least as many dimensions as there are indices.
         indices: one for each leading dimension; 0-d where some are of a batch and some not.
     """
+    # Dynamo knows neither of the two functions; it meets no batch within a batch here.
     is_scalar = all(item.dim() == 0 for item in indices)
-    if is_scalar and (is_batchedtensor(tensor) or (len(indices) > 1 and _are_fake(indices))):
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if (
+        is_scalar
+        and not is_traced
+        and (is_batchedtensor(tensor) or (len(indices) > 1 and _are_fake(indices)))
+    ):
         return _select(tensor, indices)
     batched = [is_batchedtensor(item) for item in indices]
     if any(batched) and not all(batched) and all(item.dim() == 0 for item in indices):

@@ -29,6 +29,8 @@ from flexhop.ops.eager import (
 
 # Scores that one chunk holds: 1 MiB in fp32, so that they stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
+# On a GPU 16 MiB, so that a chunk is work for all of it and its temporaries stay in the L2 cache.
+GPU_CHUNK_ELEMENTS = 1 << 22
 
 Tensors = tuple[Tensor, ...]
 
@@ -148,7 +150,9 @@ def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
     per_query = batch * heads * inductor.hint(args.key.get_size()[2])
     if getattr(args, "pages", ()):
         per_query *= inductor.hint(args.pages[0].get_size()[1])
-    rows = max(16, CHUNK_ELEMENTS // max(1, per_query))
+    is_gpu = inductor.device_of(args.query).type == "cuda"
+    elements = GPU_CHUNK_ELEMENTS if is_gpu else CHUNK_ELEMENTS
+    rows = max(16, elements // max(1, per_query))
     if isinstance(fake_length, int) and length <= rows:
         return None
     chunks = -(-length // rows)

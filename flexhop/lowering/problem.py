@@ -95,7 +95,8 @@ class Problem:
     cannot. Lengths are hints: the sizes seen at this compile; what must hold for every size is in
     `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
-    is_deterministic: whether results must be the same in every run. cache: None unless key and
+    is_deterministic: whether results must be the same in every run. tangents: which operands have
+    one, in a call in forward mode. cache: None unless key and
     value are read from one; with pages, key_len is what the widest sequence has room for.
     """
 
@@ -138,6 +139,7 @@ class Problem:
     key_len_varies: bool = False
     bulk_obstacle: str = ""
     cache: Cache | None = None
+    tangents: tuple[str, ...] = ()
 
     @property
     def group(self) -> int:

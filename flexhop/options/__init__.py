@@ -135,6 +135,7 @@ class KernelOptions:
         forward: tile of the forward kernel; None lets flexhop choose.
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.
+        jvp_forward: tile of the kernel that computes output and tangent.
         short_queries: "auto" chooses the decode kernel if a group has at most 128 queries and many
             keys; "decode" for any number of keys; "forward" never.
         splits: splits of the keys in the decode kernel, 1 to 256. None lets flexhop choose.
@@ -155,6 +156,7 @@ class KernelOptions:
     backend: str = "auto"
     forward: Tile | TileRequest | None = None
     decode: Tile | TileRequest | None = None
+    jvp_forward: Tile | TileRequest | None = None
     short_queries: Literal["auto", "decode", "forward"] = "auto"
     splits: int | None = None
     grad_query: Tile | TileRequest | None = None
@@ -167,7 +169,7 @@ class KernelOptions:
     def __post_init__(self) -> None:
         for name, rule in {"backend": _Rule(*backends()), **_FIELD_RULES}.items():
             _check(name, getattr(self, name), rule)
-        for name in PASSES:
+        for name in (*PASSES, "jvp_forward"):
             # One form for one meaning, so that equal options compare equal and share kernels.
             object.__setattr__(self, name, _normal_tile(name, getattr(self, name)))
 
@@ -201,10 +203,7 @@ class KernelOptions:
         return cls(**fields)
 
     def to_wire(self) -> dict[str, WireValue]:
-        """The options that differ from the defaults, as a flat dictionary that a graph can carry.
-
-        A tile's fields stand under the pass and the field: "forward.block_m".
-        """
+        """What differs from the defaults, flat; a tile's fields as in "forward.block_m"."""
         wire: dict[str, WireValue] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -29,6 +29,7 @@ MARKS = {
 }
 DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
 CACHED_MARKS = {"cached_decode": "key_mod"}
+TANGENT_MARKS = {"jvp_forward": "push_blocks"}
 # 2.15 prints what is triton_helpers.maximum(a, b) before.
 EXTREME_OF_2_15 = re.compile(r"tl\.(maximum|minimum)\((\w+, \w+), tl\.PropagateNan\.ALL\)")
 
@@ -83,7 +84,20 @@ def _cached() -> Generated:
     return generate(step, query, key, value)
 
 
-@pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS, *CACHED_MARKS])
+@functools.cache
+def _pushed() -> Generated:
+    """Causal attention with a factor per head, and tangents of all that it reads."""
+    inputs = [torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3)]
+    inputs.append(torch.zeros(4))
+    mask = flexhop.create_block_mask(causal, None, None, 256, 256, "cpu")
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return flexhop.flex_attention(*x[:3], lambda s, b, h, q, k: s * x[3][h], mask)
+
+    return generate(lambda *x: torch.func.jvp(attend, x, x), *inputs)
+
+
+@pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS, *CACHED_MARKS, *TANGENT_MARKS])
 def test_kernel(kernel: str):
     is_hopper = kernel.startswith("hopper")
     if is_hopper and versions.obstacle():
@@ -92,9 +106,12 @@ def test_kernel(kernel: str):
         generated = _cached()
     elif kernel in DECODE_MARKS:
         generated = _decoded()
+    elif kernel in TANGENT_MARKS:
+        generated = _pushed()
     else:
         generated = _generated("hopper" if is_hopper else "triton")
-    text = generated.kernel_with((MARKS | DECODE_MARKS | CACHED_MARKS)[kernel]).text()
+    marks = MARKS | DECODE_MARKS | CACHED_MARKS | TANGENT_MARKS
+    text = generated.kernel_with(marks[kernel]).text()
     text = EXTREME_OF_2_15.sub(r"triton_helpers.\1(\2)", text)
     file = HERE / f"{kernel}.expected"
     if os.environ.get("EXPECTTEST_ACCEPT"):

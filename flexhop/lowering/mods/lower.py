@@ -21,7 +21,7 @@ from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
-_INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
+INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 # Operators that hand on their first argument's value.
 _TRANSPARENT = (
     aten.clone.default,
@@ -81,11 +81,11 @@ def lower_mods(
     """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
     score_graph, mask_graph = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
     first, *indices = _score_inputs(device)
-    fast_score = float_positions(wrap_reads(score_graph, _position_ranges(1, sizes)))
+    fast_score = float_positions(wrap_reads(score_graph, position_ranges(1, sizes)))
     (score_buffer,) = inductor.lower_pointwise(
         fast_score, [first, *indices, *captures[0]], "score_mod"
     )
-    safe_mask = wrap_reads(mask_graph, _position_ranges(0, sizes))
+    safe_mask = wrap_reads(mask_graph, position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
     return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
 
@@ -94,14 +94,14 @@ def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tup
     """Lower slope and bend of the line over keys that a score_mod adds; 0 if it adds none."""
     graph = kernel_graph(score, SCORE)
     parts = (part or zero(graph) for part in key_line(graph) or (None, None))
-    safe_parts = [wrap_reads(part, _position_ranges(1)) for part in parts]
+    safe_parts = [wrap_reads(part, position_ranges(1)) for part in parts]
     inputs = [*_score_inputs(device), *captures]
     return tuple(inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in safe_parts)
 
 
 def _score_inputs(device: torch.device) -> list[Any]:
     """Score and indices, as the templates name them."""
-    indices = [inductor.placeholder(name, torch.int32, device) for name in _INDEX_NAMES]
+    indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
     return [inductor.placeholder("score", torch.float32, device), *indices]
 
 
@@ -150,7 +150,7 @@ def _read_positions(score: fx.GraphModule) -> list[tuple[bool, bool]]:
     return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
 
 
-def _position_ranges(first: int, sizes: Sequence[Any] | None = None) -> dict[int, Range]:
+def position_ranges(first: int, sizes: Sequence[Any] | None = None) -> dict[int, Range]:
     """The ranges of b, h, q_idx and kv_idx, inputs first, first + 1, ... of a user function."""
     if sizes is None:
         batch, heads, length, _ = inductor.operand_meta(0).shape
@@ -170,12 +170,12 @@ def lower_joint(
     device: torch.device, joint: Any, captures: Sequence[Any], sites: Sequence[Site]
 ) -> list[Any]:
     """Lower the joint graph: gradient of the score, then values and indices of the sites."""
-    names = ("score", *_INDEX_NAMES, "grad_score")
+    names = ("score", *INDEX_NAMES, "grad_score")
     inputs = [
-        inductor.placeholder(n, torch.int32 if n in _INDEX_NAMES else torch.float32, device)
+        inductor.placeholder(n, torch.int32 if n in INDEX_NAMES else torch.float32, device)
         for n in names
     ]
-    graph = wrap_reads(kernel_graph(joint, JOINT), _position_ranges(1), sites)
+    graph = wrap_reads(kernel_graph(joint, JOINT), position_ranges(1), sites)
     return inductor.lower_pointwise(
         float_positions(graph), [*inputs, *captures], "the gradient of score_mod"
     )

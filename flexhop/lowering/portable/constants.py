@@ -55,6 +55,17 @@ class ForwardConstants(SharedConstants):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class JvpForwardConstants(SharedConstants):
+    """Constants of jvp_forward.py.jinja."""
+
+    HEADS_PER_SECTION: int
+    HAS_Q_DOT: bool
+    HAS_K_DOT: bool
+    HAS_V_DOT: bool
+    LN_2: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DecodeConstants(KeyConstants):
     """Constants of portable/decode.py.jinja."""
 

@@ -54,6 +54,7 @@ def _key_grid(
 _GRIDS = {
     "forward": _query_grid,
     "decode": _decode_grid,
+    "jvp_forward": _query_grid,
     "grad_query": _query_grid,
     "grad_key_value": _key_grid,
 }

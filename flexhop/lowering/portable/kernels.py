@@ -19,8 +19,10 @@ from flexhop.lowering.portable.constants import (
     ForwardConstants,
     GradKeyValueConstants,
     GradQueryConstants,
+    JvpForwardConstants,
     KeyConstants,
 )
+from flexhop.lowering.portable.memory import shared_memory
 from flexhop.lowering.portable.tiles import Kernel, search_tiles, smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
@@ -38,6 +40,21 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
         LN_2=_ln_2(problem, options, shared),
+    )
+
+
+def jvp_forward_constants(
+    problem: Problem, options: KernelOptions, tile: Tile
+) -> JvpForwardConstants:
+    """Constants of the kernel for the output and its tangent."""
+    shared = _shared(problem, options, tile)
+    return JvpForwardConstants(
+        **shared,
+        HEADS_PER_SECTION=heads_per_section(problem),
+        HAS_Q_DOT="query" in problem.tangents,
+        HAS_K_DOT="key" in problem.tangents,
+        HAS_V_DOT="value" in problem.tangents,
+        LN_2=_ln_2(problem, dataclasses.replace(options, prescale_qk=False), shared),
     )
 
 
@@ -141,6 +158,7 @@ def grad_key_value_constants(
 _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
     "forward": forward_constants,
     "decode": decode_constants,
+    "jvp_forward": jvp_forward_constants,
     "grad_query": grad_query_constants,
     "grad_key_value": functools.partial(grad_key_value_constants, "grad_key_value"),
     "grad_key": functools.partial(grad_key_value_constants, "grad_key"),
@@ -268,39 +286,7 @@ def heads_per_section(problem: Problem) -> int:
     return min(heads, max(1, problem.batch * problem.query_heads))
 
 
-def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
-    """Upper bound of the shared memory in bytes that a kernel with this tile asks for.
-
-    Operands of a loop are held once per stage; operands that stay are held once; a result that
-    feeds the next product passes through shared memory when its layout changes.
-    """
-    qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
-    item, both = problem.itemsize, qk + v
-    slack = _SLACK
-    if problem.device.capability[0] == 10:
-        # Operands of unequal width do not share a staging buffer there (seen in cubins).
-        slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
-    scores = tile.block_m * tile.block_n * item
-    rows, columns = tile.block_m, tile.block_n
-    if kernel in ("forward", "decode"):
-        loop = columns * both * item * tile.num_stages
-        if problem.cache is not None:
-            loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
-        return max(rows * qk * item + loop + scores, rows * v * 4) + slack
-    if kernel == "grad_query":
-        # Exact sums take numbers of 64 bits through it on their way to memory.
-        scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
-        return rows * both * item + columns * both * item * tile.num_stages + scores + slack
-    staying = columns * (qk if kernel == "grad_value" else both) * item
-    exchanged = scores * (2 if kernel == "grad_key_value" else 1)
-    return staying + rows * both * item * tile.num_stages + exchanged + slack
-
-
 _KEY_VALUE = ("grad_key_value", "grad_key", "grad_value")
-# Barriers, reductions across warps and the statistics of rows.
-_SLACK = 8192
-# Blackwell's fifth-generation products stage their accumulators through shared memory as well.
-_SLACK_BLACKWELL = 12288
 
 
 def choose_tiles(

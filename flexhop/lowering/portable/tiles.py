@@ -9,7 +9,9 @@ from flexhop.lowering.portable import caches, splits
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
-Kernel = Literal["forward", "decode", "grad_query", "grad_key_value", "grad_key", "grad_value"]
+Kernel = Literal[
+    "forward", "decode", "jvp_forward", "grad_query", "grad_key_value", "grad_key", "grad_value"
+]
 
 Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
 
@@ -79,6 +81,12 @@ RULES: tuple[Rule, ...] = (
                     256: Tile(16, 32, 4, 1),
                     512: Tile(16, 16, 4, 1),
                 },
+                "jvp_forward": {
+                    64: Tile(32, 16, 8, 1),
+                    128: Tile(16, 16, 8, 1),
+                    256: Tile(16, 16, 8, 1),
+                    512: Tile(16, 16, 8, 1),
+                },
                 "decode": {
                     64: Tile(32, 32, 4, 2),
                     128: Tile(32, 32, 4, 2),
@@ -143,6 +151,7 @@ RULES: tuple[Rule, ...] = (
         _is_sm100,
         {
             "forward": {128: Tile(128, 64, 8, 3)},
+            "jvp_forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2)},
             "grad_query": {128: Tile(64, 64, 8, 2)},
         },
         measured=False,
@@ -241,6 +250,12 @@ RULES: tuple[Rule, ...] = (
                     256: Tile(128, 64, 8, 2),
                     512: Tile(64, 32, 8, 2),
                 },
+                "jvp_forward": {
+                    64: Tile(128, 64, 8, 3),
+                    128: Tile(128, 64, 8, 1),
+                    256: Tile(32, 32, 8, 1),
+                    512: Tile(16, 16, 8, 1),
+                },
                 "decode": {
                     64: Tile(128, 128, 4, 3),
                     128: Tile(64, 64, 4, 3),
@@ -276,6 +291,12 @@ RULES: tuple[Rule, ...] = (
                     256: Tile(64, 32, 4, 2),
                     512: Tile(32, 16, 4, 1),
                 },
+                "jvp_forward": {
+                    64: Tile(64, 32, 4, 2),
+                    128: Tile(64, 32, 8, 1),
+                    256: Tile(32, 16, 8, 1),
+                    512: Tile(16, 16, 8, 1),
+                },
                 "decode": {
                     64: Tile(64, 64, 4, 3),
                     128: Tile(64, 32, 4, 3),
@@ -307,6 +328,13 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
         Tile(128, 64, 8, 3),
         Tile(128, 64, 4, 3),
         Tile(64, 64, 4, 3),
+        Tile(64, 32, 4, 3),
+    ),
+    "jvp_forward": (
+        Tile(128, 64, 8, 1),
+        Tile(128, 32, 8, 2),
+        Tile(64, 64, 4, 2),
+        Tile(64, 32, 4, 2),
         Tile(64, 32, 4, 3),
     ),
     "decode": (

@@ -13,6 +13,9 @@ _CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
 KERNELS = {
     "forward": ("portable/forward", *_ATTEND),
     "decode": ("portable/decode", *_ATTEND),
+    "jvp_forward": (
+        "portable/jvp_forward", "portable/push_tile", *_BY_QUERY, "mods/mod_push",
+    ),
     "cached_forward": ("portable/forward", *_CACHED_ATTEND),
     "cached_decode": ("portable/decode", *_CACHED_ATTEND),
     "decode_combine": ("portable/decode_combine",),

@@ -441,6 +441,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
         "has_key_bend", "grad_reads_score", "grad_has_functions",
         "cache",  # such calls have an operator of their own, without gradients
+        "tangents",  # likewise: flexhop_attention_derivative
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Problem)} == known
 

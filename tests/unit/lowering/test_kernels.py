@@ -106,7 +106,8 @@ def test_sections_of_packed_sequences_hold_many_heads():
 
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_a_users_tile_is_taken_and_filled(kernel):
-    field = kernel if kernel in ("forward", "decode", "grad_query") else "grad_key_value"
+    own = ("forward", "decode", "jvp_forward", "grad_query")
+    field = kernel if kernel in own else "grad_key_value"
     options = KernelOptions(**{field: Tile(32, 16, num_warps=8, num_stages=1)})
     (tile,) = kernels.choose_tiles(kernel, usual_problem(kernel), options, search=True)
     assert tile == Tile(32, 16, num_warps=8, num_stages=1)

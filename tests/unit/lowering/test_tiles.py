@@ -44,7 +44,9 @@ def test_the_estimate_of_every_choice_fits_the_device(architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_the_last_step_of_the_ladder_fits_the_widest_problem(architecture, kernel):
-    widest = problem(architecture, 512, dtype=torch.float32)
+    # Tangents stand beside all operands, and have a kernel up to 128 columns of fp32.
+    width = 128 if kernel == "jvp_forward" else 512
+    widest = problem(architecture, width, dtype=torch.float32)
     *_, last = smaller_tiles(table_tile(kernel, widest))
     assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1)
     fits = kernels.shared_memory(kernel, widest, last) <= widest.device.shared_memory

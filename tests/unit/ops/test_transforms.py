@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexhop import AuxRequest, flex_attention
+from flexhop import AuxRequest, create_block_mask, flex_attention
 from flexhop.mods import noop_mask, noop_score
 from flexhop.ops.forward import attention
 from tests.unit.ops.support import (
@@ -342,3 +342,17 @@ def test_vmap_over_a_capture_and_its_gradient():
 
     inputs = [*(t.requires_grad_() for t in stacked()), tables]
     assert_same(lambda *x: torch.func.vmap(one)(*x), inputs)
+
+
+def test_a_mask_made_inside_reads_a_table_by_two_indices():
+    """Dynamo traces the reads of create_block_mask, and knows few functions of torch.vmap."""
+    table = torch.rand(HEADS, LENGTH) > 0.3
+
+    def made_inside(*inputs):
+        def keep(b, h, q_idx, kv_idx):
+            return table[h, q_idx - kv_idx]
+
+        mask = create_block_mask(keep, None, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+        return flex_attention(*inputs, block_mask=mask)
+
+    assert_same(made_inside, operands())

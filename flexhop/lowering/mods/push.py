@@ -1,0 +1,70 @@
+"""The tangent of a score_mod as a graph: the directional derivative of the mod's own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.compat import inductor, inline, transforms
+from flexhop.compat.indexing import IndexMode
+from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges
+from flexhop.lowering.mods.relative import graph_of
+from flexhop.lowering.mods.strength import float_positions
+from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
+
+
+def lower_push(
+    device: torch.device, score: Any, captures: Sequence[Any], moved: dict[int, Any]
+) -> Any:
+    """Lower the tangent of score_mod.
+
+    Args:
+        device: of the call.
+        score: score_mod, as an operand.
+        captures: what it captured, lowered.
+        moved: tangents of captured tensors, lowered, by position.
+    """
+    names = ("score", *INDEX_NAMES, "score_dot")
+    inputs = [
+        inductor.placeholder(n, torch.int32 if n in INDEX_NAMES else torch.float32, device)
+        for n in names
+    ]
+    graph = trace_push(graph_of(score), sorted(moved))
+    safe = wrap_reads(graph, position_ranges(1))
+    tangents = [moved[i] for i in sorted(moved)]
+    (buffer,) = inductor.lower_pointwise(
+        float_positions(safe), [*inputs, *captures, *tangents], "the tangent of score_mod"
+    )
+    return buffer
+
+
+def trace_push(graph: fx.GraphModule, moved: Sequence[int]) -> fx.GraphModule:
+    """(score, b, h, q_idx, kv_idx, score_dot, *captures, *tangents) -> tangent of the score.
+
+    Args:
+        graph: of (score, b, h, q_idx, kv_idx, *captures) -> score.
+        moved: positions of the captures that have tangents.
+    """
+    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    captures = examples[NUM_SCORE_INPUTS:]
+    tangents = [captures[i] for i in moved]
+    inputs = [*examples[:NUM_SCORE_INPUTS], examples[0], *captures, *tangents]
+
+    def pushed(*values: Any) -> Tensor:
+        score, *index = values[:NUM_SCORE_INPUTS]
+        score_dot, *rest = values[NUM_SCORE_INPUTS:]
+        held, dots = rest[: len(captures)], rest[len(captures) :]
+
+        def restricted(score: Tensor, *chosen: Tensor) -> Tensor:
+            known = dict(zip(moved, chosen, strict=True))
+            with IndexMode():
+                return graph(score, *index, *(known.get(i, c) for i, c in enumerate(held)))
+
+        primals = (score, *(held[i] for i in moved))
+        return transforms.jvp(restricted, primals, (score_dot, *dots))[1].to(torch.float32)
+
+    return inline.trace_fresh(pushed, inputs)

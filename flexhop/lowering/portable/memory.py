@@ -1,0 +1,46 @@
+"""How much shared memory a kernel asks for, from above."""
+
+from __future__ import annotations
+
+from flexhop.lowering.portable import caches
+from flexhop.lowering.portable.tiles import Kernel
+from flexhop.lowering.problem import Problem, round_head_dim
+from flexhop.options import Tile
+
+
+def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
+    """Upper bound of the shared memory in bytes that a kernel with this tile asks for.
+
+    Operands of a loop are held once per stage; operands that stay are held once; a result that
+    feeds the next product passes through shared memory when its layout changes.
+    """
+    qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
+    item, both = problem.itemsize, qk + v
+    slack = _SLACK
+    if problem.device.capability[0] == 10:
+        # Operands of unequal width do not share a staging buffer there (seen in cubins).
+        slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
+    scores = tile.block_m * tile.block_n * item
+    rows, columns = tile.block_m, tile.block_n
+    if kernel in ("forward", "decode"):
+        loop = columns * both * item * tile.num_stages
+        if problem.cache is not None:
+            loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
+        return max(rows * qk * item + loop + scores, rows * v * 4) + slack
+    if kernel == "jvp_forward":
+        # Tangents beside all operands, and of the weights.
+        loop = 2 * columns * both * item * tile.num_stages
+        return max(2 * rows * qk * item + loop + 2 * scores, 2 * rows * v * 4) + slack
+    if kernel == "grad_query":
+        # Exact sums take numbers of 64 bits through it on their way to memory.
+        scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
+        return rows * both * item + columns * both * item * tile.num_stages + scores + slack
+    staying = columns * (qk if kernel == "grad_value" else both) * item
+    exchanged = scores * (2 if kernel == "grad_key_value" else 1)
+    return staying + rows * both * item * tile.num_stages + exchanged + slack
+
+
+# Barriers, reductions across warps and the statistics of rows.
+_SLACK = 8192
+# Blackwell's fifth-generation products stage their accumulators through shared memory as well.
+_SLACK_BLACKWELL = 12288

@@ -1,0 +1,121 @@
+"""The kernel of forward mode: interpreted against fp64, and compiled for three architectures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexhop
+from flexhop import AuxRequest, KernelOptions
+from flexhop.masks import causal
+from flexhop.offline import generate
+from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.interpret import Memory, interpret
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+SEED = torch.tensor([5, 6])
+OPTIONS = KernelOptions(backend="triton")
+
+
+def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """The tangent of a table that is read by distance enters."""
+    return (s * 0.7).tanh() * 2 + t[h, torch.clamp(i - j, 0, 8)]
+
+
+def factor(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    return s * t[h, 0].exp()
+
+
+def hidden_infinity(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """Its derivative is infinite for keys that the mask hides."""
+    return s + torch.where(i >= j, i - j, 0).to(s.dtype).sqrt() * t[h, 1]
+
+
+def gaps(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Causal, but query 3 sees nothing, and heads differ."""
+    return (i >= j) & (i != 3) & ((j + h) % 5 != 0)
+
+
+# name: score_mod, mask_mod, dtype, inputs that have tangents, further arguments
+CASES: dict[str, tuple[Any, Any, torch.dtype, tuple[int, ...], dict[str, Any]]] = {
+    "dense": (None, None, torch.float32, (0, 1, 2), {}),
+    "mod-mask": (biased, gaps, torch.float32, (0, 1, 2, 3), {}),
+    "query-bf16": (factor, gaps, torch.bfloat16, (0,), {}),
+    "capture-fp16": (biased, None, torch.float16, (3,), {}),
+    "keys-values": (None, gaps, torch.bfloat16, (1, 2), {"scale": -0.3}),
+    "hidden": (hidden_infinity, gaps, torch.float32, (0, 3), {}),
+    "dropout": (None, gaps, torch.float32, (0, 2), {"dropout_p": 0.3, "dropout_seed": SEED}),
+    "sinks": (None, gaps, torch.float32, (1, 4), {}),
+}
+
+
+def pushed(name: str) -> Any:
+    """(out, lse) and their tangents, of five inputs and five tangents."""
+    score, mask_mod, _, which, more = CASES[name]
+    mask = None
+    if mask_mod is not None:
+        mask = flexhop.create_block_mask(mask_mod, None, 4, 37, 45, "cpu", BLOCK_SIZE=32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sinks: Tensor) -> Any:
+        out, aux = flexhop.flex_attention(
+            q, k, v, None if score is None else lambda *x: score(*x, table), mask,
+            enable_gqa=True, sinks=sinks if name == "sinks" else None, kernel_options=OPTIONS,
+            return_aux=AuxRequest(lse=True), **more,
+        )  # fmt: skip
+        return out, torch.where(torch.isinf(aux.lse), 0.0, aux.lse)
+
+    def run(*x: Tensor) -> Any:
+        def restricted(*chosen: Tensor) -> Any:
+            known = dict(zip(which, chosen, strict=True))
+            return attend(*(known.get(i, t) for i, t in enumerate(x[:5])))
+
+        tangents = tuple(x[5 + i] for i in which)
+        return torch.func.jvp(restricted, tuple(x[i] for i in which), tangents)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str):
+    dtype = CASES[name][2]
+    shapes = [(2, 4, 37, 20), (2, 2, 45, 20), (2, 2, 45, 24), (4, 9), (4,)]
+    inputs = [torch.randn(shape, dtype=dtype) for shape in shapes * 2]
+    gold = pushed(name)(*(t.double() for t in inputs))
+    plain = pushed(name)(*inputs)
+    memory = Memory(poison=True, check_bounds=True)
+    generated = interpret(pushed(name), *inputs, memory=memory)
+    assert len([k for k in generated.templates if "push_blocks" in k.functions]) == 1
+    flat = [torch.utils._pytree.tree_leaves(r) for r in (generated.result, gold, plain)]
+    for found, exact, rounded in zip(*flat, strict=True):
+        assert found.dtype == rounded.dtype
+        # The definition computes in fp32 and rounds once; the kernel rounds weights as well.
+        unit = 4 * torch.finfo(found.dtype if dtype == torch.float32 else dtype).eps
+        error = (found.double() - exact).abs().max()
+        budget = 2 * (rounded.double() - exact).abs().max() + unit * exact.abs().max()
+        assert error <= budget, (float(error), float(budget))
+
+
+def cubin(architecture: int, width: int, dtype: torch.dtype) -> Any:
+    inputs = [torch.zeros(1, 2, 1024, width, dtype=dtype) for _ in range(3)]
+    mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
+
+    def attend(*x: Tensor) -> Tensor:
+        return flexhop.flex_attention(*x, block_mask=mask, kernel_options=OPTIONS)
+
+    generated = generate(
+        lambda *x: torch.func.jvp(attend, x, x), *inputs,
+        capability=(architecture // 10, architecture % 10),
+    )  # fmt: skip
+    return compile_kernel(generated.kernel_with("push_blocks"), architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_default_tiles_do_not_spill(architecture: int, width: int):
+    found = cubin(architecture, width, torch.bfloat16)
+    assert (found.spills, found.stack) == (0, 0)
+    assert found.mma + found.wgmma + found.tcgen05 > 0
