@@ -332,7 +332,7 @@ def _seed_of_all(
 
 def _cache_mistake() -> Mistake:
     return note_mistake(
-        "ShardedCallError", argument="page_table, k_mod or v_mod", found="is given",
+        errors.ShardedCallError, argument="page_table, k_mod or v_mod", found="is given",
         expected="caches are divided by flexhop.distributed.decode_attention",
     )  # fmt: skip
 
@@ -346,7 +346,7 @@ def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
         found = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
     else:
         found = type(sinks).__name__
-    return note_mistake("OptionValueError", name="sinks", value=found, allowed=wanted)
+    return note_mistake(errors.OptionValueError, name="sinks", value=found, allowed=wanted)
 
 
 def _has_view(block_mask: Any) -> bool:

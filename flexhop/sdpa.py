@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.attention import attend
 from flexhop.masks import causal
 from flexhop.mods.functions import ScoreMod
@@ -125,7 +126,7 @@ def _nested(
     mistake = packed.mistake
     if mistake is None and attn_mask is not None:
         mistake = note_mistake(
-            "NestedOperandError", argument="attn_mask", found="is given with nested operands",
+            errors.NestedOperandError, argument="attn_mask", found="is given with nested operands",
             expected="they take none: use flex_attention with create_nested_block_mask",
         )  # fmt: skip
     if mistake is not None:
@@ -188,7 +189,7 @@ def mask_score(attn_mask: Tensor) -> ScoreMod:
 def _argument_mistake(attn_mask: Tensor | None, is_causal: bool) -> Mistake | None:
     if attn_mask is not None and is_causal:
         return note_mistake(
-            "OptionConflictError", first="attn_mask", second="is_causal=True",
+            errors.OptionConflictError, first="attn_mask", second="is_causal=True",
             reason="put the causal part into the mask",
         )  # fmt: skip
     return None
@@ -197,7 +198,7 @@ def _argument_mistake(attn_mask: Tensor | None, is_causal: bool) -> Mistake | No
 def _rank_mistake(operands: Operands) -> Mistake | None:
     for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
         if not 2 <= tensor.dim() <= 4 or tensor.dim() != operands[0].dim():
-            return note_mistake("RankError", argument=argument, rank=tensor.dim(), expected=4)
+            return note_mistake(errors.RankError, argument=argument, rank=tensor.dim(), expected=4)
     return None
 
 
@@ -228,4 +229,4 @@ def _numbers(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _mask_error(found: str, expected: str) -> Mistake:
-    return note_mistake("AttentionMaskError", found=found, expected=expected)
+    return note_mistake(errors.AttentionMaskError, found=found, expected=expected)

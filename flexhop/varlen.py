@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
@@ -124,7 +125,7 @@ def _as_tokens(batch: Tensor) -> Tensor:
 def _rank_mistake(**tensors: Tensor) -> Mistake | None:
     for argument, tensor in tensors.items():
         if tensor.is_nested:
-            return note_mistake("NestedTensorError", argument=argument)
+            return note_mistake(errors.NestedTensorError, argument=argument)
     return note_rank(3, **tensors)
 
 
@@ -186,4 +187,6 @@ def _value_mistake(queries: int, keys: int, packing: Packing) -> Mistake | None:
 
 
 def _mistake(argument: str, found: str, expected: str) -> Mistake:
-    return note_mistake("SequenceOffsetsError", argument=argument, found=found, expected=expected)
+    return note_mistake(
+        errors.SequenceOffsetsError, argument=argument, found=found, expected=expected
+    )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.cache.pages import PageTable, cache_mistake, in_pages, table_mistake, value_mistake
 from flexhop.mods.keys import Dequantize, KeyMod, noop_key, same_number
 from flexhop.ops.call import Mistake, note_mistake
@@ -66,7 +67,7 @@ def _table_mistake(query: Tensor, key: Tensor, value: Tensor, table: Any) -> Mis
         found = f"is a {type(table).__name__}"
         return _mistake("page_table", found, "must be a flexhop.PageTable or None")
     if query.dim() != 4:
-        return note_mistake("RankError", argument="query", rank=query.dim(), expected=4)
+        return note_mistake(errors.RankError, argument="query", rank=query.dim(), expected=4)
     found, expected = table_mistake(table, query)
     if found:
         return _mistake("page_table", found, expected)
@@ -112,4 +113,4 @@ def _scale_mistake(
 
 
 def _mistake(argument: str, found: str, expected: str) -> Mistake:
-    return note_mistake("CacheShapeError", argument=argument, found=found, expected=expected)
+    return note_mistake(errors.CacheShapeError, argument=argument, found=found, expected=expected)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexhop import errors
 from flexhop.distributed.attend import attend_view
 from flexhop.distributed.gradients import gather_parts
 from flexhop.distributed.packed import PackedSequences
@@ -60,18 +61,19 @@ class _Rank:
         if view is None:
             noted = getattr(block_mask, "mistake", None)
             return noted or note_mistake(
-                "ShardedCallError", argument="block_mask", found="is none of the plan's masks",
+                errors.ShardedCallError,
+                argument="block_mask", found="is none of the plan's masks",
                 expected="make_plan must be given every mask that layers use, None included",
             )  # fmt: skip
         for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
             if tensor.dim() == 4 and tensor.size(2) != self.tokens:
                 return note_mistake(
-                    "ShardedCallError", argument=name, found=f"has {tensor.size(2)} tokens",
+                    errors.ShardedCallError, argument=name, found=f"has {tensor.size(2)} tokens",
                     expected=f"the plan gives {self.tokens} to every rank; shard the batch first",
                 )  # fmt: skip
         if args.query.size(1) % view.heads or args.key.size(1) % (view.heads * view.groups):
             return note_mistake(
-                "ShardedCallError", argument="key", found=f"has {args.key.size(1)} heads",
+                errors.ShardedCallError, argument="key", found=f"has {args.key.size(1)} heads",
                 expected=f"they are shared out to {view.heads} ranks in {view.groups} groups",
             )  # fmt: skip
         return None
@@ -247,7 +249,7 @@ class _PackedMask(NamedTuple):
 def _unknown(packing: Packing, argument: str, found: str) -> tuple[RowTables, _PackedMask]:
     """Tables of the right form, and a mask that says what is wrong."""
     mistake = note_mistake(
-        "ShardedCallError", argument=argument, found=found,
+        errors.ShardedCallError, argument=argument, found=found,
         expected="the plan knows PackedSequences(cu_seqlens, total, ...), and calls repeat them",
     )  # fmt: skip
     empty = packing.offsets_q[:0].int()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.attention import attend
 from flexhop.compat import dtensors
 from flexhop.distributed.views import View
@@ -167,7 +168,7 @@ def _words(tensor: Any) -> str:
 
 def _placed_wrongly(argument: str, found: str, expected: str, mend: str) -> Mistake:
     return note_mistake(
-        "PlacementError", argument=argument, found=found, expected=expected, mend=mend
+        errors.PlacementError, argument=argument, found=found, expected=expected, mend=mend
     )
 
 

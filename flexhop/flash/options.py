@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop import mods
+from flexhop import errors, mods
 from flexhop.attention import attend
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
@@ -57,12 +57,14 @@ def refuse(query: Tensor, key: Tensor, value: Tensor, mistake: Mistake) -> Any:
 
 def argument_mistake(argument: str, found: str, expected: str) -> Mistake:
     """A FlashArgumentError to raise."""
-    return note_mistake("FlashArgumentError", argument=argument, found=found, expected=expected)
+    return note_mistake(
+        errors.FlashArgumentError, argument=argument, found=found, expected=expected
+    )
 
 
 def unsupported(feature: str, reason: str, mend: str) -> Mistake:
     """An UnsupportedFeatureError to raise."""
-    return note_mistake("UnsupportedFeatureError", feature=feature, reason=reason, mend=mend)
+    return note_mistake(errors.UnsupportedFeatureError, feature=feature, reason=reason, mend=mend)
 
 
 def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mistake | None:

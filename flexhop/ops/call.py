@@ -38,14 +38,14 @@ class MaskFacts(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """An error to raise: the name of its class, and its facts as pairs."""
+    """An error to raise: its class, and its facts as pairs, which Dynamo takes for constants."""
 
-    error: str
+    error: type[errors.FlexhopError]
     facts: tuple[tuple[str, Any], ...]
 
 
-def note_mistake(error: str, **facts: Any) -> Mistake:
-    """The mistake that errors.<error>(**facts) tells."""
+def note_mistake(error: type[errors.FlexhopError], **facts: Any) -> Mistake:
+    """The mistake that error(**facts) tells."""
     return Mistake(error, tuple(facts.items()))
 
 
@@ -53,7 +53,9 @@ def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
     """The first tensor that has not `rank` dimensions, if there is one."""
     for argument, tensor in tensors.items():
         if tensor.dim() != rank:
-            return note_mistake("RankError", argument=argument, rank=tensor.dim(), expected=rank)
+            return note_mistake(
+                errors.RankError, argument=argument, rank=tensor.dim(), expected=rank
+            )
     return None
 
 
@@ -139,7 +141,7 @@ def check_requests(call: Call) -> None:
     """Raise what a front door noted, and what cannot be asked for."""
     if call.mistake is not None:
         error, facts = call.mistake
-        raise getattr(errors, error)(**dict(facts))
+        raise error(**dict(facts))
     if call.has_two_requests:
         raise errors.AuxConflictError()
     if call.wrong_mask is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.ops.call import PROBABILITIES, Mistake, note_mistake
 from flexhop.ops.dropout import draw_seed, is_kept
 
@@ -37,7 +38,7 @@ class Dropout(NamedTuple):
         if not isinstance(p, (float, int, torch.SymFloat, torch.SymInt)):
             found = type(p).__name__
             return note_mistake(
-                "OptionValueError", name="dropout_p", value=found, allowed=PROBABILITIES
+                errors.OptionValueError, name="dropout_p", value=found, allowed=PROBABILITIES
             )
         if seed is None:
             return None
@@ -55,7 +56,7 @@ NO_DROPOUT = Dropout()
 
 
 def _seed_mistake(found: Any, wanted: str) -> Mistake:
-    return note_mistake("OptionValueError", name="dropout_seed", value=found, allowed=wanted)
+    return note_mistake(errors.OptionValueError, name="dropout_seed", value=found, allowed=wanted)
 
 
 def dropout_seed(device: torch.device | str = "cpu") -> Tensor:

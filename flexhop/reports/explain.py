@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from flexhop import errors
 from flexhop.attention import AuxRequest, Options, flex_attention
 from flexhop.block_mask.creation import create_mask
 from flexhop.block_mask.lists import block_count, lists_to_dense
@@ -129,7 +128,7 @@ def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
     """A call with nested operands as the one with packed tokens that it becomes."""
     if call.mistake is not None:
         error, facts = call.mistake
-        raise getattr(errors, error)(**dict(facts))
+        raise error(**dict(facts))
     return call.operands, call.score_mod, call.block_mask
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.compat.jagged import is_jagged, ragged_dim
 from flexhop.mods.functions import ScoreMod
 from flexhop.ops.call import Mistake, note_mistake
@@ -94,14 +95,14 @@ def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
     query, key, value = operands
     devices = tuple((n, str(t.device)) for n, t in zip(_NAMES, operands, strict=True))
     if key.device != query.device or value.device != query.device:
-        return Mistake("DeviceError", devices)
+        return Mistake(errors.DeviceError, devices)
     for argument, tensor in (("key", key), ("value", value)):
         if tensor.size(0) != query.size(0):
             found = f"has {tensor.size(0)} sequences"
             return _mistake(argument, found, f"query has {query.size(0)}")
     for argument, tensor in (("query", query), ("key", key)):
         if tensor.values().size(1) == 0:
-            return Mistake("SequenceLengthError", (("argument", argument), ("length", 0)))
+            return Mistake(errors.SequenceLengthError, (("argument", argument), ("length", 0)))
     return _cut_mistake(operands, block_mask)
 
 
@@ -145,4 +146,6 @@ def _cut_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
 
 
 def _mistake(argument: str, found: str, expected: str) -> Mistake:
-    return note_mistake("NestedOperandError", argument=argument, found=found, expected=expected)
+    return note_mistake(
+        errors.NestedOperandError, argument=argument, found=found, expected=expected
+    )

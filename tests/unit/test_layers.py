@@ -24,11 +24,12 @@ LAW: dict[str, set[str]] = {
     "sequences": {"block_mask", "mods", "ops", "errors", "primitives", "compat"},
     "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"}
     | {"compat"},
-    "varlen": {"attention", "sequences", "mods", "ops"},
+    "varlen": {"attention", "sequences", "mods", "ops", "errors"},
     "distributed": {"attention", "cache", "sequences", "block_mask", "mods", "ops", "errors"}
     | {"compat"},
-    "sdpa": {"attention", "sequences", "masks", "mods", "ops"},
-    "flash": {"varlen", "attention", "cache", "sequences", "block_mask", "mods", "options", "ops"},
+    "sdpa": {"attention", "sequences", "masks", "mods", "ops", "errors"},
+    "flash": {"varlen", "attention", "cache", "sequences", "block_mask", "mods", "options", "ops"}
+    | {"errors"},
     "templates": set(),
     "lowering": {
         "analysis",
