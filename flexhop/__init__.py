@@ -3,7 +3,7 @@
 A superset of torch.nn.attention.flex_attention: the same names, signatures and meaning.
 """
 
-from flexhop import errors, flash, masks, mods
+from flexhop import errors, flash, masks, mods, nn
 from flexhop.attention import AuxOutput, AuxRequest, flex_attention
 from flexhop.block_mask.creation import create_block_mask, create_mask
 from flexhop.block_mask.mask import BlockMask
@@ -45,6 +45,7 @@ __all__ = [
     "install",
     "masks",
     "mods",
+    "nn",
     "noop_mask",
     "or_masks",
     "scaled_dot_product_attention",

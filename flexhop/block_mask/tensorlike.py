@@ -52,7 +52,7 @@ class TensorLikeMask(MaskFields):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """A mask on `device`, and with it what mask_mod captured."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def cpu(self) -> Self:
         """As to("cpu")."""
@@ -65,15 +65,15 @@ class TensorLikeMask(MaskFields):
 
     def pin_memory(self) -> Self:
         """A mask in page-locked memory, from which copies to a GPU need not be waited for."""
-        return self._map(Tensor.pin_memory)
+        return self.map_tensors(Tensor.pin_memory)
 
     def clone(self) -> Self:
         """A mask that shares no tensor with this one."""
-        return self._map(Tensor.clone)
+        return self.map_tensors(Tensor.clone)
 
     def detach(self) -> Self:
         """A mask whose tensors are detached."""
-        return self._map(Tensor.detach)
+        return self.map_tensors(Tensor.detach)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         def copied(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class TensorLikeMask(MaskFields):
                 memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             return memo[id(tensor)]
 
-        made = self._map(copied)
+        made = self.map_tensors(copied)
         memo[id(self)] = made
         return made
 
@@ -148,7 +148,8 @@ class TensorLikeMask(MaskFields):
     def _tensors(self) -> list[Tensor]:
         return [t for name in TENSOR_FIELDS if (t := getattr(self, name)) is not None]
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A mask with `change` applied to every list and to what mask_mod captured."""
         made = self._with_lists(change)
         made.mask_mod = map_captured(self.mask_mod, change)
         return made

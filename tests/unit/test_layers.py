@@ -46,9 +46,10 @@ LAW: dict[str, set[str]] = {
     | {"options", "debug", "compat", "errors"},
     "plugin": {"distributed", "ops", "lowering", "mods", "errors", "debug", "compat"},
     "offline": {"errors", "compat"},
+    "nn": {"attention", "block_mask", "mods", "errors"},
     "integrations": {"attention", "block_mask", "mods", "sdpa", "compat"},
     "__init__": {"attention", "block_mask", "cache", "flash", "masks", "mods", "ops", "options"}
-    | {"errors", "plugin", "reports", "sdpa", "sequences", "varlen"},
+    | {"errors", "nn", "plugin", "reports", "sdpa", "sequences", "varlen"},
 }
 
 
@@ -138,5 +139,5 @@ def floor_of(room: str) -> int:
 
 
 def test_the_house_is_low():
-    assert len(LAW) <= 24
+    assert len(LAW) <= 25
     assert max(floor_of(room) for room in LAW if room != "__init__") <= 10
