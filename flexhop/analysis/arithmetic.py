@@ -236,7 +236,10 @@ def sign(dtype: Any, a: Any) -> Ends:
     """-1, 0 or 1."""
     if dtype == torch.bool:
         raise Unsupported
-    return tuple(_sign(end) for end in ends(a, dtype))
+    low, high = (_sign(end) for end in ends(a, dtype))
+    if lift(a).nan is False:
+        return low, high
+    return least(low, 0), most(high, 0)  # the sign of NaN is 0, or NaN since PyTorch 2.13
 
 
 def _sign(a: Number) -> Number:

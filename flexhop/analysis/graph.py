@@ -50,16 +50,23 @@ class Builder:
         self.inputs: dict[str, fx.Node] = {}
         self.captures: dict[fx.Node, Tensor | None] = {}
         self._seen: dict[Any, fx.Node] = {}
+        self._kept: list[Tensor | None] = []
         for name, example in zip(names, examples, strict=True):
             self.inputs[name] = self._placeholder(name, example)
 
-    def capture(self, example: Tensor, tensor: Tensor | None = None) -> fx.Node:
-        """A captured tensor; the same node for the same tensor."""
+    def capture(
+        self, example: Tensor, tensor: Tensor | None = None, device: torch.device | None = None
+    ) -> fx.Node:
+        """A captured tensor; the same node for the same tensor.
+
+        device: of the indices. A number of the CPU is put there, without waiting for the device.
+        """
         key = ("capture", id(tensor))
         if tensor is None or key not in self._seen:
             node = self._placeholder(f"capture_{len(self.captures)}", example)
-            self.captures[node] = tensor
+            self.captures[node] = _beside(tensor, device)
             self._seen[key] = node
+            self._kept.append(tensor)  # whose identity is a key
         return self._seen[key]
 
     def _placeholder(self, name: str, example: Tensor) -> fx.Node:
@@ -111,6 +118,15 @@ def read_graph(module: fx.GraphModule, names: Sequence[str]) -> tuple[Mod, dict[
     results = module.graph.output_node().args[0]
     results = results if isinstance(results, (tuple, list)) else (results,)
     return builder.mod([known.get(r, r) if isinstance(r, fx.Node) else r for r in results]), known
+
+
+def _beside(tensor: Tensor | None, device: torch.device | None) -> Tensor | None:
+    """A captured number on the device of the indices, where it meets tensors of any rank."""
+    if tensor is None or device is None or tensor.dim() or tensor.device.type != "cpu":
+        return tensor
+    if device.type == "cpu":
+        return tensor
+    return torch.full((), tensor.item(), dtype=tensor.dtype, device=device)
 
 
 def is_number(value: Any) -> bool:

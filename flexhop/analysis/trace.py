@@ -58,7 +58,7 @@ def trace(mask_mod: Callable[..., Any], device: torch.device) -> Mod:
         result = mask_mod(*values)
     if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
         raise Untraceable
-    return builder.mod([_node_of(builder, result)])
+    return builder.mod([_node_of(builder, device, result)])
 
 
 def _stand(node: fx.Node, device: torch.device) -> _Value:
@@ -68,16 +68,17 @@ def _stand(node: fx.Node, device: torch.device) -> _Value:
     return made
 
 
-def _node_of(builder: Builder, value: Any) -> Any:
+def _node_of(builder: Builder, device: torch.device, value: Any) -> Any:
     """What stands for an argument in the graph."""
     if isinstance(value, _Value):
         return value.node
     if isinstance(value, Tensor):
         if not is_plain(value):
             raise Untraceable
-        return builder.capture(torch.empty(value.shape, dtype=value.dtype, device="meta"), value)
+        example = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return builder.capture(example, value, device)
     if isinstance(value, (tuple, list)):
-        return [_node_of(builder, v) for v in value]
+        return [_node_of(builder, device, v) for v in value]
     return value
 
 
@@ -93,8 +94,8 @@ def _record(builder: Builder, device: torch.device, call: tuple[Any, Any, Any]) 
         raise Untraceable
     dtype, shape = _result_form(func, args, kwargs)
     example = torch.empty(shape, dtype=dtype, device="meta")
-    nodes = tuple(_node_of(builder, a) for a in args)
-    options = {name: _node_of(builder, v) for name, v in kwargs.items()}
+    nodes = tuple(_node_of(builder, device, a) for a in args)
+    options = {name: _node_of(builder, device, v) for name, v in kwargs.items()}
     return _stand(builder.call(func, nodes, options, example), device)
 
 
