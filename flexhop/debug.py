@@ -46,7 +46,7 @@ def wanted() -> frozenset[str]:
     words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
     stages = frozenset(word for word in words if word)
     for stage in sorted(stages - {*STAGES}):
-        raise OptionValueError(name=VARIABLE, value=stage, allowed=f"among {', '.join(STAGES)}")
+        raise OptionValueError(name=VARIABLE, value=stage, allowed=f"one of {', '.join(STAGES)}")
     return stages
 
 

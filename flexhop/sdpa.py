@@ -127,7 +127,7 @@ def _nested(
     if mistake is None and attn_mask is not None:
         mistake = note_mistake(
             errors.NestedOperandError, argument="attn_mask", found="is given with nested operands",
-            expected="they take none: use flex_attention with create_nested_block_mask",
+            expected="these support none: use flex_attention with create_nested_block_mask",
         )  # fmt: skip
     if mistake is not None:
         return _attend(operands, (None, None), choices, mistake)
@@ -190,7 +190,7 @@ def _argument_mistake(attn_mask: Tensor | None, is_causal: bool) -> Mistake | No
     if attn_mask is not None and is_causal:
         return note_mistake(
             errors.OptionConflictError, first="attn_mask", second="is_causal=True",
-            reason="put the causal part into the mask",
+            reason="include the causal part in the mask",
         )  # fmt: skip
     return None
 

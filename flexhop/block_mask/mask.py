@@ -346,7 +346,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         if self.dq_kv_order is not None:
             raise UnsupportedFeatureError(
                 feature=f"{verb} a BlockMask with a tensor dq_kv_order",
-                reason="the order names blocks by their old position",
+                reason="the order refers to the old positions of blocks",
                 mend="Create a mask with a dq_write_order for the selection",
             )
 

@@ -177,7 +177,7 @@ class PagedAttention:
         if block_mask.BLOCK_SIZE[1] != self.page_size:
             raise BlockSizeError(
                 block_size=block_mask.BLOCK_SIZE,
-                reason=f"blocks of keys must be pages, of {self.page_size} tokens",
+                reason=f"blocks of keys must be as long as a page, {self.page_size} tokens",
             )
         if batch_idx is None:
             batch_idx = torch.arange(
@@ -301,18 +301,18 @@ class PagedAttention:
             if value.requires_grad:
                 raise CacheShapeError(
                     argument=f"{name}_val", found="requires a gradient",
-                    expected="a cache has none; detach it",
+                    expected="a cache has no gradient; detach it",
                 )  # fmt: skip
             expected = (batch, cache.size(1), steps, cache.size(3))
             if tuple(value.shape) != expected or tuple(input_pos.shape) != (batch, steps):
                 raise CacheShapeError(
                     argument=f"{name}_val", found=f"has shape {list(value.shape)}",
-                    expected=f"batch_idx, input_pos and {name}_cache make it {list(expected)}",
+                    expected=f"batch_idx, input_pos and {name}_cache imply {list(expected)}",
                 )  # fmt: skip
             if cache.size(0) != 1 or cache.size(2) != tokens:
                 raise CacheShapeError(
                     argument=f"{name}_cache", found=f"has shape {list(cache.shape)}",
-                    expected=f"batch 1 and {tokens} tokens are {self.n_pages} pages",
+                    expected=f"{self.n_pages} pages need batch 1 and {tokens} tokens",
                 )  # fmt: skip
 
     def _check_mapped(

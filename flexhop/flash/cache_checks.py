@@ -141,7 +141,7 @@ def _rotary(call: CacheCall) -> Mistake | None:
         return argument_mistake("rotary_cos", "was given", "there are no k and v to append")
     if cos.dim() != 2 or cos.shape != sin.shape:
         found = f"have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
-        return argument_mistake("rotary_cos and rotary_sin", found, "must be alike, [N, R / 2]")
+        return argument_mistake("rotary_cos and rotary_sin", found, "must both be [N, R / 2]")
     if 2 * cos.size(1) > call.q.size(3):
         found = f"turns {2 * cos.size(1)} columns"
         return argument_mistake("rotary_cos", found, f"the head size is {call.q.size(3)}")

@@ -36,8 +36,8 @@ def prepare_cached(
     if call.dropout_p:
         raise errors.UnsupportedFeatureError(
             feature="dropout_p with page_table, k_mod or v_mod",
-            reason="they read a cache, which serves inference",
-            mend="Leave dropout_p at 0",
+            reason="caches are for inference",
+            mend="Set dropout_p to 0",
         )
     _check_stored(args, has_mods)
     key = _as_keys(args, args.key, has_mods[0])
@@ -54,7 +54,7 @@ def gradient_refusal() -> errors.UnsupportedFeatureError:
     """What a call says that would need a gradient."""
     return errors.UnsupportedFeatureError(
         feature="A gradient of flex_attention with page_table, k_mod or v_mod",
-        reason="they read a cache, which is filled without one",
+        reason="a cache is filled without gradients",
         mend="Call it under torch.no_grad(), or with contiguous keys in the dtype of query",
     )
 

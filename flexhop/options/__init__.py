@@ -361,7 +361,7 @@ def _translate_backend(options: Mapping[str, Any], fields: dict[str, Any]) -> No
         raise OptionConflictError(
             first="BACKEND",
             second="legacy FORCE_USE_FLEX_ATTENTION",
-            reason="BACKEND alone says which kernel to use",
+            reason="both select the kernel; keep BACKEND",
         )
     _check("BACKEND", options["BACKEND"], _TORCH_BACKEND)
     for field, value in _TORCH_BACKENDS[options["BACKEND"]].items():

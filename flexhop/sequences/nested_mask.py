@@ -114,8 +114,8 @@ def _check(q_nt: Tensor, kv_nt: Tensor, batch: int | None) -> None:
     for argument, tensor in (("q_nt", q_nt), ("kv_nt", kv_nt)):
         if not is_jagged(tensor):
             raise NestedOperandError(
-                argument=argument, found="is no nested tensor of layout torch.jagged",
-                expected="its sequences are what the mask is made for",
+                argument=argument, found="is not a nested tensor of layout torch.jagged",
+                expected="the mask is created for its sequences",
             )  # fmt: skip
     sequences = q_nt.size(0)
     if kv_nt.size(0) != sequences:

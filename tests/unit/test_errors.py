@@ -294,11 +294,11 @@ ERRORS = [
         {
             "first": "BACKEND",
             "second": "legacy FORCE_USE_FLEX_ATTENTION",
-            "reason": "BACKEND alone says which kernel to use",
+            "reason": "both select the kernel; keep BACKEND",
         },
         (ValueError, RuntimeError),
-        "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION: BACKEND alone says "
-        "which kernel to use.",
+        "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION: both select the "
+        "kernel; keep BACKEND.",
     ),
     (
         errors.TileError,

@@ -335,7 +335,7 @@ def test_masks_of_other_sequences_are_refused():
 def test_masks_that_cannot_be_made():
     create = functools.partial(flexhop.create_nested_block_mask, flexhop.noop_mask)
     nested = jagged(torch.randn(17, 2, 8), offsets((10, 7)))
-    with pytest.raises(errors.NestedOperandError, match="q_nt is no nested tensor"):
+    with pytest.raises(errors.NestedOperandError, match="q_nt is not a nested tensor"):
         create(None, None, torch.randn(2, 2, 8, 8))
     with pytest.raises(errors.NestedOperandError, match="B is 3, but must be None, 1 or 2"):
         create(3, None, nested)

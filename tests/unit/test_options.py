@@ -274,7 +274,7 @@ def test_errors_name_the_option_as_the_user_wrote_it():
         (
             {"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True},
             "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION: "
-            "BACKEND alone says which kernel to use.",
+            "both select the kernel; keep BACKEND.",
         ),
         (
             {"BACKEND": "TRITON", "backend": "auto"},

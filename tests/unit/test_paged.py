@@ -175,5 +175,5 @@ def test_refusals_change_nothing():
     with pytest.raises(errors.OptionValueError, match="page_size"):
         PagedAttention(4, 0, 2, "cpu")
     wrong = flexhop.create_block_mask(causal, 1, None, 16, 16, "cpu", BLOCK_SIZE=8)
-    with pytest.raises(errors.BlockSizeError, match="pages, of 4 tokens"):
+    with pytest.raises(errors.BlockSizeError, match="as long as a page, 4 tokens"):
         paged.convert_logical_block_mask(wrong)

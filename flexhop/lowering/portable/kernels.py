@@ -176,7 +176,7 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
         raise OptionConflictError(
             first="short_queries='decode'",
             second=f"{problem.query_len} queries of {problem.group} heads per key head",
-            reason=f"the decode kernel takes at most {splits.MAX_ROWS} rows of both together",
+            reason=f"the decode kernel supports at most {splits.MAX_ROWS} of their product",
         )
     if options.short_queries != "auto":
         return options.short_queries
