@@ -190,7 +190,7 @@ def _clamp_count(graph: fx.Graph, fakes: CachedArgs) -> None:
     output = graph.output_node()
     table = graph.find_nodes(op="placeholder")[1]
     width: Any = fakes.pages[0].size(1)
-    page_size = fakes.key.size(2)
+    page_size = int(fakes.key.size(2))  # a constant of the kernel, which prepare_cached guards
     with graph.inserting_before(output):
         room: Any = width * page_size
         if not isinstance(width, int):

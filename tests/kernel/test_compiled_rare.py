@@ -131,3 +131,30 @@ def test_numbers_of_eight_bits_without_a_mod(queries):
         flexhop.flex_attention, query, key, torch.zeros(2, 8, 500, 64, dtype=BF16)
     )
     assert compiled(generated) >= 1
+
+
+def test_fewer_keys_than_a_tile_of_the_hopper_kernel():
+    query, key, value = operands(1, 2, 53, 64)
+    slopes = torch.zeros(53)
+    options = flexhop.KernelOptions(backend="hopper")
+
+    def call(query, key, value):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score - slopes[kv_idx] * (q_idx - kv_idx).abs()
+
+        return flexhop.flex_attention(query, key, value, score_mod, kernel_options=options)
+
+    assert compiled(generate(call, query, key, value)) == 1
+
+
+def test_a_page_table_whose_pages_have_a_size_that_depends_on_another():
+    """A cache in one piece: under dynamic shapes a page's size is a quotient of symbols."""
+    table = flexhop.PageTable(torch.zeros(2, 1, dtype=torch.int32), 17, torch.full((2,), 17).int())
+    cache = torch.zeros(1, 6, 5 * 17, 72, dtype=torch.int8)
+    mod = dequantize(torch.ones(6))
+
+    def call(query, key, value):
+        return flexhop.flex_attention(query, key, value, page_table=table, k_mod=mod, v_mod=mod)
+
+    generated = generate(call, torch.zeros(2, 6, 1, 72), cache, cache.clone(), dynamic=True)
+    generated.kernel_with("attend_share")

@@ -62,3 +62,27 @@ def test_sinks(queries, dtype):
         assert_within_budget(
             actual, gold[name], reference[name], name=name, captured=name == "sinks"
         )
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_long_rows_whose_gradients_lie_by_token():
+    """Inductor pads rows of more than 1024 numbers, also those that it sums for the sinks."""
+    torch.manual_seed(0)
+    shapes = ((1, 1030, 2, 8), (1, 16, 2, 8), (1, 16, 2, 8))
+    leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
+    sinks = torch.randn(2, requires_grad=True)
+    weight = torch.randn(1, 1030, 2, 8)
+
+    def call(query, key, value, sinks):
+        out = flexhop.flex_attention(query * 2.0, key, value, sinks=sinks)
+        return (out * 2.0).transpose(1, 2).contiguous()
+
+    def loss(out):
+        return (out * weight).sum()
+
+    memory = Memory(poison=True, check_bounds=True)
+    interpret(call, *leaves, sinks, grad=loss, memory=memory)
+    plain = [t.detach().double().requires_grad_() for t in (*leaves, sinks)]
+    wanted = torch.autograd.grad(loss(call(*plain)), plain)
+    for leaf, want in zip((*leaves, sinks), wanted, strict=True):
+        torch.testing.assert_close(leaf.grad, want.float(), rtol=1e-4, atol=1e-4)
