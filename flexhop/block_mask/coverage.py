@@ -164,6 +164,8 @@ class _Search:
         few = FEW.get(self.grid.device.type, FEW["other"])
         is_small = self.some.numel() <= few
         left = self._one_grid() if is_small else self._two_grids()
+        if not len(left):
+            return self.some, self.every
         steps = (self._probe(2), self._parts(64), self._probe(16), self._parts(16), self._dense())
         for step in steps:
             if not len(left):
