@@ -171,6 +171,15 @@ def test_the_glossary_is_short():
     assert 20 <= len(words) <= 40 and len(set(words)) == len(words)
 
 
+def test_the_walk_passes_every_room():
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "walk.md").read_text(), re.MULTILINE)
+    named = sorted(name.rstrip("/") for row in table for name in CODE_SPAN.findall(row))
+    rooms = [
+        path for path in (ROOT / "flexhop").iterdir() if not path.name.startswith(("_", "py."))
+    ]
+    assert named == sorted(path.name for path in rooms)
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     lab = ROOT / "docs" / "lab"  # journals, which the pages of the designs link to
