@@ -128,17 +128,13 @@ def example_of(proxy: Any) -> Any:
 class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     """Tracker of the forward operator: traces both mods into subgraphs and lifts their captures.
 
-    At the door the operator is called with the operands of `_DOOR`;
-    the graph gets the wire form of flexhop.ops.args.
+    At the door the operator is called with the operands of its `door`; the graph gets those of its
+    `args_type`.
     """
 
     _HOP_NAME = "flexhop_attention"
     # A graph break inside a mod must be an error: the eager path would need S² memory in silence.
     _ALLOW_FALLBACK_TO_EAGER = False
-    _DOOR = (
-        "query", "key", "value", "score_mod", "mask_mod", "blocks", "scale", "call",
-        "dropout_seed",
-    )  # fmt: skip
     rules: ModRules
 
     def _call_function(
@@ -148,8 +144,8 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         self.value.refusal = None
         try:
             # The wire form comes from a graph that was traced before.
-            if len(args) == len(self._DOOR):
-                return self._write_node(tx, *args)
+            if len(args) == len(self.value.door._fields):
+                return self._write_node(tx, self.value.door(*args))
             return _write_wire(tx, self.value, args)
         except (FlexhopError, TorchRuntimeError, Unsupported, ObservedException) as error:
             ours = _cause(error) or self.value.refusal
@@ -157,21 +153,30 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
                 raise
             raise as_dynamo_error(ours) from None
 
-    def _write_node(self, tx: Any, *args: VariableTracker) -> VariableTracker:
-        query, key, value, score_mod, mask_mod, blocks, _, call, seed = args
-        tensors = [TupleVariable(list(pack.realize().items)) for pack in (blocks, seed)]
-        operands = [query, key, value, *tensors]
+    def _write_node(self, tx: Any, door: Any) -> VariableTracker:
+        tensors = [
+            TupleVariable(list(pack.realize().items)) for pack in (door.blocks, door.dropout_seed)
+        ]
+        operands = [door.query, door.key, door.value, *tensors]
         (q, k, v, lists, seeds), _ = hops.proxy_args_kwargs(operands, {})
         fakes = [fake_of(proxy) for proxy in (q, k, v)]
         fake_lists = tuple(fake_of(proxy) for proxy in lists)
-        scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, call))
-        score = self.trace_mod(tx, query, score_mod, "score_mod")
-        mask = self.trace_mod(tx, query, mask_mod, "mask_mod")
+        scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, door.call))
+        score = self.trace_mod(tx, door.query, door.score_mod, "score_mod")
+        mask = self.trace_mod(tx, door.query, door.mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
             self.rules.check_captures(fakes[0], kind, tuple(map(example_of, captures)))
         captures = [tuple(placed(tx, c, fakes[0].device) for c in mod[1]) for mod in (score, mask)]
-        wire = (q, k, v, score[0], mask[0], lists, scale, options, *captures)
-        wire = (*wire, seeds) if seeds else wire
+        args = self.value.args_type(
+            query=q, key=k, value=v, score_mod=score[0], mask_mod=mask[0], blocks=lists,
+            scale=scale, options=options, score_captures=captures[0], mask_captures=captures[1],
+            dropout_seed=seeds,
+        )  # fmt: skip
+        return self.write(tx, args)
+
+    def write(self, tx: Any, args: Any) -> VariableTracker:
+        """The node of a call with these operands."""
+        wire = self.value.wire(args)
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 

@@ -96,25 +96,44 @@ class Operator(HigherOrderOperator):
     A rule added by `py_functionalize_impl` makes the object unpicklable, hence `__reduce__`.
     """
 
-    def __init__(self, name: str, args_type: type[Any], callables: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        args_type: type[Any],
+        callables: Sequence[str],
+        door: type[Any] | None = None,
+        optional: str = "",
+    ) -> None:
+        """Name an operator.
+
+        Args:
+            name: of the operator.
+            args_type: the NamedTuple of its operands.
+            callables: which of them are functions.
+            door: the NamedTuple of the operands with which Dynamo meets it.
+            optional: the last operand, if it is left out where it is ().
+        """
         super().__init__(name, cacheable=True)
         self.args_type = args_type
+        self.door = door
+        self.optional = optional
         self.callable_positions = tuple(args_type._fields.index(field) for field in callables)
-        # Left out where it is (): graphs of calls without dropout do not show it.
-        self.elides_last = args_type._fields[-1] == "dropout_seed"
         self.refusal: FlexhopError | None = None  # the latest; Dynamo of 2.15 loses the original
         _OPERATORS[name] = self
 
     def __call__(self, *operands: Any) -> Any:
         """Dispatch one call; operands as in `args_type`, defaults filled."""
-        wire = tuple(self.args_type(*operands))
-        if self.elides_last and wire[-1] == ():
-            wire = wire[:-1]
         try:
-            return super().__call__(*wire)
+            return super().__call__(*self.wire(self.args_type(*operands)))
         except FlexhopError as error:
             self.refusal = error
             raise
+
+    def wire(self, args: Any) -> tuple[Any, ...]:
+        """Operands as graphs hold them: flat, without the optional one if it is ()."""
+        flat = tuple(args)
+        is_left_out = self.optional and getattr(args, self.optional) == ()
+        return flat[:-1] if is_left_out else flat
 
     def __reduce__(self) -> tuple[Callable[[str], Operator], tuple[str]]:
         """Pickle by name."""

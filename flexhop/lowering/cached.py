@@ -45,23 +45,27 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     args = CachedArgs(*operands)
     if chunked.is_without_kernel(args.query):
         return chunked.lower_cached_attention(*args)
-    captures = [inductor.realize(group) for group in args[11:]]
-    query, key, value = inductor.realize(args[:3])
-    args = args._replace(
-        query=query, key=key, value=value, score_captures=tuple(captures[0]),
-        mask_captures=tuple(captures[1]), key_captures=tuple(captures[2]),
-        value_captures=tuple(captures[3]),
+    score, mask, of_key, of_value = (
+        tuple(inductor.realize(group))
+        for group in (
+            args.score_captures, args.mask_captures, args.key_captures, args.value_captures
+        )
     )  # fmt: skip
-    guards.guard_aligned_strides(args[:3])
+    query, key, value = inductor.realize((args.query, args.key, args.value))
+    args = args._replace(
+        query=query, key=key, value=value, score_captures=score, mask_captures=mask,
+        key_captures=of_key, value_captures=of_value,
+    )  # fmt: skip
+    guards.guard_aligned_strides((query, key, value))
     fakes = CachedArgs(*inline.fake_operands())
     readers = divide_work(args, key_dtypes(fakes))
     sizes = index_sizes(fakes)
     device = inductor.device_of(args.query)
-    mods = lower_mods(device, args.score_mod, args.mask_mod, (captures[0], captures[1]), sizes)
+    mods = lower_mods(device, args.score_mod, args.mask_mod, (score, mask), sizes)
     pages = inductor.realize(args.pages)
     subgraphs = _lower_readers(args, readers, fakes, pages)
     problem, options = _read_problem(args, readers.cache, mods.facts), user_options(args.options)
-    used = [*captures[0], *captures[1], *captures[2], *captures[3], *pages]
+    used = [*score, *mask, *of_key, *of_value, *pages]
     call = KernelCall(problem, options, mods, used, tuple(subgraphs))
     return emit_forward(args, call) or chunked.lower_cached_attention(*operands)
 

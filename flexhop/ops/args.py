@@ -46,7 +46,20 @@ class AttentionArgs(NamedTuple):
     options: dict[str, int | str | bool | float]
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
-    dropout_seed: tuple[Tensor, ...] = ()  # [2] int64, or nothing; left out then (compat/hop.py)
+    dropout_seed: tuple[Tensor, ...] = ()  # [2] int64, or nothing: graphs leave it out then
+
+
+class AttentionDoor(NamedTuple):
+    """Operands with which Dynamo meets `flexhop_attention`: `call` is not checked yet."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    mask_mod: Callable[..., Tensor]
+    blocks: tuple[Tensor, ...]
+    call: tuple[Any, ...]  # a Call of ops/call.py, as plain tuples
+    dropout_seed: tuple[Tensor, ...]
 
 
 class CachedArgs(NamedTuple):
@@ -71,6 +84,21 @@ class CachedArgs(NamedTuple):
     mask_captures: tuple[Capture, ...] = ()
     key_captures: tuple[Capture, ...] = ()
     value_captures: tuple[Capture, ...] = ()
+
+
+class CachedDoor(NamedTuple):
+    """As AttentionDoor, for `flexhop_cached_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    mask_mod: Callable[..., Tensor]
+    key_mod: Callable[..., Tensor]
+    value_mod: Callable[..., Tensor]
+    blocks: tuple[Tensor, ...]
+    pages: tuple[Tensor, ...]
+    call: tuple[Any, ...]  # the call, and whether there are a key_mod and a value_mod
 
 
 class BackwardArgs(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from flexhop.compat import hop
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
-from flexhop.ops.args import CachedArgs
+from flexhop.ops.args import CachedArgs, CachedDoor
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
@@ -23,7 +23,7 @@ from flexhop.ops.subgraphs import (
 )
 
 MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
-cached_attention = hop.Operator("flexhop_cached_attention", CachedArgs, MODS)
+cached_attention = hop.Operator("flexhop_cached_attention", CachedArgs, MODS, door=CachedDoor)
 
 
 def examples(*operands: Any) -> tuple[list[Any], ...]:
@@ -92,12 +92,14 @@ hop.register_refusal(
 )
 
 
-def _count(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
+def _count(*operands: Any, **_: Any) -> int:
     """Two matrix products over all that the pages hold."""
-    batch, heads, length, width = query.shape
-    pages = rest[5]
-    keys = pages[0].size(1) * key.size(2) if pages else key.size(2)
-    return 2 * batch * heads * length * keys * (width + value.size(3))
+    args = CachedArgs(*operands)
+    batch, heads, length, width = args.query.shape
+    keys = args.key.size(2)
+    if args.pages:
+        keys *= args.pages[0].size(1)
+    return 2 * batch * heads * length * keys * (width + args.value.size(3))
 
 
 hop.register_flops(cached_attention, _count)

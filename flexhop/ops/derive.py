@@ -164,7 +164,5 @@ def as_derivative(
     args: AttentionArgs, program: Sequence[str], directions: Sequence[Tensor]
 ) -> DerivativeArgs:
     """A derivative of a call of attention."""
-    return DerivativeArgs(
-        *args[:8], tuple(program), tuple(directions), args.score_captures, args.mask_captures,
-        args.dropout_seed,
-    )  # fmt: skip
+    more = {"program": tuple(program), "directions": tuple(directions)}
+    return DerivativeArgs(**args._asdict(), **more)

@@ -17,7 +17,7 @@ from flexhop import errors
 from flexhop.compat import hop
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
-from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.args import AttentionArgs, AttentionDoor, CachedArgs, CachedDoor
 from flexhop.ops.autocast import wanted_dtype, without_autocast
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
@@ -38,8 +38,12 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     calls `prepare` and writes the node.
     """
     if torch.compiler.is_dynamo_compiling():
-        return attention(*args[:6], args.scale, _plain(call), args.dropout_seed)
-    if hop.is_tracing(*args[:3]):
+        door = AttentionDoor(
+            args.query, args.key, args.value, args.score_mod, args.mask_mod, args.blocks,
+            _plain(call), args.dropout_seed,
+        )  # fmt: skip
+        return attention(*door)
+    if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_operator, args, call)
     return _run_eagerly(args, call)
 
@@ -48,16 +52,20 @@ def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, T
     """As run_operator, for a call that reads a cache."""
     has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)
     if torch.compiler.is_dynamo_compiling():
-        return cached_attention(*args[:9], args.scale, (_plain(call), has_mods))
-    if hop.is_tracing(*args[:3]):
+        door = CachedDoor(
+            args.query, args.key, args.value, args.score_mod, args.mask_mod, args.key_mod,
+            args.value_mod, args.blocks, args.pages, (_plain(call), has_mods),
+        )  # fmt: skip
+        return cached_attention(*door)
+    if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_cached_operator, args, call)
     return _run_cached_eagerly(args, call, has_mods)
 
 
 def _plain(call: Call) -> tuple[Any, ...]:
     """The call as plain tuples: Dynamo's variables for named ones differ between versions."""
-    facts = None if call.mask is None else tuple(call.mask)
-    return (*call[:4], facts, *call[5:])
+    facts: Any = None if call.mask is None else tuple(call.mask)
+    return tuple(call._replace(mask=facts))
 
 
 def _run_traced(

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
-from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.args import AttentionArgs, AttentionDoor, BackwardArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.call import check_gradients
 from flexhop.ops.derivative import push_attention
@@ -28,7 +28,10 @@ from flexhop.ops.subgraphs import (
     trace_joint,
 )
 
-attention = hop.Operator("flexhop_attention", AttentionArgs, ("score_mod", "mask_mod"))
+attention = hop.Operator(
+    "flexhop_attention", AttentionArgs, ("score_mod", "mask_mod"),
+    door=AttentionDoor, optional="dropout_seed",
+)  # fmt: skip
 
 
 def _examples(*operands: Any) -> tuple[list[Any], list[Any]]:
@@ -174,18 +177,17 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     if args.dropout_seed:
         raise VmapError(argument="the dropout")
     is_mapped: Any = AttentionArgs(*mapped)
-    tensors = (*args[:3], *args.blocks)
-    flags = (*is_mapped[:3], *is_mapped.blocks)
+    tensors = (args.query, args.key, args.value, *args.blocks)
+    flags = (is_mapped.query, is_mapped.key, is_mapped.value, *is_mapped.blocks)
     batch = args.query.size(1 if is_mapped.query else 0)
     query, key, value, *blocks = (
         into_batch(tensor, flag, count, batch) for tensor, flag in zip(tensors, flags, strict=True)
     )
 
-    folded = AttentionArgs(
-        query, key, value,
-        unfolded_mod(args.score_mod, 1, batch, is_mapped.score_captures),
-        unfolded_mod(args.mask_mod, 0, batch, is_mapped.mask_captures),
-        tuple(blocks), *args[6:],
+    folded = args._replace(
+        query=query, key=key, value=value, blocks=tuple(blocks),
+        score_mod=unfolded_mod(args.score_mod, 1, batch, is_mapped.score_captures),
+        mask_mod=unfolded_mod(args.mask_mod, 0, batch, is_mapped.mask_captures),
     )  # fmt: skip
 
     def unfold(results: tuple[Tensor, ...]) -> list[tuple[Tensor, bool]]:
