@@ -31,8 +31,9 @@ from flexhop.ops.subgraphs import (
 )
 
 attention_backward = hop.Operator(
-    "flexhop_attention_backward", BackwardArgs, ("score_mod", "joint", "mask_mod")
-)
+    "flexhop_attention_backward", BackwardArgs, ("score_mod", "joint", "mask_mod"),
+    optional="dropout_seed",
+)  # fmt: skip
 
 
 @hop.register_dense(attention_backward)

@@ -24,8 +24,9 @@ from flexhop.ops.saving import restore, save
 from flexhop.ops.subgraphs import index_examples, needs_grad, score_dtype, score_examples
 
 attention_derivative = hop.Operator(
-    "flexhop_attention_derivative", DerivativeArgs, ("score_mod", "mask_mod")
-)
+    "flexhop_attention_derivative", DerivativeArgs, ("score_mod", "mask_mod"),
+    optional="dropout_seed",
+)  # fmt: skip
 
 
 def _like(args: DerivativeArgs, name: str) -> Tensor | None:

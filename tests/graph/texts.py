@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # registers the operators' trackers
 from torch import fx
 from torch.utils import _pytree as pytree
-
-from flexhop.compat import dynamo  # noqa: F401  # registers the operators' trackers
 
 
 def aot_graphs(
