@@ -51,8 +51,22 @@ class Settings:
     learning_rate: float = 1e-3
 
 
-ON_GPU = {"length": 8192, "batch": 2, "width": 1024, "heads": 8, "kv_heads": 2, "layers": 8}
-ON_CPU = {"length": 256, "batch": 4, "width": 128, "heads": 4, "kv_heads": 2, "layers": 2}
+ON_GPU: dict[str, Any] = {
+    "length": 8192,
+    "batch": 2,
+    "width": 1024,
+    "heads": 8,
+    "kv_heads": 2,
+    "layers": 8,
+}
+ON_CPU: dict[str, Any] = {
+    "length": 256,
+    "batch": 4,
+    "width": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "layers": 2,
+}
 
 
 # masks: what the three kinds of attention want to know about the documents of a step
