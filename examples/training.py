@@ -24,7 +24,11 @@ from quickstart import TEXT, Corpus, load_corpus  # the file beside this one
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention as intree
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import flexhop
 from flexhop.nn.attention import rotate
@@ -103,10 +107,14 @@ def attend(kind: str, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> T
 
 # the model
 
-KEPT = [operator, torch.ops.higher_order.flex_attention]
-KEPT += [torch.ops.aten._scaled_dot_product_efficient_attention.default]  # pyright: ignore
-KEPT += [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]  # pyright: ignore
-keep_attention = functools.partial(create_selective_checkpoint_contexts, KEPT)
+
+def keep_attention(context: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+    """Outputs of attention are kept, by whoever computes it; all else is computed again."""
+    is_attention = op is operator or "attention" in str(op)
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
 
 
 class Block(nn.Module):
@@ -125,9 +133,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor, mask: Any) -> Tensor:
         """hidden [B, S, W]; positions [B, S]: of each token in its document."""
-        call = functools.partial(
-            checkpoint, self.layer, use_reentrant=False, context_fn=keep_attention
-        )
+        call = functools.partial(checkpoint, self.layer, use_reentrant=False, context_fn=contexts)
         return call(hidden, positions, mask)
 
     def layer(self, hidden: Tensor, positions: Tensor, mask: Any) -> Tensor:
