@@ -268,6 +268,7 @@ def _describe_mask(mask: BlockMask) -> Mask:
         total=total,
         density=mask.density(),
         unmasked=_unmasked_part(mask) if mask.numel() <= MAX_ELEMENTS else None,
+        picture=mask.to_svg(),
     )
 
 

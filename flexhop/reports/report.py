@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from flexhop.options import KernelOptions
+from flexhop.reports.page import page
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Mask:
         density: visited part of the matrix, 0 to 1, overhang not counted.
         unmasked: visible part of the matrix, 0 to 1; None if the mask is too large to evaluate.
             `density - unmasked` is the work spent on masked elements.
+        picture: the blocks of the first batch and head as SVG; None if the lists have no data.
     """
 
     block_size: tuple[int, int]
@@ -70,6 +72,7 @@ class Mask:
     total: int
     density: float | None
     unmasked: float | None
+    picture: str | None = dataclasses.field(default=None, repr=False)
 
     def __str__(self) -> str:
         size = f"blocks of {self.block_size[0]} queries x {self.block_size[1]} keys"
@@ -140,7 +143,7 @@ class Report:
         unmasked_flops: operations of the forward pass on visible elements; None if unknown.
         notes: further remarks, such as the changes that make a call compile again.
 
-    `print(report)` shows everything.
+    `print(report)` shows everything; in a notebook the report shows itself.
     """
 
     device: str
@@ -167,6 +170,16 @@ class Report:
             ("notes", "\n".join(_wrapped(note) for note in self.notes)),
         ]
         return "\n".join(f"{title}\n{_indent(str(body))}" for title, body in parts if body)
+
+    def to_html(self) -> str:
+        """The report as HTML: the mask's picture, the least time of each kernel, and the text.
+
+        The times are what the chip allows, from its data sheet: no kernel is measured. On a chip
+        that flexhop has no numbers for, the operations are shown instead. Notebooks call this.
+        """
+        return page(self, None if self.mask is None else self.mask.picture)
+
+    _repr_html_ = to_html
 
     @property
     def forward(self) -> Pass:

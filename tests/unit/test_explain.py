@@ -1,8 +1,10 @@
 """flexhop.explain: its report, and that it needs neither a GPU nor data."""
 
 import dataclasses
+import html
 import inspect
 import typing
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from flexhop.lowering.hopper import versions
 from flexhop.lowering.portable.tiles import Kernel
 from flexhop.masks import causal
 from flexhop.offline import generate
+from flexhop.reports.page import estimate
 from flexhop.reports.report import Report
 
 WIDTH = 64
@@ -275,3 +278,21 @@ def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
 def test_the_docstring_of_passes_names_every_kernel():
     names = (*typing.get_args(Kernel), "backward")
     assert [name for name in names if f'"{name}"' not in Report.__doc__] == []
+
+
+def test_notebooks_show_a_picture_and_a_bar_for_each_kernel():
+    report = flexhop.explain(*operands(), block_mask=causal_mask())
+    shown = report._repr_html_()
+    root = ElementTree.fromstring(shown)  # well-formed
+    assert root.find(".//{http://www.w3.org/2000/svg}svg") is not None
+    assert shown == report.to_html()
+    cells = [cell.text for cell in root.iter("td")]
+    assert [part.kernel for part in report.passes] == cells[::4]
+    assert html.unescape(str(report)).strip() == root.findtext(".//pre").strip()
+    assert "svg" not in flexhop.explain(*operands()).to_html()
+
+
+def test_least_times_are_rooflines():
+    assert estimate("NVIDIA H200, sm_90", 989 * 10**6, 48) == (1.0, "µs", "bounded by products")
+    assert estimate("NVIDIA H200, sm_90", None, 48 * 10**5) == (1.0, "µs", "bounded by memory")
+    assert estimate("some chip", 3 * 10**9, 1) == (3.0, "GFLOP", "")
