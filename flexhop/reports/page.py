@@ -53,9 +53,8 @@ def page(report: Any, picture: str | None) -> str:
         report: see report.py.
         picture: the mask as SVG, or None.
     """
-    found = [
-        (part.kernel, estimate(report.device, part.flops, part.bytes)) for part in report.passes
-    ]
+    device, passes = report.device, report.passes
+    found = [(part.kernel, estimate(device, part.flops, part.bytes)) for part in passes]
     most = max((guess.amount for _, guess in found), default=0) or 1
     rows = "".join(
         _ROW.format(
