@@ -182,9 +182,7 @@ def _listed(
     def lists(dense: Tensor | None) -> tuple[Tensor | None, ...]:
         if dense is None:
             return None, None
-        shape = (grid.batch, grid.heads)
-        found = dense_to_lists(dense)
-        return tuple(t.expand(*shape, *t.shape[2:]).contiguous() for t in found)
+        return tuple(_for_all(t, grid) for t in dense_to_lists(dense))
 
     sides = [*lists(partial), *lists(full)]
     if compute_q_blocks:
@@ -193,6 +191,16 @@ def _listed(
         sides += [None] * 4
     lengths = (grid.q_len, grid.kv_len)
     return BlockMask(lengths, *sides, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
+
+
+def _for_all(listed: Tensor, grid: Grid) -> Tensor:
+    """Lists for every batch and head of the grid, in memory of their own.
+
+    Never a view, not even of the same shape: a package of AOTInductor that held views of other
+    tensors as its constants read the wrong memory.
+    """
+    shape = (grid.batch, grid.heads, *listed.shape[2:])
+    return listed.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def _checked(mask_mod: MaskMod) -> MaskMod:

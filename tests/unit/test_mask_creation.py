@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexhop.block_mask import BlockMask, coverage, create_block_mask, create_mask, scores
+from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.errors import (
     BlockMaskFieldError,
     BlockSizeError,
@@ -270,3 +271,11 @@ def test_bad_input(error, mod, changes):
 def test_a_branch_is_located():
     with pytest.raises(ModLoweringError, match=r"test_mask_creation\.py:\d+"):
         create_block_mask(branching, 1, 1, 8, 8, "cpu")
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_no_field_is_a_view(batch: int | None):
+    """AOTInductor's packages keep fields as constants, and did not read views of others right."""
+    mask = create_block_mask(lambda b, h, i, j: i >= j, batch, None, 512, 512, device="cpu")
+    fields = [getattr(mask, name) for name in TENSOR_FIELDS]
+    assert [t for t in fields if t is not None and (t._is_view() or not t.is_contiguous())] == []
