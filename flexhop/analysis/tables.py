@@ -171,7 +171,7 @@ def _occurring(found: Interval, indices: list[Interval]) -> Interval:
 
 def _inside(index: Interval, size: int) -> Interval:
     """An index as Python means it: negative ones count from the end."""
-    if not is_int(index.dtype):
+    if not is_int(index.dtype) or index.dtype == torch.uint8:  # bytes are a mask
         raise Unsupported
     low, high = index.low, index.high
     first, last = index.static

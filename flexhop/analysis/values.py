@@ -22,6 +22,7 @@ _INTEGER_OPERATORS = frozenset(
     | {aten.bitwise_right_shift, aten.__rshift__, aten.logical_xor, aten.relu, aten.pow, aten.div}
     | {aten.index}
 )
+_INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 _ROUNDED = frozenset(
     {aten.add, aten.sub, aten.mul, aten.neg, aten.abs, aten.floor, aten.ceil, aten.trunc}
     | {aten.minimum, aten.maximum, aten.clamp, aten._to_copy, aten.where, aten.relu}
@@ -37,7 +38,9 @@ def is_reproducible(node: fx.Node) -> bool:
     packet, dtype = packet_of(node.target), dtype_of(node)
     if dtype is None or not is_number(node):
         return False
-    if packet is aten.index or Trait.FACTORY in traits_of(packet):
+    if packet is aten.index:
+        return _reads_one_entry(node)
+    if Trait.FACTORY in traits_of(packet):
         return True
     if dtype.is_floating_point:
         is_wide = dtype in (torch.float32, torch.float64)
@@ -97,9 +100,7 @@ class Values:
         args, kwargs = operands(node, self.of)
         if packet_of(node.target) is aten.index:
             table, indices = args
-            if not isinstance(table, Tensor) or table.dim() != len(indices):
-                raise NotReproducible
-            return table[tuple(indices)]
+            return table[tuple(map(_as_index, indices))]
         if "device" in kwargs:
             kwargs["device"] = self._device
         found = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -108,3 +109,17 @@ class Values:
     def _with_dimensions(self, tensor: Tensor) -> Tensor:
         """A number gets dimensions, so that dtypes meet as those of 0-d tensors do."""
         return tensor.view(self._form) if tensor.dim() == 0 else tensor
+
+
+def _reads_one_entry(read: fx.Node) -> bool:
+    """Whether a read of a captured tensor has an integer for each dimension; bytes are a mask."""
+    table, indices = read.args
+    example = table.meta.get("val") if isinstance(table, fx.Node) else None
+    if not isinstance(example, Tensor) or example.dim() != len(indices):  # type: ignore[arg-type]
+        return False
+    return all(is_number(i) and dtype_of(i) in _INDICES for i in indices)  # type: ignore[union-attr]
+
+
+def _as_index(value: Tensor) -> Tensor:
+    """An index in a dtype that reads take."""
+    return value if value.dtype in (torch.int32, torch.int64) else value.long()

@@ -37,11 +37,14 @@ def assert_equal(mask, grid):
         assert torch.equal(a.expand_as(b), b)
 
 
+FOUND = [70268, 1032658161]  # seeds that found something: reads at indices of 16 bits
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_random_programs(monkeypatch):
     """FLEXHOP_MASK_PROGRAMS says how many; seeds are fresh, and named by a failure."""
     first = secrets.randbelow(2**30)
-    for seed in range(first, first + PROGRAMS):
+    for seed in (*FOUND, *range(first, first + PROGRAMS)):
         rng = random.Random(seed)
         lengths = rng.choice([(200, 200), (257, 130), (64, 300), (384, 384)])
         block = rng.choice([(16, 16), (32, 64), (128, 128), (48, 20)])
