@@ -158,11 +158,22 @@ def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
         if accumulate != [True]:
             continue
         with part.graph.inserting_before(node):
-            never = _insert(part.graph, aten.lt.Tensor, values, values)
+            rows = _per_place(part.graph, values, total, len(indices))
+            never = _insert(part.graph, aten.lt.Tensor, rows, rows)
             never = _insert(part.graph, prims.convert_element_type.default, never, torch.int64)
             hidden = [_insert(part.graph, aten.bitwise_or.Tensor, i, never) for i in indices]
         node.args = (total, hidden, values, True)
     part.recompile()
+
+
+def _per_place(graph: torch.fx.Graph, values: Any, total: Any, indexed: int) -> Any:
+    """One of the values that are added at each place: of shapes that broadcast with the places.
+
+    Values of a place fill the dimensions of `total` that no index is for.
+    """
+    for _ in range(min(total.meta["val"].dim() - indexed, values.meta["val"].dim())):
+        values = _insert(graph, aten.select.int, values, -1, 0)
+    return values
 
 
 def _hide_dividends(part: torch.fx.GraphModule) -> None:

@@ -31,6 +31,7 @@ from flexhop.ops.eager import (
 CHUNK_ELEMENTS = 1 << 18
 # On a GPU 16 MiB, so that a chunk is work for all of it and its temporaries stay in the L2 cache.
 GPU_CHUNK_ELEMENTS = 1 << 22
+LEAST_ROWS = 16
 
 Tensors = tuple[Tensor, ...]
 
@@ -152,7 +153,7 @@ def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
         per_query *= inductor.hint(args.pages[0].get_size()[1])
     is_gpu = inductor.device_of(args.query).type == "cuda"
     elements = GPU_CHUNK_ELEMENTS if is_gpu else CHUNK_ELEMENTS
-    rows = max(16, elements // max(1, per_query))
+    rows = max(LEAST_ROWS, elements // max(1, per_query))
     if isinstance(fake_length, int) and length <= rows:
         return None
     chunks = -(-length // rows)
