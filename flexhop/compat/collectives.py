@@ -15,14 +15,16 @@ from torch import Tensor
 IS_AVAILABLE = dist.is_available()
 
 if IS_AVAILABLE:
-    import torch.distributed._functional_collectives as functional
     from torch._C._distributed_c10d import _register_work, _resolve_process_group
     from torch.distributed.distributed_c10d import _get_process_group_store
+
+    # The functions around these operators have changed their names: 2.13 warns of the old ones.
+    _functional = torch.ops._c10d_functional
 
 
 def wait(started: Tensor) -> Tensor:
     """The tensor, once the collective that writes it has ended (on the GPU: in stream order)."""
-    return torch.ops._c10d_functional.wait_tensor(started)
+    return _functional.wait_tensor(started)
 
 
 def size_of(group: str) -> int:
@@ -58,25 +60,26 @@ def start_all_to_all(
 def start_all_gather(output: Tensor, message: Tensor, group: str) -> Tensor:
     """Begin to gather `message` of all ranks along dimension 0; otherwise as start_all_to_all."""
     process_group = _resolve_process_group(group)
-    work = dist.all_gather_into_tensor(output, message, group=process_group, async_op=True)
+    # 2.13 calls it all_gather_single, and warns of the name that 2.11 and 2.12 know.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(output, message, group=process_group, async_op=True)
     _register_work(output, work)
     return output
 
 
 def sum_over(tensor: Tensor, group: str) -> Tensor:
     """The sum of a tensor over all ranks of a group; traceable, without a gradient of its own."""
-    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
+    return wait(_functional.all_reduce(tensor.contiguous(), "sum", group))
 
 
-def gather_over(tensor: Tensor, group: str) -> Tensor:
-    """Tensors of all ranks, one behind the other along dimension 0; traceable."""
-    whole = functional.all_gather_tensor(tensor.contiguous(), 0, group)
-    return functional.wait_tensor(whole)
+def gather_over(tensor: Tensor, group: str, ranks: int) -> Tensor:
+    """Tensors of all ranks of a group, one behind the other along dimension 0; traceable."""
+    return wait(_functional.all_gather_into_tensor(tensor.contiguous(), ranks, group))
 
 
 def from_first(tensor: Tensor, group: str) -> Tensor:
     """The tensor of rank 0; traceable."""
-    return functional.wait_tensor(functional.broadcast(tensor.contiguous(), 0, group))
+    return wait(_functional.broadcast(tensor.contiguous(), 0, group))
 
 
 def exchange_texts(text: str, key: str, group: str) -> tuple[list[str], list[int]]:
@@ -112,5 +115,5 @@ def timeout_of(group: str) -> timedelta:
 
 def swap_over(tensor: Tensor, group: str) -> Tensor:
     """Row r of dimension 0 goes to rank r, whose row comes back; traceable, without gradient."""
-    swapped = functional.all_to_all_single(tensor.contiguous(), None, None, group)
-    return functional.wait_tensor(swapped)
+    each = [1] * tensor.size(0)
+    return wait(_functional.all_to_all_single(tensor.contiguous(), each, each, group))

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexhop import errors
+from flexhop.compat import collectives
 from flexhop.distributed.attend import attend_view
-from flexhop.distributed.gradients import gather_parts
+from flexhop.distributed.gradients import Side, gather_parts
 from flexhop.distributed.packed import PackedSequences
 from flexhop.distributed.plan import Plan
 from flexhop.distributed.views import View, make_view
@@ -141,6 +142,10 @@ class context_parallel:
         self.rank = _rank_of(mesh)
         self.device = _device_of(mesh)
         self._groups = _groups_of(plan, mesh)
+        self._sides = [
+            Side(group, collectives.size_of(group), collectives.rank_in(group))
+            for group in filter(None, self._groups)
+        ]
         self._sum_captured = sum_captured
         mend = "Make the plan from the same masks, and with the same arguments, on every rank"
         for group in filter(None, self._groups):
@@ -198,8 +203,8 @@ class context_parallel:
                 expected=f"every rank has {self.plan.tokens} tokens",
             )  # fmt: skip
         parts = tensor
-        for group in filter(None, reversed(self._groups)):
-            parts = gather_parts(parts, dim, group, sums=sums)
+        for side in reversed(self._sides):
+            parts = gather_parts(parts, dim, side, sums=sums)
         return parts.index_select(dim, self.plan.order().to(tensor.device))
 
     def __enter__(self) -> Self:

@@ -53,7 +53,8 @@ class Machine(NamedTuple):
 
     flops: of attention, per second. node: ranks that the fast link joins. fast, slow: bytes per
     second, rank and direction, within a node and between nodes. fast_latency, slow_latency:
-    seconds of one collective. launch: seconds of one more kernel. memory: bytes per second.
+    seconds of one collective. launch: seconds of one more exchange, with the small kernels around
+    it. memory: bytes per second.
     """
 
     flops: float = 550e12
@@ -62,7 +63,7 @@ class Machine(NamedTuple):
     slow: float = 45e9
     fast_latency: float = 30e-6
     slow_latency: float = 60e-6
-    launch: float = 10e-6
+    launch: float = 150e-6
     memory: float = 3.5e12
 
 
@@ -119,7 +120,8 @@ def find_cost(
         units = tuple(t.fast + t.slow for t in traffic)
         size = max(units) * unit * per_head.key_bytes
         for groups in _groups(method, per_head, move):
-            seconds = _seconds(method, groups, compute, move, tokens, per_head, machine)
+            copied = 6 * (tokens * per_head.key_bytes + size) / machine.memory
+            seconds = _seconds(method, groups, compute, move, tokens, per_head, machine) + copied
             found.append(Cost(visits, units, method, groups, size, seconds + swap))
     return min(found, key=lambda cost: (cost.seconds, METHODS.index(cost.method)))
 
@@ -169,16 +171,15 @@ def _seconds(
     """Forward and backward; gradients of keys travel back as keys came."""
     forward, backward = compute / _PASSES, compute * (1 - 1 / _PASSES)
     if not move:
-        return compute + 2 * machine.launch
+        return compute
     if method == "stages":
         # Keys travel while the own ones are used: no more than all of the time hides.
-        merge = 6 * tokens * shape.query_bytes / machine.memory + 4 * machine.launch
+        merge = 6 * tokens * shape.query_bytes / machine.memory + 2 * machine.launch
         return max(forward, move) + max(backward, move) + merge
     each = move / groups
     overlapped = each + (groups - 1) * max(forward / groups, each) + forward / groups
     returned = backward / groups + (groups - 1) * max(backward / groups, each) + each
-    copies = 4 * tokens * shape.key_bytes / machine.memory
-    return overlapped + returned + copies + 2 * groups * machine.launch
+    return overlapped + returned + groups * machine.launch
 
 
 def _swap_seconds(tokens: int, heads: int, shape: AttentionShape, machine: Machine) -> float:

@@ -181,7 +181,7 @@ def _merged(
     parts = [out.to(lse.dtype), lse[..., None]]
     if largest is not None:
         parts.append(largest[..., None])
-    every = collectives.gather_over(torch.cat(parts, -1)[None], group)
+    every = collectives.gather_over(torch.cat(parts, -1)[None], group, ranks)
     width = out.size(-1)
     outs, lses = every[..., :width], every[..., width]
     total = torch.logsumexp(lses, 0)

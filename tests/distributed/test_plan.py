@@ -153,7 +153,7 @@ layout: contiguous, 1 chunk of 256 tokens per rank; units of 32 tokens
 mask 'full': work of the slowest rank 1.73 of the mean
   exchange: blocks, needed units only, one call of attention
   the busiest rank receives 768 tokens, 3.15 MB forward; all keys would be 768 tokens
-  expected: 0.123 ms for a layer, forward and backward
+  expected: 0.259 ms for a layer, forward and backward
        rank 0 ████············
        rank 1 ▒▒▒▒████········
        rank 2 ▒▒▒▒▒▒▒▒████····
@@ -162,7 +162,7 @@ mask 'full': work of the slowest rank 1.73 of the mean
 mask 'window': work of the slowest rank 1.03 of the mean
   exchange: blocks, needed units only, one call of attention
   the busiest rank receives 64 tokens, 262 kB forward; all keys would be 768 tokens
-  expected: 0.0852 ms for a layer, forward and backward
+  expected: 0.216 ms for a layer, forward and backward
        rank 0 ████············
        rank 1 ···▒████········
        rank 2 ·······▒████····
