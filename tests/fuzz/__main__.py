@@ -1,0 +1,108 @@
+"""Random problems for as long as wanted: `scripts/fuzz --help`."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import random
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+
+from flexhop.errors import EagerWarning, FlexhopError
+from tests.fuzz.checks import check_results, compile_offline
+from tests.fuzz.draw import Problem, draw
+
+MODES = ("eager", "traced", "compiled", "offline")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--mode", choices=MODES,
+        help="eager; traced (aot_eager); compiled (inductor), the default on cuda; offline: "
+        "generate kernels and compile them for --arch, without a GPU",
+    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--count", type=int, default=0, help="at most so many problems")
+    parser.add_argument("--seed", type=int, help="the first problem; FLEXHOP_FUZZ_SEED likewise")
+    parser.add_argument("--only", type=int, help="one problem, with its traceback")
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="such as 80 90 100 120")
+    parser.add_argument("--procs", type=int, default=1, help="processes side by side")
+    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.mode = args.mode or ("compiled" if args.device == "cuda" else "eager")
+    given = args.seed if args.seed is not None else os.environ.get("FLEXHOP_FUZZ_SEED")
+    args.seed = random.SystemRandom().randrange(10**9) if given is None else int(given)
+    return args
+
+
+def check(args: argparse.Namespace, seed: int, problem: Problem) -> None:
+    """One problem as the arguments say."""
+    if args.mode == "offline":
+        compile_offline(problem, tuple(args.arch))
+        return
+    backend = {"eager": "eager", "traced": "aot_eager", "compiled": "inductor"}[args.mode]
+    check_results(problem, seed, args.device, backend)
+
+
+def is_large(args: argparse.Namespace) -> bool:
+    return args.mode == "offline" or args.device == "cuda"
+
+
+def run(args: argparse.Namespace) -> collections.Counter[str]:
+    """Problems of this process until the time is up; failures are printed when they happen."""
+    part, parts = map(int, args.part.split("/"))
+    end, counts = time.monotonic() + 60 * args.minutes, collections.Counter[str]()
+    seed = args.seed + part
+    while time.monotonic() < end and not (args.count and sum(counts.values()) >= args.count):
+        problem = draw(seed, large=is_large(args))
+        status, note = "right", ""
+        try:
+            check(args, seed, problem)
+        except Exception as error:  # every kind is a finding: it is counted, and printed
+            status = "wrong" if isinstance(error, AssertionError) else "error"
+            status = "refused" if isinstance(error, FlexhopError) else status
+            note = f"{type(error).__name__}: {str(error)[:300]}"
+        counts[status] += 1
+        if note:
+            print(f"--only {seed} {status} {note}\n    {problem.words}", flush=True)
+        seed += parts
+    return counts
+
+
+def spread(args: argparse.Namespace) -> int:
+    """Several processes, each with its share of the numbers."""
+    command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:], "--seed", str(args.seed)]
+    parts = [[*command, "--part", f"{i}/{args.procs}"] for i in range(args.procs)]
+    running = [subprocess.Popen(part) for part in parts]
+    return max(process.wait() for process in running)
+
+
+def main() -> int:
+    """The exit status: 1 if anything was wrong, or failed."""
+    args = arguments()
+    warnings.simplefilter("ignore", EagerWarning)
+    if args.only is not None:
+        problem = draw(args.only, large=is_large(args))
+        print(problem.words)
+        try:
+            check(args, args.only, problem)
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return 0
+    if args.procs > 1 and args.part == "0/1":
+        print(f"problems from {args.seed} on, {args.mode} on {args.device}", flush=True)
+        return spread(args)
+    counts = run(args)
+    print(f"{args.mode} from {args.seed}, part {args.part}: {dict(counts)}", flush=True)
+    return int(bool(counts["wrong"] + counts["error"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

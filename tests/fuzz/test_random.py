@@ -1,0 +1,47 @@
+"""Random problems, new ones in each run: a failure names its number, which draws it again.
+
+FLEXHOP_FUZZ_SEED=123 scripts/test tests/fuzz      # problem 123, and those after it
+scripts/fuzz --help                                # hours of them, GPUs, offline compilation
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.fuzz.checks import check_results, compile_offline
+from tests.fuzz.draw import draw
+
+FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randrange(10**9))
+# Eager and traced problems, and problems whose kernels are generated and compiled.
+COUNTS = {"eager": 24, "aot_eager": 8}
+OFFLINE = 2
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+
+
+def report(seed: int, words: str, mode: str) -> str:
+    return f"random problem {seed} fails: {words}\nagain: scripts/fuzz --mode {mode} --only {seed}"
+
+
+# Names are numbers of this run: workers of pytest must collect the same tests.
+@pytest.mark.parametrize("backend", COUNTS)
+def test_results(backend):
+    for seed in range(FIRST, FIRST + COUNTS[backend]):
+        problem = draw(seed)
+        try:
+            check_results(problem, seed, backend=backend)
+        except Exception as error:
+            mode = "eager" if backend == "eager" else "traced"
+            raise AssertionError(report(seed, problem.words, mode)) from error
+
+
+@pytest.mark.slow
+def test_kernels_compile():
+    for seed in range(FIRST, FIRST + OFFLINE):
+        problem = draw(seed, large=True)  # as --mode offline draws it
+        try:
+            assert compile_offline(problem) > 0
+        except Exception as error:
+            raise AssertionError(report(seed, problem.words, "offline")) from error
