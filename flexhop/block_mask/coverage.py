@@ -46,9 +46,8 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
     probe = torch.empty(0, device=grid.device)
     if type(probe) is not Tensor or probe.is_meta:  # fake tensors hold no numbers to look at
         return coverage_by_chunks(keep, grid)
-    try:
-        mod = analysis.trace(mask_mod, grid.device)
-    except Exception:  # whatever is wrong with the mask, asking it for scores says so in its words
+    mod = _traced(mask_mod, grid.device)
+    if mod is None:
         return coverage_by_chunks(keep, grid)
     forms = analysis.Forms(mod, _sizes(grid))
     depends = forms.depends_on(mod.result)
@@ -58,10 +57,24 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
     span = analysis.find_span(forms, grid.device)
     if span is not None:
         return blocks_of_span(span, reduced)
+    found = _searched(mod, keep, reduced)
+    return coverage_by_chunks(keep, reduced) if found is None else found
+
+
+def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
+    """The graph of a mask; None if anything is wrong with it: asked for scores, it says so."""
     try:
-        return _Search(mod, keep, reduced).find()
+        return analysis.trace(mask_mod, device)
+    except Exception:  # whatever the user's function raises
+        return None
+
+
+def _searched(mod: Mod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor] | None:
+    """(some, every) by intervals; None if some read is out of range, or the host may not wait."""
+    try:
+        return _Search(mod, keep, grid).find()
     except (analysis.OutOfRange, _WouldWait):
-        return coverage_by_chunks(keep, reduced)
+        return None
 
 
 def _sizes(grid: Grid) -> dict[str, int]:
