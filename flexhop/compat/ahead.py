@@ -36,7 +36,7 @@ __all__ = [
     "local_memory",
     "operand_nodes",
     "origin",
-    "stand_ins",
+    "placeholders",
     "start",
     "traced",
 ]
@@ -126,7 +126,7 @@ def origin(node: Node) -> Node:
 
 
 @contextmanager
-def stand_ins(layouts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def placeholders(layouts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Buffers of these layouts, for operands that this graph does not have; gone at the end."""
     buffers = {n: ir.InputBuffer(name=f"ahead_{n}", layout=x) for n, x in layouts.items()}
     known = V.graph.name_to_buffer

@@ -115,7 +115,7 @@ def _operands(
 
 
 @pytest.mark.parametrize("case", EARLY)
-def test_backward_kernel_is_foretold(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_kernel_is_predicted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled with the forward kernel is the very text that the backward graph needs."""
     if obstacle := versions.obstacle():
         pytest.skip(obstacle)
@@ -158,7 +158,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("call", [_packed, _dense])
-def test_packed_and_varying_lengths_are_foretold(
+def test_packed_and_varying_lengths_are_predicted(
     call: Callable[..., torch.Tensor],
     is_transposed: bool,
     is_dynamic: bool,
@@ -183,7 +183,7 @@ def _learned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     )
 
 
-def test_what_cannot_be_foretold_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_predicted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a captured tensor."""
     if obstacle := versions.obstacle():
         pytest.skip(obstacle)

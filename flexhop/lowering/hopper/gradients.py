@@ -37,7 +37,7 @@ INF = float("inf")
 class Operands(NamedTuple):
     """What the kernel reads and writes: the inputs of its template, in their order.
 
-    The backward lowering fills it with the operands, and the forward lowering with stand-ins of
+    The backward lowering fills it with the operands, and the forward lowering with placeholders of
     the same layouts, to have the kernel compiled ahead.
     """
 
@@ -153,8 +153,8 @@ class _Gradients:
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
         """Begin to compile the kernel, with the gradient of the call's score_mod.
 
-        AOTAutograd lowers the backward graph later, so the operands are foretold. A wrong guess
-        costs the time of a worker, no more. Not foretold: gradients of captured tensors.
+        AOTAutograd lowers the backward graph later, so the operands are predicted. A wrong guess
+        costs the time of a worker, no more. Not predicted: gradients of captured tensors.
         """
         if len(joint_outputs(joint)) > 1:
             return
@@ -165,8 +165,8 @@ class _Gradients:
         except ModLoweringError:
             return  # the backward pass will say so, if there is one
         with (
-            ahead.stand_ins(_foretell_layouts(call, args)) as found,
-            ahead.stand_ins(_foretell_lists()) as computed,
+            ahead.placeholders(_predict_layouts(call, args)) as found,
+            ahead.placeholders(_predict_lists()) as computed,
         ):
             blocks = _as_views_of_tables(args, computed)
             lists = block_inputs(args._replace(blocks=blocks), "q", found["lse"], args.query)
@@ -208,7 +208,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     )  # fmt: skip
 
 
-def _foretell_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
+def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
     """Layouts of the operands that the backward graph will make, by their names in Operands."""
     query: Any = args.query
     device, dtype = inductor.device_of(query), query.get_dtype()
@@ -216,7 +216,7 @@ def _foretell_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
     statistic = inductor.contiguous_layout(device, torch.float32, sizes.statistic)
     out = inductor.output_meta()[0]
     out_size, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
-    foretold = {
+    predicted = {
         "lse": statistic,
         "delta": statistic,
         "grad_out": inductor.fixed_layout(device, dtype, out_size, strides),
@@ -225,16 +225,16 @@ def _foretell_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
         "counter": inductor.contiguous_layout(device, torch.int32, sizes.counter),
     }
     if sizes.order is not None:
-        foretold["order"] = inductor.contiguous_layout(device, torch.int32, sizes.order)
+        predicted["order"] = inductor.contiguous_layout(device, torch.int32, sizes.order)
     stored = bits.of_keys(call.problem)
     if stored.blocks:
         size = bits_size(stored, query, BlockTensors(*args.blocks).q_num_blocks.get_size()[2])
-        foretold["words"] = inductor.contiguous_layout(device, torch.int32, size)
-    return foretold
+        predicted["words"] = inductor.contiguous_layout(device, torch.int32, size)
+    return predicted
 
 
 def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[Any, ...]:
-    """The block lists, those that this graph computes by their stand-ins.
+    """The block lists, those that this graph computes by their placeholders.
 
     The ends of a range that mask_mod reads are lists, too, if queries see the keys that see them.
     The backward graph then gets them once, and the kernel has one pointer.
@@ -255,7 +255,7 @@ def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[
     return tuple(map(find, nodes.blocks, args.blocks))
 
 
-def _foretell_lists() -> dict[str, Any]:
+def _predict_lists() -> dict[str, Any]:
     """Layouts of the block lists that this graph computes, which the other gets, by node."""
     computed = (node for node in _list_nodes() if node.op != "placeholder")
     return {node.name: _layout_of(node.meta["val"]) for node in computed}

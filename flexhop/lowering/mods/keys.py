@@ -17,7 +17,6 @@ from flexhop.lowering.mods.graphs import reaches, returning
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 _TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default)
-NUM_KEY_INPUTS = 4  # x, b, h, kv_idx
 # Whose every number bfloat16 and float16 hold.
 _EXACT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
