@@ -127,11 +127,15 @@ def decode_attention(
         value: [B or 1, Hkv, N, Dv].
         score_mod: (score, b, h, q_idx, kv_idx) -> score, kv_idx counts in the sequence.
         block_mask: from `decode_mask`; None: every key that the rank has.
-        scale, enable_gqa, kernel_options, sinks: as for `flex_attention`.
+        scale: the factor of q·k; None is 1/sqrt(D).
+        enable_gqa: allow Hq to be a multiple of Hkv.
+        kernel_options: as for `flex_attention`.
         mesh: of one dimension.
         chunk: keys of a chunk; of a page if there is a page_table.
         page_table: of this rank's pages, whose lengths are `local_lengths`.
-        k_mod, v_mod: as for `flex_attention`, kv_idx counts in the sequence.
+        k_mod: as for `flex_attention`; kv_idx counts in the sequence.
+        v_mod: the same for value.
+        sinks: [Hq], as for `flex_attention`.
         return_aux: statistics of all keys.
 
     Returns:

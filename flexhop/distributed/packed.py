@@ -20,7 +20,10 @@ class PackedSequences:
     Args:
         cu_seqlens: [S + 1] int32 or int64, where each sequence begins, and the end of the last.
         total: tokens of the whole batch; from the end of the last sequence on they are padding.
-        is_causal, window_size, bottom_right, mask_mod: as for `varlen_attention`.
+        is_causal: as for `varlen_attention`.
+        window_size: as for `varlen_attention`.
+        bottom_right: as for `varlen_attention`.
+        mask_mod: as for `varlen_attention`.
     """
 
     cu_seqlens: Tensor
