@@ -140,7 +140,8 @@ class _Finder:
             if depends >= {"q", "k"}:
                 raise _NoSpan
             low, high = self.forms.range_of(atom)
-            value, reach = self._number(atom), max(abs(low), abs(high)) * abs(coefficient)
+            value = self._number(atom).to(self.device)  # a captured scalar may be on the CPU
+            reach = max(abs(low), abs(high)) * abs(coefficient)
             if reach > _MODERATE:  # of two numbers, a larger one decides
                 value, is_far = value.clamp(-_FAR, _FAR), is_far + 1
                 reach = 0 if abs(coefficient) < HUGE // _FAR // 4 else _FAR
