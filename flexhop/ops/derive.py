@@ -39,6 +39,7 @@ from flexhop.ops.program import (
     run,
     signature,
 )
+from flexhop.ops.smooth import smooth
 
 Parts = tuple[Tensors, Tensors]  # rows of some results, and what is added to the others
 
@@ -137,7 +138,7 @@ class _Definition:
     """Attention of one chunk of queries, written to be differentiated any number of times."""
 
     def __init__(self, args: DerivativeArgs, grids: Grids, chunk: Chunk, query: Tensor) -> None:
-        self.args = args
+        self.args = args._replace(score_mod=smooth(args.score_mod))
         scores = query.new_empty(()).expand(*query.shape[:3], args.key.size(2))
         b, h, _, kv_idx = index_grids(scores)
         index = (b, h, chunk.q_idx, kv_idx)

@@ -14,6 +14,7 @@ from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges
 from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import float_positions
+from flexhop.ops.smooth import smooth
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 
@@ -49,6 +50,7 @@ def trace_push(graph: fx.GraphModule, moved: Sequence[int]) -> fx.GraphModule:
         graph: of (score, b, h, q_idx, kv_idx, *captures) -> score.
         moved: positions of the captures that have tangents.
     """
+    graph = smooth(graph)
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     captures = examples[NUM_SCORE_INPUTS:]
     tangents = [captures[i] for i in moved]

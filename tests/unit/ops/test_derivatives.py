@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexhop import AuxRequest, create_block_mask, flex_attention
 from flexhop.errors import MaskCaptureGradError
+from flexhop.mods import tanh_approx
 from flexhop.ops import eager
 from tests.unit.ops.support import compiled, quiet
 
@@ -295,3 +296,17 @@ def test_a_mask_has_no_tangent(run):
             run(lambda t: jvp(masked, (t,), (t,)))(lengths)
     else:
         assert not jvp(masked, (lengths,), (lengths,))[1].any()
+
+
+def test_an_operation_without_a_rule_for_forward_mode():
+    """tanh_approx is an operator of ours with a gradient alone."""
+    x = inputs()[:3]
+
+    def tangents(attend):
+        return jvp(attend, tuple(x), tuple(ALONG[:3]))
+
+    def capped(tanh):
+        return lambda *y: flex_attention(*y, lambda s, *_: 3 * tanh(s / 3), enable_gqa=True)
+
+    found = compiled(lambda: tangents(capped(tanh_approx)))()
+    torch.testing.assert_close(found, tangents(capped(torch.tanh)))
