@@ -12,27 +12,27 @@ from typing import Any
 
 from torch import fx
 
-# One instruction unless listed. Functions of CUDA's library have branches, and are in the text
-# once for every score that a thread holds.
+# One instruction unless listed. Those of compat/functions.py have no branches; functions of CUDA's
+# library have some, and are in the text once for every score that a thread holds.
 _INSTRUCTIONS: dict[str, float] = {
     "clone": 0, "alias": 0, "detach": 0, "lift_fresh_copy": 0, "view": 0, "expand": 0,
     "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,
     "ones": 0, "zeros_like": 0, "ones_like": 0, "full_like": 0,
     "maximum": 3, "minimum": 3, "clamp": 4, "convert_element_type": 2, "_to_copy": 2, "index": 3,
-    "exp": 4, "exp2": 3, "log": 10, "log2": 8, "log10": 10, "sqrt": 6, "rsqrt": 4,
-    "reciprocal": 8, "div": 9, "sigmoid": 13, "silu": 14, "tanh": 12, "erf": 29, "gelu": 33,
-    "gelu_backward": 45, "tanh_approx": 4,
-    "expm1": 20, "log1p": 40, "softplus": 50, "log_sigmoid_forward": 50, "logaddexp": 55,
-    "mish": 65, "atan": 25, "atan2": 45, "asin": 25, "acos": 25, "sinh": 25, "cosh": 20,
-    "asinh": 50, "acosh": 50, "atanh": 50, "erfinv": 40, "erfc": 60, "sin": 85, "cos": 85,
-    "tan": 100, "pow": 60, "lgamma": 130, "digamma": 130, "floor_divide": 20, "remainder": 20,
+    "exp": 2, "exp2": 1, "log": 10, "log2": 8, "log10": 10, "sqrt": 2, "rsqrt": 1,
+    "reciprocal": 2, "div": 2, "sigmoid": 4, "silu": 7, "tanh": 12, "erf": 15, "gelu": 19,
+    "gelu_backward": 25, "tanh_approx": 4,
+    "expm1": 10, "log1p": 10, "softplus": 15, "log_sigmoid_forward": 16, "logaddexp": 20,
+    "mish": 30, "atan": 25, "atan2": 45, "asin": 25, "acos": 25, "sinh": 25, "cosh": 20,
+    "asinh": 50, "acosh": 50, "atanh": 50, "erfinv": 40, "erfc": 60, "sin": 15, "cos": 15,
+    "tan": 100, "pow": 20, "lgamma": 130, "digamma": 130, "floor_divide": 20, "remainder": 20,
     "fmod": 20, "__mod__": 20, "__floordiv__": 20,
 }  # fmt: skip
 # Where the other operand is a number of the program.
-_BY_NUMBER = {"div": 2.0, "floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
+_BY_NUMBER = {"floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
 _SHIFTS = ("floor_divide", "remainder")  # by a power of two
 _SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that are not computed by logarithms
-FUNCTION = 4  # instructions from which something is more than a sum or a product
+FUNCTION = 40  # instructions from which it is cheaper to keep a value than to compute it again
 
 
 def instructions_of(node: fx.Node) -> float:

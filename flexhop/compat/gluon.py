@@ -13,12 +13,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor.codegen.triton import TritonKernelOverrides, triton_type
+from torch._inductor.codegen.triton import triton_type
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat import inductor, tanh
+from flexhop.compat.functions import import_from
 from flexhop.templates.printers import gluon_sums
 from flexhop.templates.printers.holes import ScatterSite
 
@@ -26,14 +27,13 @@ __all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 
 _BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in such units
 
-_IMPORTS = """
+_IMPORTS = f"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from flexhop.compat.gluon_runtime import tanh
-"""
+{import_from("flexhop.compat.gluon_runtime")}"""
 
 
-class GluonOverrides(tanh.Numbers):
+class GluonOverrides(tanh.Functions):
     """How operations are printed where Triton's text is not accepted; all others are."""
 
     @classmethod
@@ -58,11 +58,6 @@ class GluonOverrides(tanh.Numbers):
     def minimum(a: Any, b: Any) -> str:
         """NaN wins, as in PyTorch."""
         return f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
-
-    @staticmethod
-    def tanh(x: Any) -> str:
-        """Without the branches of CUDA's, in fp32."""
-        return f"tanh({x})" if x.dtype == torch.float32 else str(TritonKernelOverrides.tanh(x))
 
 
 class GluonKernel(inductor.TemplateKernel):

@@ -14,7 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-__all__ = ["tanh"]
+from flexhop.compat.functions import FUNCTIONS, constant_name
+
+__all__ = ["run_1", "run_2", "run_3"]
 
 
 class _SourceByDialect:
@@ -37,32 +39,27 @@ def _install() -> None:
 
 _install()
 
+# The texts of all functions, by names such as PTX_EXP.
+globals().update((constant_name(name), gl.constexpr(f.text)) for name, f in FUNCTIONS.items())
+
 
 @gluon.jit
-def tanh(x):
-    """tanh in fp32 without a branch; off by less than 4e-7, and less than 2e-6 of its value.
+def run_1(x, TEXT: gl.constexpr):
+    """A function of one number; TEXT: of functions.py."""
+    return gl.inline_asm_elementwise(TEXT, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
-    CUDA's own function branches, and so would every one of a thread's scores for itself.
-    """
-    # As one text: LLVM takes as long for a kernel as it has instructions, and its vectoriser would
-    # pack the comparisons of a thread into bits. Far from 0 it is 1 - 2 / (exp(2 x) + 1), and the
-    # first factor 2 log2 e. Below 0.2 that has too few digits: there it is the series to x ** 7.
+
+@gluon.jit
+def run_2(x, y, TEXT: gl.constexpr):
+    """As run_1, of two."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 far, near, square;
-        .reg .pred is_near;
-        mul.f32 far, $1, 0f4038AA3B;
-        ex2.approx.ftz.f32 far, far;
-        add.f32 far, far, 0f3F800000;
-        rcp.approx.ftz.f32 far, far;
-        fma.rn.f32 far, far, 0fC0000000, 0f3F800000;
-        mul.f32 square, $1, $1;
-        fma.rn.f32 near, square, 0fBD5D0DD1, 0f3E088889;
-        fma.rn.f32 near, near, square, 0fBEAAAAAB;
-        mul.f32 near, near, square;
-        fma.rn.f32 near, near, $1, $1;
-        setp.lt.f32 is_near, square, 0f3D23D70A;
-        selp.f32 $0, near, far, is_near;
-        }""",
-        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        TEXT, "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def run_3(x, y, z, TEXT: gl.constexpr):
+    """As run_1, of three."""
+    return gl.inline_asm_elementwise(
+        TEXT, "=f,f,f,f", [x, y, z], dtype=gl.float32, is_pure=True, pack=1
+    )

@@ -1,7 +1,7 @@
-"""Inductor: how tanh is computed in the kernels, and how sizes that are known are printed.
+"""Inductor: how functions are printed in the kernels, and sizes that are known.
 
-CUDA's own tanh has a branch, which every score that a thread holds takes for itself. Names are the
-same in torch 2.11 to 2.15.
+CUDA's own functions have branches, which every score that a thread holds takes for itself. Names
+are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch._inductor.codegen.triton import TritonKernelOverrides
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V, ops
 
-__all__ = ["IMPORT", "Numbers", "Overrides", "register_tanh_approx"]
+from flexhop.compat.functions import FUNCTIONS, constant_name, import_from
 
-IMPORT = "from flexhop.compat.triton_runtime import branchless_tanh\n"
+__all__ = ["IMPORT", "Functions", "Overrides", "register_tanh_approx"]
+
+IMPORT = import_from("flexhop.compat.triton_runtime")
 
 
 class Numbers(TritonKernelOverrides):
@@ -36,15 +38,64 @@ class Numbers(TritonKernelOverrides):
         return V.kernel.cse.generate(V.kernel.compute, text, dtype=dtype, shape=())
 
 
-class Overrides(Numbers):
-    """How operations are printed; all but these as Inductor prints them."""
+class Functions(Numbers):
+    """Prints functions in fp32 as the texts of functions.py, in kernels of 16-bit operands."""
 
-    @staticmethod
-    def tanh(x: Any) -> str:
-        """Without a branch where results are rounded to 16 bits; see triton_runtime.py."""
-        if x.dtype == torch.float32 and V.kernel.input_nodes[0].get_dtype().itemsize == 2:
-            return f"branchless_tanh({x})"
-        return str(TritonKernelOverrides.tanh(x))
+    @classmethod
+    def has_texts(cls) -> bool:
+        """Whether the kernel that is printed may have them."""
+        is_nvidia = V.graph.get_current_device_or_throw().type == "cuda" and not torch.version.hip
+        return is_nvidia and V.kernel.input_nodes[0].get_dtype().itemsize == 2
+
+    @classmethod
+    def truediv(cls, x: Any, y: Any) -> str:
+        """A quotient; Triton makes a product of one by a number of the program."""
+        if _is_number(y) or not (_are_floats(x, y) and cls.has_texts()):
+            return str(super().truediv(x, y))
+        return _call("divide", x, y)
+
+    @classmethod
+    def pow(cls, a: Any, b: Any) -> str:
+        """A power."""
+        if not (_are_floats(a, b) and cls.has_texts()):
+            return str(super().pow(a, b))
+        return _call("power", _call("log2_of_size", a), a, b)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a value is known when the kernel is printed."""
+    bounds = getattr(x, "bounds", None)
+    return bounds is not None and bool(bounds.is_singleton())
+
+
+def _are_floats(*values: Any) -> bool:
+    return all(getattr(value, "dtype", None) == torch.float32 for value in values)
+
+
+def _call(name: str, *arguments: Any) -> str:
+    given = ", ".join(map(str, arguments))
+    return f"run_{len(arguments)}({given}, {constant_name(name)})"
+
+
+def _printer(name: str) -> classmethod[Any, Any, str]:
+    """Prints the function of that name, of one number."""
+
+    def print_call(cls: type[Functions], x: Any) -> str:
+        if _are_floats(x) and cls.has_texts():
+            return _call(name, x)
+        return str(getattr(super(Functions, cls), name)(x))
+
+    print_call.__name__ = name
+    return classmethod(print_call)
+
+
+for _name, _function in FUNCTIONS.items():
+    if _name not in ("divide", "power", "log2_of_size"):
+        setattr(Functions, _name, _printer(_name))
+
+
+class Overrides(Functions):
+    """How operations are printed in portable kernels; others are as Inductor prints them."""
 
 
 def register_tanh_approx(op: Any) -> None:

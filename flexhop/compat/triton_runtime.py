@@ -5,18 +5,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["branchless_tanh"]
+from flexhop.compat.functions import FUNCTIONS, constant_name
+
+__all__ = ["run_1", "run_2", "run_3"]
+
+# The texts of all functions, by names such as PTX_EXP.
+globals().update((constant_name(name), tl.constexpr(f.text)) for name, f in FUNCTIONS.items())
 
 
 @triton.jit
-def branchless_tanh(x):
-    """tanh in fp32; off by less than 4e-7, and less than 2e-6 of its value.
+def run_1(x, TEXT: tl.constexpr):
+    """A function of one number; TEXT: of functions.py."""
+    return tl.inline_asm_elementwise(TEXT, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    CUDA's own function branches, and so would every one of a thread's scores for itself.
-    """
-    exponential = tl.exp2(x * 2.885390081777927)  # 2 log2 e: exp(2 x)
-    # Near 0 the difference from 1 has no digits left: the series there, to x ** 7, below 0.2.
-    square = x * x
-    series = (-17.0 / 315.0 * square + 2.0 / 15.0) * square - 1.0 / 3.0
-    near = x + x * (square * series)
-    return tl.where(square < 0.04, near, 1.0 - 2.0 / (exponential + 1.0))
+
+@triton.jit
+def run_2(x, y, TEXT: tl.constexpr):
+    """As run_1, of two."""
+    return tl.inline_asm_elementwise(
+        TEXT, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def run_3(x, y, z, TEXT: tl.constexpr):
+    """As run_1, of three."""
+    return tl.inline_asm_elementwise(
+        TEXT, "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
+    )

@@ -260,7 +260,7 @@ class _Outputs:
 
 def _run_assembly(self: Any, *call: Any) -> _Outputs:
     text, _constraints, args, results, _is_pure, pack = call
-    if pack > 1:
+    if pack > 1 or text.count(";") > 1:
         types = [np.dtype(interpreter._get_np_dtype(result)) for result in results]
         found = run_packed(text, pack, [a.data for a in args], types)
         return _Outputs([_as_handle(v, r) for v, r in zip(found, results, strict=True)])

@@ -1,9 +1,10 @@
-"""Inline assembly whose registers hold several numbers, in numpy: a few instructions of PTX."""
+"""Inline assembly of several instructions, or of registers that hold several numbers, in numpy."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,10 @@ def _run(statement: str, registers: dict[str, np.ndarray]) -> None:
 
 
 def _read(operand: str, registers: dict[str, np.ndarray]) -> np.ndarray:
-    return registers[operand] if operand in registers else np.array([int(operand, 0)], np.uint32)
+    if operand in registers:
+        return registers[operand]
+    number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+    return np.array([number & 0xFFFFFFFF], np.uint32)
 
 
 def _permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -92,10 +96,65 @@ def _convert_e4m3(pair: np.ndarray) -> np.ndarray:
     return stored.half().numpy().view(np.uint32)
 
 
+def _of_floats(function: Callable[..., np.ndarray], *, flushes: bool = False) -> Any:
+    """An instruction on fp32, whose registers are words; `flushes`: subnormal numbers are 0."""
+
+    def run(*words: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            numbers = (np.ascontiguousarray(word, np.uint32).view(np.float32) for word in words)
+            numbers = map(_flushed, numbers) if flushes else numbers
+            result = np.asarray(function(*(n.astype(np.float64) for n in numbers)))
+            result = _flushed(result) if flushes else result
+            return np.atleast_1d(result.astype(np.float32)).view(np.uint32)
+
+    return run
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < _SMALLEST, np.copysign(np.zeros_like(x), x), x)
+
+
+def _compare(function: Callable[..., np.ndarray]) -> Any:
+    """A predicate, as a word."""
+
+    def run(*words: np.ndarray) -> np.ndarray:
+        numbers = (np.ascontiguousarray(word, np.uint32).view(np.float32) for word in words)
+        return np.asarray(function(*numbers)).astype(np.uint32)
+
+    return run
+
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "abs.f32": lambda x: x & np.uint32(0x7FFFFFFF),
+    "add.f32": _of_floats(np.add),
+    "add.s32": lambda a, b: a + b,
+    "and.b32": np.bitwise_and,
+    "copysign.f32": _of_floats(lambda sign, x: np.copysign(x, sign)),
+    "cvt.rn.f32.s32": lambda x: x.view(np.int32).astype(np.float32).view(np.uint32),
+    "cvt.rni.f32.f32": _of_floats(np.rint),
     "cvt.rn.f16x2.e4m3x2": _convert_e4m3,
+    "ex2.approx.ftz.f32": _of_floats(np.exp2, flushes=True),
+    "fma.rn.f32": _of_floats(lambda a, b, c: a * b + c),
+    "lg2.approx.f32": _of_floats(np.log2),
+    "lg2.approx.ftz.f32": _of_floats(np.log2, flushes=True),
+    "max.NaN.f32": _of_floats(np.maximum),
+    "min.NaN.f32": _of_floats(np.minimum),
     "mov.b32": lambda x: x,
+    "mov.f32": lambda x: x,
+    "mul.f32": _of_floats(np.multiply),
+    "neg.f32": lambda x: x ^ np.uint32(0x80000000),
     "prmt.b32": _permute,
+    "rcp.approx.ftz.f32": _of_floats(lambda x: 1 / x, flushes=True),
+    "rsqrt.approx.ftz.f32": _of_floats(lambda x: 1 / np.sqrt(x), flushes=True),
+    "selp.f32": lambda a, b, kept: np.where(kept != 0, a, b),
+    "setp.eq.f32": _compare(np.equal),
+    "setp.lt.f32": _compare(np.less),
+    "setp.ne.f32": _compare(np.not_equal),
+    "shl.b32": lambda x, n: x << n,
+    "sqrt.approx.ftz.f32": _of_floats(np.sqrt, flushes=True),
     "sub.f16x2": _subtract_halves,
+    "sub.f32": _of_floats(np.subtract),
+    "sub.s32": lambda a, b: a - b,
     "xor.b32": np.bitwise_xor,
 }

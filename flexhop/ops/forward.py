@@ -27,6 +27,7 @@ from flexhop.ops.subgraphs import (
     score_examples,
     trace_joint,
 )
+from flexhop.ops.tables import with_tables
 
 attention = hop.Operator(
     "flexhop_attention", AttentionArgs, ("score_mod", "mask_mod"),
@@ -147,12 +148,15 @@ class _Attention(torch.autograd.Function):
 @hop.register_autograd(attention)
 def _autograd(*operands: Any) -> Any:
     args = AttentionArgs(*operands)
+    has_tangents = transforms.has_tangents(operands)
+    if hop.is_tracing(args.query) and not has_tangents:
+        args = with_tables(args)
     if not (torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands)))):
-        if transforms.has_tangents(operands):
+        if has_tangents:
             return transforms.dual_results(_push, operands)
         with hop.below_autograd():
             return attention(*args)
-    return _Attention.apply(*_differentiable_inputs(*operands))
+    return _Attention.apply(*_differentiable_inputs(*args))
 
 
 def _push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> transforms.Pushed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from flexhop.ops.subgraphs import (
     trace_mask,
     trace_score,
 )
+from flexhop.ops.tables import Tabulated, tabulate
 from flexhop.options import KernelOptions
 
 DEFAULT_CAPABILITY = (9, 0)
@@ -37,7 +39,8 @@ class Survey(NamedTuple):
     """Facts, graphs and plans of one call.
 
     The graphs are as the user wrote them; facts and plans are those of the compiler, which
-    decomposes graphs first. joint: None if nothing needs a gradient.
+    decomposes graphs first. joint: None if nothing needs a gradient. tables: what
+    score_mod was made to read; the graphs are those of the mod that reads them.
     """
 
     problem: Problem
@@ -46,6 +49,7 @@ class Survey(NamedTuple):
     mask: torch.fx.GraphModule
     joint: Joint | None
     plans: tuple[KernelPlan, ...]
+    tables: Tabulated | None = None
 
 
 def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
@@ -56,6 +60,10 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     """
     if isinstance(args, CachedArgs):
         return _survey_cached(args, device)
+    with getattr(args.query, "fake_mode", contextlib.nullcontext()):
+        tables = tabulate(args)
+    if tables is not None:
+        args = args._replace(score_mod=tables.score_mod, score_captures=tables.captures)
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
     joint = None
@@ -72,7 +80,7 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     plans: tuple[KernelPlan, ...] = ()
     if has_kernels:
         plans = (*plan("forward", problem, options), *plan("backward", problem, options))
-    return Survey(problem, options, score, mask, joint, plans)
+    return Survey(problem, options, score, mask, joint, plans, tables)
 
 
 def _survey_cached(args: CachedArgs, device: Device) -> Survey:

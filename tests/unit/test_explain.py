@@ -78,13 +78,14 @@ def test_it_takes_every_argument_of_the_call():
 
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_kernels_are_those_of_the_compiler_which_decomposes_mods():
-    """As written this gradient takes 47 instructions, and decomposed 61: one more than 60."""
+    """As written this gradient takes 55 instructions, and decomposed 65: more than 60."""
     tensors = [
         torch.zeros(2, 16, 1024, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
 
     def gated(score, b, h, q_idx, kv_idx):
-        return torch.nn.functional.gelu(score) + torch.nn.functional.silu(score)
+        gelu, silu = torch.nn.functional.gelu, torch.nn.functional.silu
+        return gelu(score) + gelu(2 * score) + silu(score)
 
     report = flexhop.explain(*tensors, score_mod=gated, capability=(9, 0))
     generated = generate(

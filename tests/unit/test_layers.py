@@ -19,7 +19,7 @@ LAW: dict[str, set[str]] = {
     "masks": {"mods", "errors"},
     "analysis": {"compat"},
     "block_mask": {"analysis", "mods", "errors", "compat"},
-    "ops": {"block_mask", "mods", "options", "errors", "compat"},
+    "ops": {"analysis", "block_mask", "mods", "options", "errors", "compat"},
     "cache": {"block_mask", "mods", "ops", "errors"},
     "sequences": {"block_mask", "mods", "ops", "errors", "primitives", "compat"},
     "attention": {"cache", "sequences", "ops", "block_mask", "mods", "options", "errors"}

@@ -22,7 +22,7 @@ _ROWS = 64  # queries of one consumer: a group of four warps issues products of 
 _LARGEST_WIDTH = 256
 # Instructions of score_mod for a score beyond which the portable kernel is faster, at 128 columns
 # and at other widths, and beyond which score_mod needs the registers where queries would stay.
-_COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 13, 20, 8
+_COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 10, 20, 8
 # Kernels with 296 and more had 0.3 to 0.6 times the speed of the portable one.
 _LOCAL_BYTES = 256
 # Barriers, and the numbers of tiles that are handed out.

@@ -12,6 +12,8 @@ _IN_MASKS = {
     **dict.fromkeys(("logical_and", "logical_or", "logical_not", "logical_xor"), 1.5),
     "index": 6.0,
 }
+# Functions whose derivative follows from their value, so that the score is not needed beside it.
+_KEPT = ("tanh", "tanh_approx")
 _SELECT = 1.3  # of a score, by what a mask says
 
 
@@ -31,5 +33,7 @@ def mask_instructions(found: Analysis) -> float:
 
 
 def has_functions(found: Analysis) -> bool:
-    """Whether a joint graph computes more than sums and products for each score."""
-    return any(instructions_of(node) >= FUNCTION for node in found.mod.operators)
+    """Whether a joint graph computes what is better kept than computed again from the score."""
+    return any(
+        name_of(node) in _KEPT or instructions_of(node) >= FUNCTION for node in found.mod.operators
+    )

@@ -1,0 +1,218 @@
+"""Functions of one number in fp32, as PTX without a branch, for kernels of 16-bit operands.
+
+CUDA's library functions branch, and every score that a thread holds would branch for itself; they
+are in a kernel's text once for each of these. The texts here are off by far less than one rounding
+to 16 bits: less than 2**-17 of the value, or 2**-21 where that is more. A text of several
+instructions stays together: LLVM takes as long for a kernel as it has instructions, and its
+vectoriser would pack the comparisons of a thread into bits.
+
+Ranges: magnitudes of divisors from 2**-126 to 2**126; sin and cos of angles up to 10**7 (results
+of larger ones stay between -1 and 1). Subnormal results are 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+__all__ = ["FUNCTIONS", "Function", "constant_name", "import_from"]
+
+
+class Function(NamedTuple):
+    """A text whose result is $0, and whose arguments are $1, ...; names of its registers."""
+
+    body: str
+    floats: str = ""
+    words: str = ""
+    predicates: str = ""
+
+    @property
+    def text(self) -> str:
+        """What inline assembly takes."""
+        kinds = (("f32", self.floats), ("b32", self.words), ("pred", self.predicates))
+        registers = (f".reg .{kind} {names};" for kind, names in kinds if names)
+        lines = [*registers, *(line.strip() for line in self.body.strip().splitlines())]
+        return "{ " + " ".join(lines) + " }"
+
+
+def _number(value: float) -> str:
+    """A number of fp32 as PTX writes it."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def _steps(result: str, x: str, coefficients: tuple[float, ...]) -> str:
+    """Horner's rule: a polynomial of `x`, the constant term first."""
+    *rest, highest = map(_number, coefficients)
+    first = f"mov.f32 {result}, {highest};"
+    return "\n".join([first, *(f"fma.rn.f32 {result}, {result}, {x}, {c};" for c in rest[::-1])])
+
+
+_LOG2_E, _LN_2, _INVERSE_PI = 1.4426950408889634, 0.6931471805599453, 0.3183098861837907
+# Pi in two parts, and 1.5 * 2**23: a sum with it has no digits behind the point.
+_PI, _PI_REST, _WHOLE = 3.1415927410125732, -8.742277657347586e-08, 12582912.0
+# Least relative error of erf: erfc(x) = 2**(-x q(x)).
+_ERF = (1.62790823, 0.918375969, 0.148938268, -0.0297984611, 0.00299644331)
+# sin(r) = r + r**3 q(r**2) and cos(r) = 1 + r**2 q(r**2), for r up to 2.2: beyond pi / 2, because
+# 1 / pi is rounded.
+_SIN = (-0.166665494, 0.00833122246, -0.000197178786, 2.46321565e-06)
+_COS = (-0.499999881, 0.0416662991, -0.00138853607, 2.46537911e-05, -2.47238546e-07)
+# log2(1 + f) = f q(f) for f from -1/4 to 1/2.
+_LOG2 = (
+    1.44269526, -0.72135061, 0.480846852, -0.360338926,
+    0.290097654, -0.250628203, 0.203879267, -0.0958817527,
+)  # fmt: skip
+
+_EXP = f"""
+    mul.f32 t, $1, {_number(_LOG2_E)};
+    ex2.approx.ftz.f32 $0, t;
+"""
+_EXPM1 = f"""
+    mul.f32 t, $1, {_number(_LOG2_E)};
+    ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, {_number(-1.0)};
+    {_steps("near", "$1", (1.0, 1 / 2, 1 / 6, 1 / 24))}
+    mul.f32 near, near, $1;
+    abs.f32 size, $1;
+    setp.lt.f32 is_near, size, {_number(1 / 32)};
+    selp.f32 $0, near, t, is_near;
+"""
+_LOG1P = f"""
+    add.f32 t, $1, {_number(1.0)};
+    lg2.approx.ftz.f32 t, t;
+    mul.f32 t, t, {_number(_LN_2)};
+    {_steps("near", "$1", (1.0, -1 / 2, 1 / 3, -1 / 4, 1 / 5))}
+    mul.f32 near, near, $1;
+    abs.f32 size, $1;
+    setp.lt.f32 is_near, size, {_number(1 / 16)};
+    selp.f32 $0, near, t, is_near;
+"""
+_SIGMOID = f"""
+    mul.f32 t, $1, {_number(-_LOG2_E)};
+    ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, {_number(1.0)};
+    rcp.approx.ftz.f32 $0, t;
+"""
+_TANH = f"""
+    mul.f32 far, $1, {_number(2 * _LOG2_E)};
+    ex2.approx.ftz.f32 far, far;
+    add.f32 far, far, {_number(1.0)};
+    rcp.approx.ftz.f32 far, far;
+    fma.rn.f32 far, far, {_number(-2.0)}, {_number(1.0)};
+    mul.f32 square, $1, $1;
+    {_steps("near", "square", (-1 / 3, 2 / 15, -17 / 315))}
+    mul.f32 near, near, square;
+    fma.rn.f32 near, near, $1, $1;
+    setp.lt.f32 is_near, square, {_number(0.04)};
+    selp.f32 $0, near, far, is_near;
+"""
+_ERF_TEXT = f"""
+    abs.f32 size, $1;
+    {_steps("far", "size", _ERF)}
+    mul.f32 far, far, size;
+    neg.f32 far, far;
+    ex2.approx.ftz.f32 far, far;
+    sub.f32 far, {_number(1.0)}, far;
+    copysign.f32 far, $1, far;
+    mul.f32 square, $1, $1;
+    {_steps("near", "square", (1.1283791671, -0.3761263890, 0.1128379167))}
+    mul.f32 near, near, $1;
+    setp.lt.f32 is_near, size, {_number(1 / 16)};
+    selp.f32 $0, near, far, is_near;
+"""
+# The angle less a multiple of pi, whose last bit is the sign. A minimum keeps angles beyond the
+# range from leaving the polynomial's.
+_REST = f"""
+    fma.rn.f32 turns, $1, {_number(_INVERSE_PI)}, {_number(_WHOLE)};
+    mov.b32 sign, turns;
+    shl.b32 sign, sign, 31;
+    add.f32 turns, turns, {_number(-_WHOLE)};
+    fma.rn.f32 rest, turns, {_number(-_PI)}, $1;
+    fma.rn.f32 rest, turns, {_number(-_PI_REST)}, rest;
+    min.NaN.f32 rest, rest, {_number(2.2)};
+    max.NaN.f32 rest, rest, {_number(-2.2)};
+    mul.f32 square, rest, rest;
+"""
+_WITH_SIGN = """
+    mov.b32 bits, near;
+    xor.b32 bits, bits, sign;
+    mov.b32 $0, bits;
+"""
+_SIN_TEXT = f"""
+    {_REST}
+    {_steps("near", "square", _SIN)}
+    mul.f32 near, near, square;
+    fma.rn.f32 near, near, rest, rest;
+    {_WITH_SIGN}
+"""
+_COS_TEXT = f"""
+    {_REST}
+    {_steps("near", "square", (1.0, *_COS))}
+    {_WITH_SIGN}
+"""
+# Of magnitudes, with all digits also near 1: exponent, and polynomial of the rest, which begins at
+# 3/4. What is not between 0 and infinity is left to lg2.
+_LOG2_TEXT = f"""
+    abs.f32 size, $1;
+    lg2.approx.f32 end, size;
+    mov.b32 bits, size;
+    sub.s32 exponent, bits, {0x3F400000};
+    and.b32 exponent, exponent, {0xFF800000};
+    sub.s32 bits, bits, exponent;
+    mov.b32 rest, bits;
+    add.f32 rest, rest, {_number(-1.0)};
+    cvt.rn.f32.s32 far, exponent;
+    mul.f32 far, far, {_number(2.0**-23)};
+    {_steps("near", "rest", _LOG2)}
+    fma.rn.f32 near, near, rest, far;
+    abs.f32 far, far;
+    setp.lt.f32 is_usual, far, {_number(126.5)};
+    selp.f32 $0, near, end, is_usual;
+"""
+# $1: logarithm of the magnitude, $2: base, $3: exponent. An odd power of a negative base is
+# negative, one that is not whole is none.
+_POWER = f"""
+    mul.f32 t, $1, $3;
+    ex2.approx.ftz.f32 t, t;
+    cvt.rni.f32.f32 whole, $3;
+    mul.f32 half, $3, {_number(0.5)};
+    cvt.rni.f32.f32 even, half;
+    neg.f32 negative, t;
+    setp.ne.f32 differs, even, half;
+    selp.f32 negative, negative, t, differs;
+    setp.ne.f32 differs, whole, $3;
+    selp.f32 negative, {_number(float("nan"))}, negative, differs;
+    setp.lt.f32 differs, $2, {_number(0.0)};
+    selp.f32 t, negative, t, differs;
+    setp.eq.f32 differs, $3, {_number(0.0)};
+    selp.f32 $0, {_number(1.0)}, t, differs;
+"""
+
+FUNCTIONS: dict[str, Function] = {
+    "exp": Function(_EXP, "t"),
+    "exp2": Function("ex2.approx.ftz.f32 $0, $1;"),
+    "expm1": Function(_EXPM1, "t, near, size", predicates="is_near"),
+    "log1p": Function(_LOG1P, "t, near, size", predicates="is_near"),
+    "sigmoid": Function(_SIGMOID, "t"),
+    "tanh": Function(_TANH, "far, near, square", predicates="is_near"),
+    "erf": Function(_ERF_TEXT, "size, far, near, square", predicates="is_near"),
+    "sin": Function(_SIN_TEXT, "turns, rest, square, near", "sign, bits"),
+    "cos": Function(_COS_TEXT, "turns, rest, square, near", "sign, bits"),
+    "sqrt": Function("sqrt.approx.ftz.f32 $0, $1;"),
+    "rsqrt": Function("rsqrt.approx.ftz.f32 $0, $1;"),
+    "divide": Function("rcp.approx.ftz.f32 t, $2;\nmul.f32 $0, $1, t;", "t"),
+    "log2_of_size": Function(
+        _LOG2_TEXT, "size, end, rest, far, near", "bits, exponent", "is_usual"
+    ),
+    "power": Function(_POWER, "t, whole, half, even, negative", predicates="differs"),
+}
+
+
+def constant_name(name: str) -> str:
+    """Under which a kernel finds the text of a function."""
+    return f"PTX_{name.upper()}"
+
+
+def import_from(module: str) -> str:
+    """The line with which a kernel imports all texts, and what runs them, from a module."""
+    names = ("run_1", "run_2", "run_3", *map(constant_name, FUNCTIONS))
+    return f"from {module} import ({', '.join(names)})\n"

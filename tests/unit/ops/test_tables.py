@@ -1,0 +1,154 @@
+"""Parts of mods as tables: values and gradients are those of the mods themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flexhop
+from benchmarks.unusual import t5_bucket
+from flexhop.ops.args import AttentionArgs
+from flexhop.ops.tables import tabulate
+
+HEADS, QUERIES, KEYS = 3, 48, 64
+SIDE = 8
+
+
+def learned(*size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.rand(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+T5, PLAIN, SQUARE = learned(32, HEADS), learned(HEADS, 2 * KEYS), learned(15 * 15, HEADS)
+SLOPES, FACTORS = learned(HEADS), torch.rand(HEADS).double()
+
+
+def t5(s, b, h, q, k, table):
+    return s + table[t5_bucket(k - q), h]
+
+
+def t5_spelled_otherwise(s, b, h, q, k, table):
+    return table[t5_bucket(-(q - k)), h] + s
+
+
+def swin(s, b, h, q, k, table):
+    row, column = q // SIDE - k // SIDE + 7, q % SIDE - k % SIDE + 7
+    return s + table[row * 15 + column, h]
+
+
+def decay(s, b, h, q, k, factors):
+    return s * (1 - factors[h] / 8) ** (q - k).abs()
+
+
+def log_distance(s, b, h, q, k, slopes):
+    """The logarithm is a table, which needs no gradient: of keys behind a query it is NaN."""
+    return s - slopes[h] * torch.log(1.0 + q - k)
+
+
+def waves(s, b, h, q, k, factors):
+    return s + torch.sin(k * factors[h]) * torch.cos(q * factors[h])
+
+
+def plain(s, b, h, q, k, table):
+    return s + table[h, q - k + KEYS - 1]
+
+
+def of_score(s, b, h, q, k, slopes):
+    return s * torch.sigmoid(s) + slopes[h] * (q - k)
+
+
+DISTANCES, ROWS = QUERIES + KEYS - 1, 7 + 6
+MADE: dict[Any, tuple[torch.Tensor, list[tuple[int, ...]]]] = {
+    t5: (T5, [(HEADS, DISTANCES)]),
+    t5_spelled_otherwise: (T5, [(HEADS, DISTANCES)]),
+    decay: (FACTORS, [(HEADS, DISTANCES)]),
+    log_distance: (SLOPES, [(DISTANCES,)]),
+}
+
+
+def arguments(mod: Any, capture: torch.Tensor, keys: int = KEYS) -> AttentionArgs:
+    query = torch.zeros(16, HEADS, QUERIES, 8, dtype=torch.float64)
+    key = torch.zeros(16, HEADS, keys, 8, dtype=torch.float64)
+    every = lambda b, h, q, k: q >= 0  # noqa: E731
+    return AttentionArgs(query, key, key, mod, every, (), 1.0, {}, (capture,), ())
+
+
+def scores(mod: Any, captures: Any) -> torch.Tensor:
+    """What a mod makes of some scores [1, Hq, M, N]."""
+    shape = (1, HEADS, QUERIES, KEYS)
+    indices = [
+        torch.arange(n, dtype=torch.int32).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, n in enumerate(shape)
+    ]
+    score = torch.linspace(-2, 2, 31, dtype=torch.float64).repeat(1000)[: HEADS * QUERIES * KEYS]
+    return mod(score.view(shape), *indices, *captures)
+
+
+@pytest.mark.parametrize("mod", MADE)
+def test_tables_hold_what_the_mod_computes(mod):
+    capture, sizes = MADE[mod]
+    found = tabulate(arguments(mod, capture))
+    assert found is not None
+    assert list(found.sizes) == sizes
+    assert found.saved > 2
+    wanted, made = scores(mod, (capture,)), scores(found.score_mod, found.captures)
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("mod", [t5, log_distance])
+def test_gradients_go_through_tables(mod):
+    capture, _ = MADE[mod]
+    found = tabulate(arguments(mod, capture))
+    assert found is not None
+    weights = torch.linspace(-1, 1, HEADS * QUERIES * KEYS, dtype=torch.float64)
+    grads = []
+    for made in (scores(mod, (capture,)), scores(found.score_mod, found.captures)):
+        seen = made.isfinite()
+        grads += torch.autograd.grad(
+            made[seen], capture, weights.view_as(made)[seen], allow_unused=False
+        )
+    seen_twice = [grad.nan_to_num(nan=7.0) for grad in grads]
+    torch.testing.assert_close(seen_twice[1], seen_twice[0], rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_cheap_or_sees_the_score_stays():
+    assert tabulate(arguments(plain, PLAIN)) is None
+    assert tabulate(arguments(of_score, SLOPES)) is None
+
+
+def test_a_table_must_be_small_beside_the_scores():
+    call = arguments(t5, T5)
+    assert tabulate(call._replace(query=call.query[:1, :, :1], key=call.key[:1])) is None
+
+
+def test_what_the_user_detached_stays_detached():
+    mod = lambda s, b, h, q, k, table: s + table[t5_bucket(k - q), h].detach()  # noqa: E731
+    assert tabulate(arguments(mod, T5)) is None
+
+
+def test_16_bit_tables_are_summed_in_fp32():
+    table = learned(32, HEADS, dtype=torch.bfloat16)
+    found = tabulate(arguments(t5, table))
+    assert found is not None
+    assert found.captures[-1].dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+@pytest.mark.parametrize("mod", [t5, swin])
+def test_compiled_calls_have_the_same_results_and_gradients(mod):
+    capture = {t5: T5, swin: SQUARE}[mod].detach().float().requires_grad_()
+    operands = [torch.randn(16, HEADS, KEYS, 16, requires_grad=True) for _ in range(3)]
+
+    def attend(query, key, value):
+        score_mod = lambda s, b, h, q, k: mod(s, b, h, q, k, capture)  # noqa: E731
+        return flexhop.flex_attention(query, key, value, score_mod)
+
+    results = []
+    for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        out = call(*operands)
+        grads = torch.autograd.grad(out, [*operands, capture], torch.ones_like(out))
+        results.append((out, *grads))
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
