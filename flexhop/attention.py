@@ -23,7 +23,7 @@ from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout import place
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
 from flexhop.ops.replicated import shared_seed
-from flexhop.ops.sharding import SLOT, VIEW
+from flexhop.ops.sharding import SLOT, view_of
 from flexhop.ops.sinks import add_sinks
 from flexhop.options import FlexKernelOptions, KernelOptions
 from flexhop.sequences.nested import has_nested, pack, unpack
@@ -351,7 +351,7 @@ def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
 
 def _has_view(block_mask: Any) -> bool:
     """Whether an entered context knows the mask, and has other lists for it."""
-    return SLOT.current is not None and getattr(block_mask, VIEW, None) is not None
+    return SLOT.current is not None and view_of(block_mask) is not None
 
 
 def mask_operands(

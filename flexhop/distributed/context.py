@@ -24,7 +24,7 @@ from flexhop.ops.call import Call, agree_on_shapes, note_mistake
 from flexhop.ops.dispatch import run_operator
 from flexhop.ops.dropout_seed import Dropout
 from flexhop.ops.replicated import shared_seed, sum_gradient
-from flexhop.ops.sharding import SLOT, VIEW
+from flexhop.ops.sharding import SLOT, VIEW, view_of
 from flexhop.sequences.ranges import Packing
 from flexhop.sequences.row_tables import RowTables, local_mask_mod, range_mask
 
@@ -45,7 +45,7 @@ class _Rank:
         self, args: AttentionArgs, call: Call, block_mask: Any, wants_lse: bool
     ) -> tuple[Tensor, Any, Tensor]:
         """See ops.sharding.Context."""
-        view = self.default if block_mask is None else getattr(block_mask, VIEW, None)
+        view = self.default if block_mask is None else view_of(block_mask)
         mistake = call.mistake or self._mistake(args, view, block_mask)
         if view is None or mistake is not None:
             # `prepare` raises it, compiled or not.
@@ -215,7 +215,8 @@ class context_parallel:
             elif isinstance(source, PackedSequences):
                 setattr(source.cu_seqlens, VIEW, _Offsets(self._views[name], source))
             else:
-                setattr(source, VIEW, self._views[name])
+                for holder in _holders(source):
+                    setattr(holder, VIEW, self._views[name])
         self._before = SLOT.current
         SLOT.current = _Rank(
             self.plan.tokens, self._groups, sums=self._sum_captured, default=default
@@ -228,9 +229,18 @@ class context_parallel:
     ) -> None:  # fmt: skip
         SLOT.current = self._before
         for source in self.plan.sources.values():
-            holder = source.cu_seqlens if isinstance(source, PackedSequences) else source
-            if holder is not None and hasattr(holder, VIEW):
-                delattr(holder, VIEW)
+            for holder in _holders(source):
+                if hasattr(holder, VIEW):
+                    delattr(holder, VIEW)
+
+
+def _holders(source: Any) -> tuple[Any, ...]:
+    """What carries the view of a source; see ops.sharding.view_of."""
+    if source is None:
+        return ()
+    if isinstance(source, PackedSequences):
+        return (source.cu_seqlens,)
+    return source, source.kv_num_blocks
 
 
 class _Offsets:

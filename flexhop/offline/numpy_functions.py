@@ -136,7 +136,7 @@ def assembly_function(text: str) -> Function:
     Raises:
         NotImplementedError: several instructions, packed types, or none in the table.
     """
-    match = _INSTRUCTION.fullmatch(text.strip())
+    match = _INSTRUCTION.fullmatch(text.strip(" {}\n"))  # one instruction may stand in a block
     packed = match is not None and re.search(r"x\d", match[2])
     if match is None or packed or match[1] not in _INSTRUCTIONS:
         raise NotImplementedError(

@@ -49,3 +49,17 @@ class Slot:
 
 
 SLOT = Slot()
+
+
+def view_of(block_mask: Any) -> Any:
+    """The view that an entered context has of a mask, or None.
+
+    FSDP rebuilds the arguments of a layer, masks too, and keeps their tensors: so the view also
+    lies on one of them.
+    """
+    found = getattr(block_mask, VIEW, None)
+    return (
+        found
+        if found is not None
+        else getattr(getattr(block_mask, "kv_num_blocks", None), VIEW, None)
+    )

@@ -163,6 +163,7 @@ def check_packings(choice: str) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         return flexhop.flex_attention(q, k, v, lambda s, b, h, i, j: s - 0.1 * (i - j), mask)
 
+    torch.compiler.reset()  # what an earlier task compiled is for groups of processes of its own
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
     for number, lengths in enumerate(([50, 30, 100, 76], [15, 45, 95, 20, 81])):
         ids = masks.ids_from_lengths(torch.tensor(lengths)).to(DEVICE)
