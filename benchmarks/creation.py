@@ -124,7 +124,7 @@ def timed(make: Callable[[], Any], device: torch.device, calls: int) -> tuple[fl
     result = make()
     wait()
     times: list[float] = []
-    peak = 0.0
+    before, peak = 0, 0.0
     for _ in range(calls):
         result = None
         if device.type == "cuda":

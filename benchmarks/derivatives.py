@@ -90,7 +90,7 @@ def tangent(attend: Attend) -> Callable[..., Any]:
 def second(attend: Attend) -> Callable[..., Any]:
     """Gradients of a product of gradients."""
 
-    def product(*x: torch.Tensor, along: Any) -> torch.Tensor:
+    def product(*x: Any, along: Any) -> Any:
         grads = training(attend)(x, along)
         return sum((g.to(y.dtype) * y).sum() for g, y in zip(grads, along, strict=True))
 

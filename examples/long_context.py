@@ -18,15 +18,18 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from quickstart import TEXT, Corpus, load_corpus  # the file beside this one
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn import functional
 
 import flexhop
@@ -136,7 +139,8 @@ def make_model(alphabet: int, settings: Settings, mesh: DeviceMesh) -> Transform
         if settings.compiles:
             layer.compile(fullgraph=True)
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def make_masks(batch: Batch, settings: Settings) -> list[flexhop.BlockMask]:
@@ -173,7 +177,9 @@ def train_step(
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write a checkpoint; it counts once its last file is there."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"step_{step}")
+    state_dict_saver.save(
+        {"model": weights, "optimizer": moments}, checkpoint_id=folder / f"step_{step}"
+    )
     if dist.get_rank() == 0:
         (folder / "latest").write_text(str(step))
     dist.barrier()
@@ -185,8 +191,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
         return 0
     step = int((folder / "latest").read_text())
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder / f"step_{step}")
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    state_dict_loader.load(state, checkpoint_id=folder / f"step_{step}")
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -223,8 +229,8 @@ def attempt() -> int:
 
 def connect(backend: str) -> None:
     """Join the other ranks; the addresses of an attempt that ended are not taken for theirs."""
-    store, rank, size = next(dist.rendezvous("env://"))
-    own = dist.PrefixStore(f"attempt_{attempt()}", store)
+    store, rank, size = next(rendezvous("env://"))
+    own = PrefixStore(f"attempt_{attempt()}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
