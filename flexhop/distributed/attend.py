@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -108,7 +110,7 @@ def merge(first: Results, second: Results, *, has_max: bool) -> Results:
     base = torch.where(is_seen, highest, 0.0)
     shares = [torch.exp(part[1] - base) for part in (first, second)]
     total = torch.where(is_seen, shares[0] + shares[1], 1.0)
-    out = sum(
+    out: Any = sum(
         part[0].to(total.dtype) * (share / total)[..., None]
         for part, share in zip((first, second), shares, strict=True)
     )

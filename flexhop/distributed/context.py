@@ -268,7 +268,8 @@ def _unknown(packing: Packing, argument: str, found: str) -> tuple[RowTables, _P
         expected="the plan knows PackedSequences(cu_seqlens, total, ...), and calls repeat them",
     )  # fmt: skip
     empty = packing.offsets_q[:0].int()
-    return RowTables(*[empty] * 6), _PackedMask(None, noop_mask, mistake)
+    tables = RowTables(empty, empty, empty, empty, empty, empty)
+    return tables, _PackedMask(None, noop_mask, mistake)
 
 
 def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:

@@ -87,7 +87,8 @@ def decode_mask(block_mask: BlockMask | Any, mesh: DeviceMesh, chunk: int) -> Bl
         )  # fmt: skip
     own = torch.arange(block_count(keys, columns), device=mask.device)
     own = own.view(-1, ranks, chunk // columns)[:, mesh.get_local_rank()].flatten()
-    lists = [part for dense in mask._dense() for part in dense_to_lists(dense[..., own])]
+    both = mask._dense()  # pyright: ignore[reportPrivateUsage]
+    lists = [part for dense in both for part in dense_to_lists(dense[..., own])]
     to_sequence, mask_mod = _to_sequence(chunk, mesh), mask.mask_mod
 
     def in_sequence(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class _Send(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor, *rest: Tensor) -> Any:
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor, *rest: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: *grad_outputs
         (returned,) = ctx.saved_tensors
         parts = [_add_up(collectives.wait(back), returned) for back in rest[1::2]]
         total = torch.cat(parts, 2).permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, H, M, D + E]
@@ -184,7 +184,7 @@ class _Receive(torch.autograd.Function):
         return _in_order(keys, order, length), _in_order(values, order, length)
 
     @staticmethod
-    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> Any:
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: *grad_outputs
         own_back, received_back, counts = ctx.saved_tensors
         back = _start_return(
             grad_key, grad_value, received_back, counts, ctx.unit, ctx.sent, ctx.group

@@ -19,7 +19,7 @@ class _Gather(torch.autograd.Function):
         return collectives.gather_over(tensor, group, ranks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: *grad_outputs
         if ctx.sums:
             grad = collectives.sum_over(grad, ctx.group)
         return grad.narrow(0, ctx.rank * ctx.size, ctx.size), *[None] * 4

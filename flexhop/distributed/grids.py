@@ -131,7 +131,8 @@ def _grid(mask: Any, length: int) -> MaskGrid:
         return _full_grid(length)
     if isinstance(mask, PackedSequences):
         return _packed_grid(mask)
-    partial, full = (dense.cpu() for dense in BlockMask.of(mask)._dense())
+    both = BlockMask.of(mask)._dense()  # pyright: ignore[reportPrivateUsage]
+    partial, full = (dense.cpu() for dense in both)
     return MaskGrid(partial & ~full, full, tuple(mask.BLOCK_SIZE), length)
 
 

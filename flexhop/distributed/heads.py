@@ -34,7 +34,7 @@ class _TokensForHeads(torch.autograd.Function):
         return _gather_tokens(tensor, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: *grad_outputs
         return _gather_heads(grad, ctx.ranks, ctx.group), None, None
 
 
@@ -45,7 +45,7 @@ class _HeadsForTokens(torch.autograd.Function):
         return _gather_heads(tensor, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: *grad_outputs
         return _gather_tokens(grad, ctx.ranks, ctx.group), None, None
 
 

@@ -26,10 +26,10 @@ BATCH, HEAD = 0, 1
 
 
 class Run(NamedTuple):
-    """The batches, or the heads, of a rank: from `start` on, `count` of them."""
+    """The batches, or the heads, of a rank: from `start` on, `length` of them."""
 
     start: int
-    count: int
+    length: int
 
 
 class _Layout(NamedTuple):
@@ -46,7 +46,7 @@ class _Layout(NamedTuple):
 
 
 def attend_dtensors(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: Any,
+    query: Any, key: Any, value: Any, score_mod: ScoreMod | None, block_mask: Any,
     *choices: Any, sinks: Tensor | None = None, mistake: Mistake | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """What `flexhop.attention.attend` does, with DTensors for query, key and value.
@@ -61,8 +61,8 @@ def attend_dtensors(
         )
     if mistake is not None:
         # A call of plain tensors raises it, compiled or not.
-        bare = (t.to_local() if dtensors.is_dtensor(t) else t for t in (query, key, value))
-        return attend(*bare, None, None, *choices, mistake=mistake, **more)
+        q, k, v = [t.to_local() if dtensors.is_dtensor(t) else t for t in (query, key, value)]
+        return attend(q, k, v, None, None, *choices, mistake=mistake, **more)
     layout = _layout(query)
     operands = (
         dtensors.local_part(query, (False,) * len(layout.is_split)),
@@ -75,9 +75,10 @@ def attend_dtensors(
     if sinks is not None:
         sinks = _local_sinks(sinks, layout)
     if score_mod is not None:
+        local = score_mod
         if not torch.compiler.is_compiling():
-            score_mod = with_local_captures(score_mod, score_examples(operands[0].device))
-        score_mod = shift_score_mod(score_mod, *first)
+            local = with_local_captures(local, score_examples(operands[0].device))
+        score_mod = shift_score_mod(local, *first)
     result = attend(
         *operands, score_mod, block_mask, *choices, sinks=sinks, sum_groups=layout.groups,
         first=first, **more,
@@ -103,8 +104,8 @@ def _layout(query: Any) -> _Layout:
             start[kind] += axis.place * count[kind]
     is_split = tuple(kind in (BATCH, HEAD) for kind in kinds)
     names = [axis.group for axis, split in zip(axes, is_split, strict=True) if split]
-    runs = (Run(start[dim], count[dim]) for dim in (BATCH, HEAD))
-    return _Layout(*runs, is_split, ",".join(names))
+    batches, heads = [Run(start[dim], count[dim]) for dim in (BATCH, HEAD)]
+    return _Layout(batches, heads, is_split, ",".join(names))
 
 
 def _mistake(query: Any, key: Any, value: Any) -> Mistake | None:
@@ -182,7 +183,7 @@ def _local_keys(query: Any, key: Any, layout: _Layout) -> Tensor:
     group = query.size(HEAD) // key.size(HEAD)
     first, last = (
         layout.heads.start // group,
-        (layout.heads.start + layout.heads.count - 1) // group,
+        (layout.heads.start + layout.heads.length - 1) // group,
     )
     return local[:, first : last + 1]
 
@@ -191,7 +192,7 @@ def _local_sinks(sinks: Any, layout: _Layout) -> Tensor:
     """Sinks of the rank's heads, whose gradient is summed over ranks."""
     whole = dtensors.whole_part(sinks) if dtensors.is_dtensor(sinks) else sinks
     whole = sum_gradient(whole, layout.groups)
-    return whole[layout.heads.start : layout.heads.start + layout.heads.count]
+    return whole[layout.heads.start : layout.heads.start + layout.heads.length]
 
 
 def shift_score_mod(score_mod: ScoreMod, batch: int = 0, head: int = 0) -> ScoreMod:
@@ -252,7 +253,7 @@ def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask:
     def pick(tensor: Tensor | None) -> Tensor | None:
         for dim, run in ((BATCH, batches), (HEAD, heads)):
             if tensor is not None and tensor.size(dim) != 1:
-                tensor = tensor.narrow(dim, run.start, run.count)
+                tensor = tensor.narrow(dim, run.start, run.length)
         return tensor
 
     view = getattr(block_mask, VIEW, None) if SLOT.current is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def _dropout_groups(plan: Plan, group: int, route: Route) -> Tensor:
     return (units[:, None] * each + torch.arange(each)).flatten()
 
 
-def _on(field: object, device: torch.device) -> object:
+def _on(field: Any, device: torch.device) -> Any:
     return field.to(device) if isinstance(field, Tensor) else field
 
 
