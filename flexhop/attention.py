@@ -291,7 +291,10 @@ def attend(
 
 
 def _run(
-    operands: tuple[Any, ...], blocks: tuple[Tensor, ...], call: Call, more: tuple[Any, ...]
+    operands: tuple[Any, Any, Any, Any, Any],
+    blocks: tuple[Tensor, ...],
+    call: Call,
+    more: tuple[Any, ...],
 ) -> tuple[Tensor, Any, Tensor]:
     """The results of a call: of the operator, or of the context that divides the sequence.
 

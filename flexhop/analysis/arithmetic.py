@@ -39,7 +39,8 @@ def add(dtype: Any, a: Any, b: Any, *, alpha: Any = 1) -> Ends:
     if dtype == torch.bool:
         return logic.or_(dtype, a, b)
     if alpha != 1:
-        b = Interval(*multiply(dtype, b, alpha)[:2], dtype)
+        low, high = multiply(dtype, b, alpha)[:2]
+        b = Interval(low, high, dtype)
     (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
     return p + r, q + s, dtype.is_floating_point and not are_moderate(dtype, a, b)
 
@@ -187,7 +188,7 @@ def fmod(dtype: Any, a: Any, b: Any) -> Ends:
 # Order.
 
 
-def minimum(dtype: Any, a: Any, b: Any) -> Ends:
+def minimum(dtype: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """The smaller one."""
     (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
     if dtype == torch.bool:
@@ -195,7 +196,7 @@ def minimum(dtype: Any, a: Any, b: Any) -> Ends:
     return least(p, r), least(q, s)
 
 
-def maximum(dtype: Any, a: Any, b: Any) -> Ends:
+def maximum(dtype: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """The larger one."""
     if dtype == torch.bool:
         return logic.or_(dtype, a, b)

@@ -156,9 +156,10 @@ def _has_form(node: Any, example: Any) -> bool:
 def _composed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A read of what was read of a table: one read."""
     inner, indices = args
-    is_read = isinstance(inner, fx.Node) and packet_of(inner.target) is aten.index
-    if is_read and all(map(is_number, (*inner.args[1], *indices))):
-        return inner.args[0], [*inner.args[1], *indices]
+    if isinstance(inner, fx.Node) and packet_of(inner.target) is aten.index:
+        first: Any = inner.args[1]
+        if all(map(is_number, (*first, *indices))):
+            return inner.args[0], [*first, *indices]
     return args
 
 

@@ -132,7 +132,8 @@ class _Finder:
 
     def _sides(self, form: Form) -> tuple[Tensor, Tensor, int | None]:
         """form as of_query - of_key, and how the latter grows along the keys."""
-        sides = [torch.full((1, 1, 1), form.offset, device=self.device), None]
+        of_query = torch.full((1, 1, 1), form.offset, device=self.device)
+        of_key: Tensor | None = None
         signs: list[int | None] = []
         room, is_far = abs(form.offset), 0
         for atom, coefficient in form.terms.items():
@@ -147,16 +148,17 @@ class _Finder:
                 reach = 0 if abs(coefficient) < HUGE // _FAR // 4 else _FAR
             room += reach
             if "k" not in depends:
-                sides[0] = sides[0] + coefficient * value
+                of_query = of_query + coefficient * value
                 continue
             part = -coefficient * value
-            sides[1] = part if sides[1] is None else sides[1] + part
+            of_key = part if of_key is None else of_key + part
             sign = self.forms.grows(atom, "k")
             signs.append(sign and (-sign if coefficient > 0 else sign))
         if room > _MODERATE or is_far > 1:
             raise _NoSpan
-        of_key = torch.zeros_like(sides[0][..., :1]) if sides[1] is None else sides[1]
-        return sides[0], of_key, agreed(signs)
+        if of_key is None:
+            of_key = torch.zeros_like(of_query[..., :1])
+        return of_query, of_key, agreed(signs)
 
     def _search(self, packet: Any, of_query: Tensor, of_key: Tensor, sign: int | None) -> Span:
         """Keys for which of_query <packet> of_key. sign: how of_key grows."""

@@ -134,7 +134,8 @@ def _not_zero(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
 
 
 def _choice(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
-    condition, *choices = node.args
+    arguments: Any = node.args
+    condition, *choices = arguments
     a, b = (truth_of(forms, choice, is_true) for choice in choices)
     holds, fails = truth_of(forms, condition), truth_of(forms, condition, False)
     if a is True or b is True:  # (c and a) or (not c and True) is a or not c

@@ -184,7 +184,7 @@ def _listed(
             return None, None
         return tuple(_for_all(t, grid) for t in dense_to_lists(dense))
 
-    sides = [*lists(partial), *lists(full)]
+    sides: list[Any] = [*lists(partial), *lists(full)]
     if compute_q_blocks:
         sides += [*lists(partial.mT), *lists(None if full is None else full.mT)]
     else:

@@ -51,7 +51,7 @@ def read_cache(
     return (query, key, value), CacheReading(*mods, pages), mistake
 
 
-def stores_numbers(*caches: Tensor) -> bool:
+def stores_numbers(*caches: object) -> bool:
     """Whether one of key and value stores numbers in a dtype that no call computes in."""
     return any(isinstance(cache, Tensor) and cache.dtype in _EIGHT_BITS for cache in caches)
 

@@ -50,11 +50,11 @@ def _emit_tangent(args: DerivativeArgs) -> list[Any] | None:
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
     mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
-    dense = inductor.realize((args.query, args.key, args.value))
+    query, key, value = dense = inductor.realize((args.query, args.key, args.value))
     dots = [directions.get(i, dense[i]) for i in range(3)]
     guards.guard_aligned_strides((*dense, *(dots[i] for i in range(3) if i in directions)))
     call = AttentionArgs(
-        *dense, args.score_mod, args.mask_mod, args.blocks, args.scale, args.options,
+        query, key, value, args.score_mod, args.mask_mod, args.blocks, args.scale, args.options,
         args.score_captures, args.mask_captures, args.dropout_seed,
     )  # fmt: skip
     problem = dataclasses.replace(
@@ -78,8 +78,9 @@ def _is_too_wide(problem: Problem) -> bool:
 def _emit(call: AttentionArgs, shared: KernelCall, dots: list[Any], push: Any) -> list[Any]:
     """Out, lse and their tangents."""
     query: Any = call.query
+    value: Any = call.value
     device = inductor.device_of(query)
-    size = [*query.get_size()[:3], call.value.get_size()[3]]
+    size = [*query.get_size()[:3], value.get_size()[3]]
     strides = [inductor.as_expressions(meta.stride()) for meta in inductor.output_meta()]
     layout = inductor.fixed_layout(device, query.get_dtype(), size, strides[0])
     out_dot = inductor.empty(size, strides[2], query.get_dtype(), device)

@@ -9,9 +9,16 @@ from typing import Any, Literal, Protocol
 from flexhop import debug
 
 # What a kernel computes: "grad_key_value" or "grad_key" and "grad_value" beside "grad_query", or
-# "backward", which is all of them.
+# "backward", which is all of them; "jvp_forward" pushes tangents as well.
 Role = Literal[
-    "forward", "decode", "grad_query", "grad_key_value", "grad_key", "grad_value", "backward"
+    "forward",
+    "decode",
+    "jvp_forward",
+    "grad_query",
+    "grad_key_value",
+    "grad_key",
+    "grad_value",
+    "backward",
 ]
 
 

@@ -115,10 +115,11 @@ def differentiate(
         *hop.unwrap_dead(tuple(_next(args, step, [grads[i] for i in given])))
     )
     by_input = dict(zip(wanted, found, strict=True))
-    if "sum_groups" in args.options:  # captured tensors that every rank has; see ops/forward.py
+    options: Any = args.options
+    if "sum_groups" in options:  # captured tensors that every rank has; see ops/forward.py
         for i in range(3, 3 + len(args.score_captures)):
             if i in by_input:
-                by_input[i] = sum_over_all(by_input[i], args.options["sum_groups"])
+                by_input[i] = sum_over_all(by_input[i], options["sum_groups"])
     return [by_input.get(i) for i in range(len(needed))]
 
 

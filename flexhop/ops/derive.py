@@ -130,7 +130,7 @@ def derive_rows(args: DerivativeArgs, grids: Grids, chunk: Chunk) -> Parts:
 
 
 class _Hidden(NamedTuple):
-    index: Tensors  # b, h, q_idx, kv_idx
+    indices: Tensors  # b, h, q_idx, kv_idx
     visible: Tensor  # [B, Hq, m, N] bool
 
 
@@ -165,5 +165,5 @@ def as_derivative(
     args: AttentionArgs, program: Sequence[str], directions: Sequence[Tensor]
 ) -> DerivativeArgs:
     """A derivative of a call of attention."""
-    more = {"program": tuple(program), "directions": tuple(directions)}
+    more: dict[str, Any] = {"program": tuple(program), "directions": tuple(directions)}
     return DerivativeArgs(**args._asdict(), **more)

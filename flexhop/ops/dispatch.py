@@ -168,7 +168,7 @@ def _warn_once() -> None:
 
 def _level_of_user() -> int:
     """The `stacklevel`, for the caller's warning, of the nearest code that is not a library's."""
-    libraries = tuple(str(Path(module.__file__).parent) for module in (flexhop, torch))
+    libraries = tuple(str(Path(inspect.getfile(module)).parent) for module in (flexhop, torch))
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_code.co_filename.startswith(libraries):
         frame, level = frame.f_back, level + 1

@@ -141,7 +141,8 @@ class _Attention(torch.autograd.Function):
         args, _, _ = restore(ctx)
         score_mod, _, mask_mod, _ = ctx.functions
         args = args._replace(score_mod=score_mod, mask_mod=mask_mod)
-        moved = _operands(AttentionArgs(*[None] * 5, (), 0.0, {}), tangents[3:])
+        no: Any = None
+        moved = _operands(AttentionArgs(no, no, no, no, no, (), 0.0, {}), tangents[3:])
         return (*push_attention(args, moved)[1], None)
 
 

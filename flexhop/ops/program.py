@@ -122,7 +122,7 @@ def _vjp(function: Function, step: Step) -> Function:
             results = restricted(*inputs)
             return tuple(results[i] for i in step.given)
 
-        _, pull = torch.func.vjp(chosen, *(primals[i] for i in step.wanted))
+        pull = torch.func.vjp(chosen, *(primals[i] for i in step.wanted))[1]
         return pull(grads)
 
     return pulled

@@ -97,7 +97,7 @@ class Joint(NamedTuple):
     """What differentiation of one score_mod gives."""
 
     score_mod: Callable[..., Tensor]  # over the hoisted captures
-    joint: Callable[..., tuple[Tensor, ...]]
+    joint: fx.GraphModule  # see BackwardArgs
     captures: tuple[Capture, ...]  # hoisted: differentiable inputs of the operator
     sites: tuple[int, ...]  # see BackwardArgs
 

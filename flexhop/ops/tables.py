@@ -69,7 +69,7 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     none may vary.
     """
     score_mod, query, captures = args.score_mod, args.query, args.score_captures
-    sizes = (*query.shape[:3], args.key.size(2))
+    sizes: Any = (*query.shape[:3], args.key.size(2))
     if not all(isinstance(size, int) for size in sizes):
         return None
     if not all(isinstance(capture, Tensor) for capture in captures):
@@ -272,7 +272,7 @@ class _Maker:
     def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
         """The operator itself."""
         value = lambda n: self._value(table, known, n)  # noqa: E731
-        args = fx.map_arg(node.args, value)
+        args: Any = fx.map_arg(node.args, value)
         kwargs = fx.map_arg(node.kwargs, value)
         if node.target is aten.index.Tensor:
             source, indices = args

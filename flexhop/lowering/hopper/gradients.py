@@ -228,7 +228,8 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
         predicted["order"] = inductor.contiguous_layout(device, torch.int32, sizes.order)
     stored = bits.of_keys(call.problem)
     if stored.blocks:
-        size = bits_size(stored, query, BlockTensors(*args.blocks).q_num_blocks.get_size()[2])
+        lists: Any = BlockTensors(*args.blocks)
+        size = bits_size(stored, query, lists.q_num_blocks.get_size()[2])
         predicted["words"] = inductor.contiguous_layout(device, torch.int32, size)
     return predicted
 

@@ -3,6 +3,9 @@
 They call Triton's own builder, which a kernel's text does not see.
 """
 
+# Triton reads the signatures of its functions: parameters of kernels stay without types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false
+
 from __future__ import annotations
 
 from typing import Any
