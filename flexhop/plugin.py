@@ -11,6 +11,7 @@ from torch import Tensor
 from flexhop import compat, debug, mods
 from flexhop.compat.imports import after_import
 from flexhop.compat.indexing import IndexMode
+from flexhop.compat.trackers import announce
 from flexhop.errors import NoTritonError
 from flexhop.ops import call
 from flexhop.ops.args import CachedArgs
@@ -45,10 +46,16 @@ def _install_operators() -> None:
 
 
 def _install_trackers() -> None:
-    # Dynamo costs seconds to import: not before somebody compiles.
+    operators = (attention, attention_backward, cached_attention)
+    announce([operator.name() for operator in operators], _load_trackers)
+
+
+@functools.cache
+def _load_trackers() -> dict[str, type]:
+    # They import Dynamo, which takes seconds: not before somebody compiles.
     from flexhop.compat import dynamo, dynamo_cached
 
-    rules = dynamo.ModRules(
+    dynamo.AttentionVariable.rules = dynamo.ModRules(
         prepare=_prepare,
         prepare_cached=_prepare_cached,
         check_function=mods.check_arity,
@@ -57,8 +64,11 @@ def _install_trackers() -> None:
         on_trace=_expect_graph,
         index_mode=IndexMode,
     )
-    dynamo.register(attention.name(), attention_backward.name(), rules)
-    dynamo_cached.register(cached_attention.name())
+    return {
+        attention.name(): dynamo.AttentionVariable,
+        attention_backward.name(): dynamo.BackwardVariable,
+        cached_attention.name(): dynamo_cached.CachedVariable,
+    }
 
 
 def _prepare(

@@ -1,7 +1,7 @@
-"""Telling Dynamo about the operators.
+"""The trackers of the operators.
 
-A tracker is Dynamo's rule for a callable that it meets in a traced function. Dynamo finds ours by
-the operator's name in one private table (the same in 2.11 to 2.15).
+A tracker is Dynamo's rule for a callable that it meets in a traced function. Dynamo imports ours
+when it meets the first operator (trackers.py).
 """
 
 from __future__ import annotations
@@ -381,11 +381,4 @@ def _graph_operand(tx: Any, variable: VariableTracker) -> Any:
     return variable.as_proxy()
 
 
-def register(forward: str, backward: str, rules: ModRules) -> None:
-    """Tell Dynamo the trackers of our operators, by the operators' names."""
-    AttentionVariable.rules = rules
-    hops._hop_name_to_variable_class[forward] = AttentionVariable
-    hops._hop_name_to_variable_class[backward] = BackwardVariable
-
-
-__all__ = ["ModRules", "as_dynamo_error", "register"]
+__all__ = ["AttentionVariable", "BackwardVariable", "ModRules", "as_dynamo_error"]

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from flexhop.compat.dynamo import AttentionVariable, example_of, fake_of, placed, python_value
 
-__all__ = ["register"]
+__all__ = ["CachedVariable"]
 
 
 class CachedVariable(AttentionVariable):
@@ -44,8 +44,3 @@ class CachedVariable(AttentionVariable):
             value_captures=captures[3],
         )  # fmt: skip
         return self.write(tx, args)
-
-
-def register(name: str) -> None:
-    """Tell Dynamo the tracker; the rules are those of `dynamo.register`."""
-    hops._hop_name_to_variable_class[name] = CachedVariable

@@ -265,8 +265,4 @@ def read_cached_tensors(
 def as_cached(problem: Problem, cache: Cache) -> Problem:
     """The facts of a call that reads a cache; all batches share its pages."""
     shared = problem.kv_batch_shared or cache.page_size > 0
-    return dataclasses.replace(
-        problem, cache=cache, kv_batch_shared=shared,
-        bulk_obstacle="it copies keys unchanged, but these are "
-        + ("in pages" if cache.page_size else "converted on reading"),
-    )  # fmt: skip
+    return dataclasses.replace(problem, cache=cache, kv_batch_shared=shared)

@@ -30,7 +30,16 @@ def test_import_is_light():
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
 
 
-@pytest.mark.parametrize("first", ["flexhop", "torch._dynamo", "torch.utils.flop_counter"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "flexhop",
+        "torch._dynamo",
+        "torch.utils.flop_counter",
+        "flexhop.compat.dynamo",
+        "flexhop.compat.dynamo_cached",
+    ],
+)
 def test_the_order_of_imports_does_not_matter(first: str):
     """Dynamo and the counter of operations learn of the operators when they are imported."""
     code = f"""

@@ -150,6 +150,9 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
     for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
         if not _ROWS // 2 < width <= largest_width:
             yield f"it supports {name} sizes 33 to {largest_width}, not {width}"
+    if problem.cache is not None:
+        where = "in pages" if problem.cache.page_size else "converted on reading"
+        yield f"it copies keys unchanged, but these are {where}"
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
     if problem.dropout_p > 0.0:

@@ -11,7 +11,7 @@ from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.mods.bands import Band
-from flexhop.lowering.problem import MaskBlocks, Problem
+from flexhop.lowering.problem import Cache, MaskBlocks, Problem
 from flexhop.options import KernelOptions, Tile, TileRequest
 from flexhop.reports import work
 from tests.problems import problem
@@ -68,6 +68,14 @@ def test_the_hopper_kernel_serves(facts):
         ({"value_head_dim": 512}, {}, "it supports value head sizes 33 to 256, not 512"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
+            {"cache": Cache(16, torch.bfloat16, torch.bfloat16)}, {},
+            "it copies keys unchanged, but these are in pages",
+        ),
+        (
+            {"cache": Cache(0, torch.int8, torch.int8, has_key_mod=True)}, {},
+            "it copies keys unchanged, but these are converted on reading",
+        ),
+        (
             {"blocks": MaskBlocks(64, 128, True)}, {},
             "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
         ),
@@ -77,6 +85,10 @@ def test_the_hopper_kernel_serves(facts):
             "kernel_options choose a tile of the portable kernel",
         ),
         ({}, {"prescale_qk": True}, "it does not support prescale_qk"),
+        (
+            {"query_len": 1}, {"short_queries": "decode"},
+            "kernel_options ask for the decode kernel",
+        ),
     ],
 )  # fmt: skip
 def test_reasons_against_it(facts, options, reason):
