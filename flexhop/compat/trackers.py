@@ -1,7 +1,7 @@
 """Telling Dynamo which operators have trackers, before the trackers are imported.
 
 Dynamo finds the tracker of an operator by its name in one private table (the same in 2.11 to
-2.15), and calls it as it would call the class. The entries here import the class at the first call.
+2.15), and calls it like the class. The entries here import the class at the first call.
 A file that needs Dynamo can therefore be imported before Dynamo.
 """
 
