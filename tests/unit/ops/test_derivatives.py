@@ -83,6 +83,11 @@ def of_slope(attend, function, *x):
     return lambda slope: function(attend, *x[:3], slope, *x[4:])
 
 
+def joined(attend, *x):
+    """Both results as one: PyTorch 2.11 itself does not compile jacrev of several whole."""
+    return torch.cat([result.flatten() for result in attend(*x)])
+
+
 def pushed(attend, *x):
     """The derivative along all of ALONG."""
     return jvp(functools.partial(loss, attend), tuple(x), tuple(ALONG))
@@ -110,7 +115,7 @@ DERIVATIVES = {
         lambda *x: jvp(grad(functools.partial(loss, f)), x, tuple(ALONG))[1].square().sum()
     ),
     "hessian": lambda f: lambda *x: hessian(of_slope(f, loss, *x))(x[3]),
-    "jacrev": lambda f: lambda *x: jacrev(of_slope(f, lambda g, *y: g(*y), *x))(x[3]),
+    "jacrev": lambda f: lambda *x: jacrev(of_slope(f, joined, *x))(x[3]),
     "jacfwd": lambda f: lambda *x: jacfwd(of_slope(f, lambda g, *y: g(*y), *x))(x[3]),
     "per-sample gradients": lambda f: lambda *x: vmap(
         grad(functools.partial(loss, f), ALL), in_dims=(0, *[None] * 5)
