@@ -30,6 +30,7 @@ IMPORTS = """
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
 )
+from flexhop.templates.hopper.records import *
 from flexhop.templates.hopper.runtime import (
     add_async, load_async, set_aside, store_async, take_back,
 )

@@ -1,0 +1,199 @@
+"""The named tuples that functions of the Hopper kernels pass to each other.
+
+Triton takes a NamedTuple in a kernel as a tuple whose fields have names (the same in 3.6 to 3.9).
+A field must not be called `type` or `values`, which are attributes of Triton's own tuples.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = [
+    "BackwardBarriers",
+    "BackwardBlocks",
+    "BackwardLists",
+    "BackwardMemory",
+    "BackwardResults",
+    "BackwardSources",
+    "BackwardWalk",
+    "ForwardBarriers",
+    "ForwardBlocks",
+    "ForwardLists",
+    "ForwardMemory",
+    "ForwardPlace",
+    "ForwardResults",
+    "ForwardSources",
+    "ForwardWalk",
+    "Order",
+]
+
+
+class ForwardSources(NamedTuple):
+    """Tensor descriptors that the producer reads."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class ForwardMemory(NamedTuple):
+    """Shared memory. tile: the numbers of the tiles that are handed out."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    tile: Any
+
+
+class ForwardBarriers(NamedTuple):
+    """What is there to be read, and what has been read and may be overwritten.
+
+    ready, free: of keys the first NUM_SLOTS, of values the others.
+    """
+
+    q_ready: Any
+    q_free: Any
+    ready: Any
+    free: Any
+    tile_ready: Any
+    tile_free: Any
+
+
+class ForwardResults(NamedTuple):
+    """Where consumers store. tensor: the descriptor of out."""
+
+    tensor: Any
+    out: Any
+    lse: Any
+    max_scores: Any
+
+
+class ForwardLists(NamedTuple):
+    """Pointers to the block lists of the mask, and to its stored bits."""
+
+    counts: Any
+    partial: Any
+    full_counts: Any
+    full: Any
+    bits: Any
+
+
+class ForwardBlocks(NamedTuple):
+    """Blocks of keys that a tile of queries sees: entries of both lists, and their numbers."""
+
+    partial: Any
+    full: Any
+    num_partial: Any
+    num_blocks: Any
+
+
+class ForwardPlace(NamedTuple):
+    """A tile of queries, its blocks, and the first keys of its first two tiles of keys."""
+
+    q_tile: Any
+    b: Any
+    h: Any
+    blocks: Any
+    start: Any
+    following: Any
+
+
+class ForwardWalk(NamedTuple):
+    """What stays the same in all steps of a tile.
+
+    mask: of open_mask. slope: of open_slope. q_start: the consumer's first query.
+    """
+
+    blocks: Any
+    mask: Any
+    slope: Any
+    q_start: Any
+
+
+class BackwardSources(NamedTuple):
+    """Tensor descriptors that the producer reads."""
+
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    k: Any
+    v: Any
+
+
+class BackwardMemory(NamedTuple):
+    """Shared memory. tile: the numbers of the tiles that are handed out."""
+
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    k: Any
+    v: Any
+    ds: Any
+    dq: Any
+    tile: Any
+
+
+class BackwardBarriers(NamedTuple):
+    """What is there to be read, and what has been read and may be overwritten.
+
+    ready, free: of queries, then one for gradients of the output that have slots of their own.
+    sums_ready, sums_free: of dq, for the warps that add it to memory.
+    """
+
+    kv_ready: Any
+    kv_free: Any
+    ready: Any
+    free: Any
+    tile_ready: Any
+    tile_free: Any
+    sums_ready: Any
+    sums_free: Any
+
+
+class BackwardResults(NamedTuple):
+    """Tensor descriptors of the gradients."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class BackwardLists(NamedTuple):
+    """Pointers to the block lists, to the order of additions, and to the mask's stored bits."""
+
+    counts: Any
+    partial: Any
+    full_counts: Any
+    full: Any
+    order: Any
+    bits: Any
+
+
+class BackwardBlocks(NamedTuple):
+    """Blocks of queries that see a tile of keys: entries of both lists, and their numbers.
+
+    leading: how many partial blocks come before the full ones.
+    """
+
+    partial: Any
+    full: Any
+    num_partial: Any
+    num_blocks: Any
+    leading: Any
+
+
+class BackwardWalk(NamedTuple):
+    """What stays the same in all steps of a tile and a head. mask: of open_mask."""
+
+    blocks: Any
+    mask: Any
+
+
+class Order(NamedTuple):
+    """How many tiles of keys add to each block of queries before this one; see open_turns."""
+
+    numbers: Any
+    rank: Any
