@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
-from flexhop.lowering.portable import kernels
+from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
@@ -65,51 +65,20 @@ class HopperGradTile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HopperBackwardConstants:
+class HopperBackwardConstants(SharedConstants):
     """Constants of hopper/backward/kernel.py.jinja; names as in templates/README.md."""
 
-    BLOCK_M: int
-    BLOCK_N: int
-    NUM_SLOTS: int
     NUM_DO_SLOTS: int
     SHARES_KEYS: bool
     WIDTH: int
     DQ_COLUMNS: int
-    ELEMENT: str
     SPARSE_Q_BLOCK_SIZE: int
-    TILES_PER_Q_BLOCK: int
-    TILES_PER_KV_BLOCK: int
-    HAS_BLOCKS: bool
-    HAS_RANGES: bool
-    HAS_SPANS: bool
-    HAS_BAND: bool
-    BAND_FIRST: int
-    BAND_END: int
-    HAS_FULL_BLOCKS: bool
-    HAS_PARTIAL_BLOCKS: bool
-    STORED_BLOCKS: int
-    HOLDS_ALL_BITS: bool
-    BITS_BY_BATCH: bool
-    BITS_ROWS: int
-    BITS_WORDS: int
-    BITS_UNIT: int
-    CHECK_Q: bool
-    CHECK_KV: bool
-    QK_HEAD_DIM: int
-    V_HEAD_DIM: int
-    Q_HEADS: int
     KV_HEADS: int
-    GQA_GROUP: int
-    KV_BATCH_SHARED: bool
     HEADS_PER_SECTION: int
     IS_DETERMINISTIC: bool
     HAS_ADDERS: bool
-    HAS_SCORE_MOD: bool
     HAS_SCORE_GRAD: bool
     SETS_ASIDE: bool
-    SCALE_SCORES: bool
-    SM_SCALE: float
-    EXP_SCALE: float
 
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
@@ -228,50 +197,27 @@ def _sum_columns(columns: int, tile: HopperGradTile) -> int:
 
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
     """Constants of the kernel."""
-    blocks, columns = problem.blocks, width(problem)
-    q_size = tile.block_m if blocks is None else blocks.q_size
+    columns = width(problem)
     # As in the portable kernels: the scale goes into the exponent where nothing stands between.
     scales = problem.has_score_mod or problem.scale <= 0
-    first, end = problem.mask_band or (0, 0)
+    q_size = block_sizes(problem, tile)[0]
     return HopperBackwardConstants(
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        NUM_SLOTS=tile.num_slots,
+        **shared(
+            problem, tile, bits.of_keys(problem), multiples=(q_size, tile.block_n),
+            scales=scales,
+        ),
         NUM_DO_SLOTS=tile.num_do_slots,
         SHARES_KEYS=tile.shares_keys,
         WIDTH=columns,
         DQ_COLUMNS=_sum_columns(columns, tile),
-        ELEMENT=forward.ELEMENTS[problem.dtype],
         SPARSE_Q_BLOCK_SIZE=q_size,
-        TILES_PER_Q_BLOCK=q_size // tile.block_m,
-        TILES_PER_KV_BLOCK=1 if blocks is None else blocks.kv_size // tile.block_n,
-        HAS_BLOCKS=blocks is not None,
-        HAS_RANGES=blocks is not None and blocks.has_ranges,
-        HAS_SPANS=problem.has_spans,
-        HAS_BAND=problem.has_band,
-        BAND_FIRST=first,
-        BAND_END=end,
-        HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
-        HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
-        **bits.kernel_constants(bits.of_keys(problem)),
-        CHECK_Q=not problem.is_query_multiple(q_size),
-        CHECK_KV=not problem.is_key_multiple(tile.block_n),
-        QK_HEAD_DIM=problem.head_dim,
-        V_HEAD_DIM=problem.value_head_dim,
-        Q_HEADS=problem.query_heads,
         KV_HEADS=problem.kv_heads,
-        GQA_GROUP=problem.group,
-        KV_BATCH_SHARED=problem.kv_batch_shared,
         HEADS_PER_SECTION=_heads_per_section(problem),
         IS_DETERMINISTIC=problem.is_deterministic,
         HAS_ADDERS=_has_adders(problem, tile),
-        HAS_SCORE_MOD=problem.has_score_mod,
         HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
         SETS_ASIDE=_sets_aside(problem, tile),
-        SCALE_SCORES=scales,
-        SM_SCALE=problem.scale,
-        EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
-    )
+    )  # fmt: skip
 
 
 def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:

@@ -10,14 +10,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import torch
-
 from flexhop.lowering.hopper import bits, versions
+from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
-ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 _ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
 _LARGEST_WIDTH = 256
 # Instructions of score_mod for a score beyond which the portable kernel is faster, at 128 columns
@@ -60,49 +58,18 @@ class HopperTile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HopperForwardConstants:
+class HopperForwardConstants(SharedConstants):
     """Constants of hopper/forward/kernel.py.jinja; names as in templates/README.md."""
 
-    BLOCK_M: int
-    BLOCK_N: int
     NUM_CONSUMERS: int
-    NUM_SLOTS: int
     Q_IN_REGISTERS: bool
     STAGE_OUT: bool
-    ELEMENT: str
     SPARSE_KV_BLOCK_SIZE: int
-    TILES_PER_Q_BLOCK: int
-    TILES_PER_KV_BLOCK: int
-    HAS_BLOCKS: bool
-    HAS_RANGES: bool
-    HAS_SPANS: bool
-    HAS_BAND: bool
-    BAND_FIRST: int
-    BAND_END: int
-    HAS_FULL_BLOCKS: bool
-    HAS_PARTIAL_BLOCKS: bool
-    STORED_BLOCKS: int
-    HOLDS_ALL_BITS: bool
-    BITS_BY_BATCH: bool
-    BITS_ROWS: int
-    BITS_WORDS: int
-    BITS_UNIT: int
-    CHECK_Q: bool
-    CHECK_KV: bool
-    QK_HEAD_DIM: int
     QK_HEAD_DIM_ROUNDED: int
-    V_HEAD_DIM: int
     V_HEAD_DIM_ROUNDED: int
-    Q_HEADS: int
-    GQA_GROUP: int
-    KV_BATCH_SHARED: bool
     HEADS_PER_SECTION: int
-    HAS_SCORE_MOD: bool
     HAS_SLOPE: bool
     HAS_BEND: bool
-    SCALE_SCORES: bool
-    SM_SCALE: float
-    EXP_SCALE: float
     ROWS_GUARANTEED_SAFE: bool
     RETURN_MAX: bool
     LN_2: float = math.log(2)
@@ -210,51 +177,27 @@ def constants(
     problem: Problem, options: KernelOptions, tile: HopperTile
 ) -> HopperForwardConstants:
     """Constants of the kernel."""
-    blocks = problem.blocks
     # As in the portable kernel: the scale goes into the exponent where nothing stands in between.
     has_slope = problem.has_key_slope and problem.scale > _SMALLEST_SCALE
     scales = (problem.has_score_mod and not has_slope) or problem.scale <= 0
-    kv_size = tile.block_n if blocks is None else blocks.kv_size
-    first, end = problem.mask_band or (0, 0)
+    kv_size = block_sizes(problem, tile)[1]
     return HopperForwardConstants(
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
+        **shared(
+            problem, tile, bits.of_queries(problem), multiples=(tile.block_m, kv_size),
+            scales=scales,
+        ),
         NUM_CONSUMERS=tile.num_consumers,
-        NUM_SLOTS=tile.num_slots,
         Q_IN_REGISTERS=_keeps_queries(problem, tile),
         STAGE_OUT=stages_out(problem),
-        ELEMENT=ELEMENTS[problem.dtype],
         SPARSE_KV_BLOCK_SIZE=kv_size,
-        TILES_PER_Q_BLOCK=1 if blocks is None else blocks.q_size // tile.block_m,
-        TILES_PER_KV_BLOCK=kv_size // tile.block_n,
-        HAS_BLOCKS=blocks is not None,
-        HAS_RANGES=blocks is not None and blocks.has_ranges,
-        HAS_SPANS=problem.has_spans,
-        HAS_BAND=problem.has_band,
-        BAND_FIRST=first,
-        BAND_END=end,
-        HAS_FULL_BLOCKS=blocks is not None and blocks.has_full,
-        HAS_PARTIAL_BLOCKS=blocks is not None and problem.has_mask_mod,
-        **bits.kernel_constants(bits.of_queries(problem)),
-        CHECK_Q=not problem.is_query_multiple(tile.block_m),
-        CHECK_KV=not problem.is_key_multiple(kv_size),
-        QK_HEAD_DIM=problem.head_dim,
         QK_HEAD_DIM_ROUNDED=round_width(problem.head_dim),
-        V_HEAD_DIM=problem.value_head_dim,
         V_HEAD_DIM_ROUNDED=round_width(problem.value_head_dim),
-        Q_HEADS=problem.query_heads,
-        GQA_GROUP=problem.group,
-        KV_BATCH_SHARED=problem.kv_batch_shared,
         HEADS_PER_SECTION=kernels.heads_per_section(problem),
-        HAS_SCORE_MOD=problem.has_score_mod,
         HAS_SLOPE=has_slope,
         HAS_BEND=has_slope and problem.has_key_bend,
-        SCALE_SCORES=scales,
-        SM_SCALE=problem.scale,
-        EXP_SCALE=kernels.LOG2_E if scales else problem.scale * kernels.LOG2_E,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
-    )
+    )  # fmt: skip
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:

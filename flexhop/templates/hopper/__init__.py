@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from flexhop.templates import join
-from flexhop.templates.portable import BLOCKS
+from flexhop.templates.portable import BLOCKS, LISTS
 
+_SHARED = ("hopper/common", "portable/ranges", "portable/sections")
 KERNELS = {
     "forward": (
         "hopper/forward/kernel", "hopper/forward/produce", "hopper/forward/consume",
         "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
         "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
-        "hopper/forward/tile", "hopper/common", "mods/mods",
+        "hopper/forward/tile", *_SHARED, "mods/mods",
     ),
     "backward": (
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
         "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",
         "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
-        "hopper/backward/order", "hopper/spans", "hopper/common", "mods/mods", "mods/mod_grads",
+        "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),
 }  # fmt: skip
 # In portable Triton: what is computed before one of the kernels above.
 BEFORE = {
     "mask_bits": ("hopper/before/mask_bits", *BLOCKS),
-    "add_order": ("hopper/before/add_order", "portable/query_blocks", "portable/lists"),
+    "add_order": ("hopper/before/add_order", "portable/query_blocks", *LISTS),
 }
 # What backward needs for gradients of captured tensors.
 CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
@@ -44,7 +45,8 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
         kernel: one of KERNELS.
         extras: CAPTURED, or nothing.
     """
-    # The user's functions are printed for the kernel's dialect (flexhop/compat/gluon.py).
+    # What both dialects share is Triton that Gluon accepts; the user's functions are printed for
+    # the kernel's dialect (flexhop/compat/gluon.py).
     return join((*KERNELS[kernel], *extras)).replace("@triton.jit", "@gluon.jit")
 
 

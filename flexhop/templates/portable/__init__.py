@@ -5,7 +5,8 @@ from __future__ import annotations
 from flexhop.templates import join
 
 _CACHED = ("portable/cache/keys", "portable/cache/sums", "portable/cache/halves")
-BLOCKS = ("portable/lists", "portable/tile", "mods/mods")
+LISTS = ("portable/lists", "portable/ranges")
+BLOCKS = (*LISTS, "portable/tile", "portable/sections", "mods/mods")
 _BY_QUERY = ("portable/key_blocks", *BLOCKS)
 _BY_KEY = ("portable/query_blocks", *BLOCKS)
 _ATTEND = ("portable/attend", "portable/keys", *_BY_QUERY)

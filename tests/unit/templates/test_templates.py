@@ -23,6 +23,7 @@ from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
 from flexhop.templates import hopper as hopper_text
 from flexhop.templates import part, portable
+from flexhop.templates.hopper import records
 from tests.problems import problem
 
 FOLDER = Path(kernels.__file__).parents[2] / "templates"
@@ -38,9 +39,9 @@ HOLES = {
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
-    "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
+    "tl", "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
     "set_aside", "take_back",
-    "store_async", "warpgroup_mma", "warpgroup_mma_wait",
+    "store_async", "warpgroup_mma", "warpgroup_mma_wait", *records.__all__,
 }  # fmt: skip
 
 EXTRAS, CAPTURED = portable.EXTRAS, hopper_text.CAPTURED
