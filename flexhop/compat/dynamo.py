@@ -36,6 +36,7 @@ from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 
 from flexhop.compat.location import users_line
+from flexhop.compat.numbers import as_captures
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
@@ -196,6 +197,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             raise _untraceable(kind, error) from None
         name = getattr(function, "__name__", type(function).__name__ if function else kind)
         self.rules.check_result(_result_of(graph), kind, name)
+        graph, lifted = as_captures(tx, graph, lifted, fake_of(query.as_proxy()).device)
         _refuse_reads_on_host(graph, kind)
         with self.rules.index_mode():
             _refuse_mutation(tx, graph, kind)

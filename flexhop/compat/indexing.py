@@ -75,6 +75,43 @@ def _read(tensor: Tensor, items: list[Any]) -> Tensor:
     return read
 
 
+# Functions of two operands, of which one may be a number; operators as Dynamo calls them. By name,
+# because Dynamo of 2.13 does not find the ones that are written in Python in a set.
+_PAIRS = frozenset([
+    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "lt",
+    "le", "gt", "ge", "eq", "ne", "bitwise_and", "bitwise_or", "bitwise_xor", "__eq__", "__and__",
+    "__or__", "__xor__", "__floordiv__", "__rfloordiv__", "__rdiv__", "__rmod__", "__rsub__",
+    "__rpow__",
+])  # fmt: skip
+
+
+def _without_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of a function of two, with a tensor in place of a number.
+
+    2.11 to 2.15: the batching rules of a tensor and a number that is a symbol (a captured int or
+    float, under dynamic shapes) fail if dtypes are promoted. Dynamo cannot say which numbers are
+    symbols. Sums become tensors without a guard on the number; other functions of numbers do not.
+    """
+    first, second = args
+    if isinstance(first, Tensor) and not isinstance(second, Tensor):
+        return first, _as_tensor(second, first)
+    if isinstance(second, Tensor) and not isinstance(first, Tensor):
+        return _as_tensor(first, second), second
+    return args
+
+
+def _as_tensor(number: Any, beside: Tensor) -> Any:
+    """A number as a tensor in the dtype that it has beside another one."""
+    dtype = beside.dtype
+    if isinstance(number, bool):
+        return number
+    if isinstance(number, float) and not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    elif dtype == torch.bool:
+        dtype = torch.int64
+    return torch.zeros((), dtype=dtype, device=beside.device) + number
+
+
 class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
@@ -101,4 +138,6 @@ class IndexMode(TorchFunctionMode):
             return vmapped.index(*args)
         if func is torch.ops.prims.convert_element_type.default:
             return vmapped.convert(*args)
+        if torch.compiler.is_dynamo_compiling() and func.__name__ in _PAIRS:
+            args = _without_numbers(args)
         return func(*args, **(kwargs or {}))

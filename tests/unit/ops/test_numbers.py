@@ -1,0 +1,158 @@
+"""Python numbers in mods that change between calls: run-time arguments, one graph for all."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flexhop import create_block_mask, flex_attention
+from tests.unit.ops.support import quiet
+
+pytestmark = quiet
+
+VALUES = [(0.5, 3), (0.6, 4), (0.75, 5), (0.8, 9)]
+
+
+def scaled(c, n):
+    return lambda s, b, h, q, k: s * c + (q - k) * c + n
+
+
+def computed(c, n):
+    twice = c * 2 + n
+    return lambda s, b, h, q, k: s / twice + 2**c * (q // n) + math.sqrt(c) - 1 / math.sqrt(n)
+
+
+def in_functions(c, n):
+    def score(s, b, h, q, k):
+        s = torch.clamp(s, -2, c * 4) + torch.where(q >= k * c, c, s)
+        s = torch.add(s, s, alpha=c) + torch.full_like(s, c) + s.new_full((), fill_value=c)
+        return s.masked_fill(q > k + 9, c)
+
+    return score
+
+
+def times(c):
+    return lambda x, b, h, k: x * c
+
+
+def with_alpha(c, n):
+    return lambda s, b, h, q, k: F.leaky_relu(s, c)
+
+
+def mask(c, n):
+    def keep(b, h, q, k):
+        kept = ((q - k) * c < n) & (k % n != 1) & (q.clamp(0, n * 4) // n >= k // n)
+        return kept | (n - q > k) | ((n ^ q) == n // (k + 1)) | (n / (k + 1) < (n % (q + 1)) * 0.1)
+
+    return keep
+
+
+def operands(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(1, 2, 33, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def assert_same(compiled, plain, tensors, values):
+    for numbers in values:
+        expected, found = plain(*tensors, *numbers), compiled(*tensors, *numbers)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(out.sum(), tensors) for out in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def compiled_with_counter(function, **how):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, fullgraph=True, **how), counter
+
+
+@pytest.mark.parametrize("make", [scaled, computed, in_functions])
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_one_graph_for_all_numbers(make, place):
+    # A mod made outside has numbers that Dynamo meets only while it traces the mod.
+    if place == "inside":
+
+        def attend(q, k, v, c, n):
+            return flex_attention(q, k, v, score_mod=make(c, n))
+    else:
+
+        def attend(q, k, v, score):
+            return flex_attention(q, k, v, score_mod=score)
+
+    tensors = operands()
+    compiled, counter = compiled_with_counter(attend, dynamic=True)
+    values = VALUES if place == "inside" else [(make(*numbers),) for numbers in VALUES]
+    assert_same(compiled, attend, tensors, values[:1])
+    graphs = counter.frame_count
+    assert_same(compiled, attend, tensors, values[1:])
+    assert counter.frame_count == graphs
+
+
+def test_a_number_that_starts_to_change():
+    def attend(q, k, v, c, n):
+        return flex_attention(q, k, v, score_mod=scaled(c, n))
+
+    tensors = operands()
+    compiled, counter = compiled_with_counter(attend)
+    assert_same(compiled, attend, tensors, VALUES[:2])
+    graphs = counter.frame_count
+    assert_same(compiled, attend, tensors, VALUES[2:])
+    assert counter.frame_count == graphs
+
+
+def test_a_function_that_takes_only_numbers_is_compiled_for_each():
+    def attend(q, k, v, c, n):
+        return flex_attention(q, k, v, score_mod=with_alpha(c, n))
+
+    compiled, _ = compiled_with_counter(attend, dynamic=True)
+    assert_same(compiled, attend, operands(), VALUES)
+
+
+def test_in_checkpoint():
+    def attend(q, k, v, c, n):
+        inner = lambda q, k, v: flex_attention(q, k, v, score_mod=scaled(c, n))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(inner, q, k, v, use_reentrant=False)
+
+    compiled, _ = compiled_with_counter(attend, dynamic=True)
+    assert_same(compiled, attend, operands(), VALUES)
+
+
+def test_double_precision_is_kept():
+    def attend(q, k, v, c, n):
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s * c + c / n)
+
+    tensors = operands(torch.float64)
+    compiled, _ = compiled_with_counter(attend, dynamic=True)
+    for numbers in [(0.1, 3), (0.7, 7)]:
+        found, expected = compiled(*tensors, *numbers), attend(*tensors, *numbers)
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_block_masks_made_inside():
+    def attend(q, k, v, c, n):
+        blocks = create_block_mask(
+            mask(c, n), None, None, q.size(2), k.size(2), device="cpu", BLOCK_SIZE=16
+        )
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    tensors = operands()
+    compiled, counter = compiled_with_counter(attend, dynamic=True)
+    assert_same(compiled, attend, tensors, VALUES[:1])
+    graphs = counter.frame_count
+    assert_same(compiled, attend, tensors, VALUES[1:])
+    assert counter.frame_count == graphs
+
+
+def test_k_mod():
+    def attend(q, k, v, factor):
+        return flex_attention(q, k, v, k_mod=factor)
+
+    with torch.no_grad():
+        tensors = operands()
+        compiled, counter = compiled_with_counter(attend, dynamic=True)
+        for factor in map(times, (0.5, 0.7, 0.9)):
+            expected = attend(*tensors, factor)
+            torch.testing.assert_close(compiled(*tensors, factor), expected)
+    assert counter.frame_count <= 2  # AOTAutograd starts once more for a float
