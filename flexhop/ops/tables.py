@@ -245,7 +245,9 @@ class _Maker:
     def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
         """The values of an axis, in its dimension."""
         first, size = _extent(self._found, axis)
-        values = torch.arange(first, first + size, device=self._device, dtype=dtype)
+        # A bare counter would be wrong where the mod divides it: Inductor's C++ backend (2.11 to
+        # 2.15) splits a loop by the divisor, and leaves out the rest of its length.
+        values = torch.arange(first, first + size, device=self._device, dtype=dtype) | 0
         return values.view([-1 if axis == other else 1 for other in table.axes])
 
     def _value(self, table: Table, known: dict[fx.Node, Any], node: Any) -> Any:

@@ -351,10 +351,12 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
     stores, cubin, notes = pool.submit(build_document_hopper, width, length).result()
     assert stores.registers <= 64  # many programs run side by side
     assert notes == []
-    # Of each consumer the loop that reads bits, and the one that asks mask_mod.
+    # Of each consumer the loop of full blocks, and the one that reads bits.
     loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 8 + width // 16), key=len)
     assert len(loops) >= 4
     for loop in loops[:2]:
+        assert "R2P" not in loop, "full blocks read no bits"
+    for loop in loops[2:4]:
         assert "R2P" in loop, "bits reach predicates seven at a time"
         lines, local = len(loop.splitlines()), local_accesses(loop)
         # Keys behind the end are masked as well where tiles overhang.

@@ -27,12 +27,14 @@ from tests.problems import problem
 pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason="no Hopper kernels")
 
 
-def swish(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score * torch.sigmoid(score)
+def hyperbolic(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A function of CUDA's library, with branches."""
+    return torch.asinh(score)
 
 
-def fade(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score / (1 + (q_idx - kv_idx).abs())
+def swell(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Long enough for the forward kernel's machine code to be looked at, not for a refusal."""
+    return score * torch.sigmoid(score) / (1 + score.abs())
 
 
 def cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -71,7 +73,7 @@ def test_a_kernel_that_spills_in_earnest_is_refused(
     needed: int | None, backend: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
-    assert is_hopper(made(fade, backend)) == expected
+    assert is_hopper(made(swell, backend)) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_a_refusal_is_shown(
 ) -> None:
     monkeypatch.setattr(ahead, "local_memory", lambda choice: 1000)
     monkeypatch.setattr(debug, "wanted", lambda: frozenset({"kernel"}))
-    made(fade, "auto")
+    made(swell, "auto")
     printed = "".join(capfd.readouterr())
     for name, most in (("hopper_forward", 256), ("hopper_backward", 288)):
         assert re.search(
@@ -132,7 +134,7 @@ def _measure(kernel: Kernel, cache: str, by_worker: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("by_worker", [False, True])
 def test_local_memory_is_read_from_machine_code(by_worker: bool, tmp_path: Path) -> None:
-    kernels = [made(mod, "hopper").kernel_with("differentiate") for mod in (swish, cap)]
+    kernels = [made(mod, "hopper").kernel_with("differentiate") for mod in (hyperbolic, cap)]
     found = []
     for kernel in kernels:
         with ProcessPoolExecutor(1, get_context("spawn")) as worker:
