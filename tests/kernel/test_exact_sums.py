@@ -10,7 +10,7 @@ from flexhop.lowering.emission.exact import ROWS, value_of
 from flexhop.offline import Kernel
 from flexhop.offline.interpret import Memory, interpret, run_kernel
 from flexhop.templates import part
-from tests.budgets import assert_within_budget
+from tests.budgets import assert_within_budget, evaluate_score_mod
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 
@@ -109,6 +109,32 @@ MODS = {
 }
 
 
+def differentiate_as_kernels(leaves, make_mod, dropout_p, seed):
+    """Gradient of the table, in plain PyTorch that rounds as the interpreted kernels do.
+
+    They know powers of 2 only: forward, a score times log2(e) is rounded before the largest is
+    subtracted. Backward, weights come from lse and delta from out, whose error is then one of the
+    whole row: a sum over its keys does not average it away.
+    """
+    query, key, value, table = leaves
+    scores = evaluate_score_mod(make_mod(table), query @ key.mT / 4)
+    kept = 1.0
+    if dropout_p:
+        kept = flexhop.dropout_mask(seed, dropout_p, tuple(scores.shape)) / (1 - dropout_p)
+    with torch.no_grad():
+        powers = scores * math.log2(math.e)
+        shift = powers.amax(-1, keepdim=True)
+        weights = (powers - shift).exp2()
+        total = weights.sum(-1, keepdim=True)
+        out = (weights * kept) @ value / total
+        lse = (shift + total.log2()) * math.log(2)
+        grad_out = 2 * out
+        delta = (grad_out * out).sum(-1, keepdim=True)
+        grad_weights = (grad_out @ value.mT) * kept
+        grad_scores = (scores - lse).exp() * (grad_weights - delta)
+    scores.backward(grad_scores)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("name", MODS)
 def test_gradients_of_captured_tensors(name, dropout_p, deterministic):
@@ -136,4 +162,5 @@ def test_gradients_of_captured_tensors(name, dropout_p, deterministic):
     )  # fmt: skip
     eager = lambda leaves: call(*leaves).square().sum().backward()  # noqa: E731
     gold, reference = gradient(eager, torch.float64), gradient(eager)
-    assert_within_budget(found, gold, reference, name=name, captured=True)
+    rounded = gradient(lambda x: differentiate_as_kernels(x, make_mod, dropout_p, seed))
+    assert_within_budget(found, gold, reference, rounded, name=name, captured=True)
