@@ -10,7 +10,7 @@ import torch
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.tiles import Kernel
-from flexhop.lowering.problem import Device, Problem
+from flexhop.lowering.problem import Device, GradFacts, ModFacts, Problem
 from flexhop.options import KernelOptions
 
 # Which kernels a backward pass may launch beside grad_query.
@@ -30,7 +30,12 @@ def device(architecture: int) -> Device:
 
 
 def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem:
-    """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields."""
+    """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields and theirs."""
+    groups: tuple[Any, ...] = (ModFacts, GradFacts)
+    parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
+    parts[ModFacts]["mask_band"], parts[GradFacts]["captured_reads"] = None, ()
+    for values in parts.values():
+        values |= {name: facts.pop(name) for name in tuple(facts) if name in values}
     usual: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Problem)), False)
     usual |= {
         "device": device(architecture),
@@ -44,8 +49,8 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
         "value_head_dim": head_dim,
         "scale": head_dim**-0.5,
         "blocks": None,
-        "captured_reads": (),
-        "mask_band": None,
+        "mods": ModFacts(**parts[ModFacts]),
+        "grad": GradFacts(**parts[GradFacts]),
         "cache": None,
         "tangents": (),
         "is_query_multiple": lambda n: 1024 % n == 0,

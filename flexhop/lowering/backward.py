@@ -14,7 +14,7 @@ from flexhop.lowering.emission import exact
 from flexhop.lowering.emission.kernel import Captured, KernelCall
 from flexhop.lowering.mods.captured import read_by, repeats
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
-from flexhop.lowering.operands import read_problem, seed_input, user_options
+from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
 _MANY_READS = 64  # scores per entry of a captured tensor
@@ -33,7 +33,8 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         [args.query, args.key, args.value, args.grad_out]
     )
     args = args._replace(query=query, key=key, value=value, grad_out=grad_out)
-    problem = dataclasses.replace(read_problem(args, mods), **read_joint(args.joint)._asdict())
+    problem = read_problem(args, mods, grad=read_joint(args.joint, args.sites))
+    show_problem("backward", problem)
     options = user_options(args.options)
     choices = list(candidates("backward", problem, options))
     if not choices:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop import debug
 from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
@@ -19,10 +18,10 @@ from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.keys import is_exact, read_key_mod
-from flexhop.lowering.mods.lower import ModFacts, index_ranges, lower_mods
+from flexhop.lowering.mods.lower import index_ranges, lower_mods
 from flexhop.lowering.mods.lower import read_mods as mod_facts
-from flexhop.lowering.operands import Sizes, describe_problem, make_problem, user_options
-from flexhop.lowering.problem import Cache, Device, Problem, read_device
+from flexhop.lowering.operands import Sizes, make_problem, show_problem, user_options
+from flexhop.lowering.problem import Cache, Device, ModFacts, Problem, read_device
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.subgraphs import index_examples, trace_key
@@ -231,14 +230,15 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
         is_query_multiple=lambda n: inductor.is_multiple(query_len, n),
         is_key_multiple=lambda n: not args.pages and inductor.is_multiple(key_len, n),
         key_len_varies=varies,
+        has_pages=bool(args.pages),
     )
     device = read_device(query.get_device())
-    problem = make_problem(args, sizes, device, query.get_dtype(), mods)
     # Halved strides that are not numbers would hide from Triton where rows begin.
     constant = [value.get_stride()[2], *([value.get_stride()[0]] if args.pages else ())]
     has_pairs = gluon.suits_bulk_copies(value) and all(map(inductor.is_constant, constant))
-    problem = as_cached(problem, dataclasses.replace(cache, has_pairs=has_pairs))
-    debug.show("problem", "forward", lambda: describe_problem(problem))
+    cache = dataclasses.replace(cache, has_pairs=has_pairs)
+    problem = make_problem(args, sizes, device, query.get_dtype(), mods, cache=cache)
+    show_problem("forward", problem)
     return problem
 
 
@@ -254,15 +254,9 @@ def read_cached_tensors(
         (kv_batch, args.value.size(1), length, args.value.size(3)),
         is_query_multiple=lambda n: queries % n == 0,
         is_key_multiple=lambda n: not args.pages and length % n == 0,
+        has_pages=bool(args.pages),
     )
-    problem = make_problem(args, sizes, device, args.query.dtype, mod_facts(score, mask))
     *strides, last = args.value.stride()
     has_pairs = last == 1 and not any(stride % 16 for stride in strides)
     cache = dataclasses.replace(readers.cache, has_pairs=has_pairs)
-    return as_cached(problem, cache)
-
-
-def as_cached(problem: Problem, cache: Cache) -> Problem:
-    """The facts of a call that reads a cache; all batches share its pages."""
-    shared = problem.kv_batch_shared or cache.page_size > 0
-    return dataclasses.replace(problem, cache=cache, kv_batch_shared=shared)
+    return make_problem(args, sizes, device, args.query.dtype, mod_facts(score, mask), cache=cache)

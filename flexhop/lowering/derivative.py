@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -14,7 +13,13 @@ from flexhop.lowering.chunked import Rowwise, lower_definition, over_chunks
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.push import lower_push
-from flexhop.lowering.operands import block_inputs, read_problem, seed_input, user_options
+from flexhop.lowering.operands import (
+    block_inputs,
+    read_problem,
+    seed_input,
+    show_problem,
+    user_options,
+)
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.problem import Problem
@@ -57,9 +62,9 @@ def _emit_tangent(args: DerivativeArgs) -> list[Any] | None:
         query, key, value, args.score_mod, args.mask_mod, args.blocks, args.scale, args.options,
         args.score_captures, args.mask_captures, args.dropout_seed,
     )  # fmt: skip
-    problem = dataclasses.replace(
-        read_problem(call, mods), tangents=tuple(_OPERANDS[i] for i in range(3) if i in directions)
-    )
+    moving = tuple(_OPERANDS[i] for i in range(3) if i in directions)
+    problem = read_problem(call, mods, tangents=moving)
+    show_problem("forward", problem)
     if not kernels.has_tile("jvp_forward", problem) or _is_too_wide(problem):
         return None
     moved = {i - 3: tangent for i, tangent in directions.items() if i >= 3}

@@ -12,7 +12,7 @@ from flexhop.lowering import chunked
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.lower import lower_mods, read_joint
-from flexhop.lowering.operands import read_problem, seed_input, user_options
+from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.lowering.portable import splits
 from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -32,6 +32,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
+    show_problem("forward", problem)
     captures = [*score_captures, *mask_captures]
     call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
     return emit_forward(args, call) or chunked.lower_attention(*operands)
@@ -93,7 +94,7 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
     if joint is None:
         return
-    problem = dataclasses.replace(call.problem, **read_joint(joint)._asdict())
+    problem = read_problem(args, call.mods, grad=read_joint(joint))
     for choice in candidates("backward", problem, call.options):
         choice.dialect.backward.start(dataclasses.replace(call, problem=problem), args, joint)
         return

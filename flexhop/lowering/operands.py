@@ -10,9 +10,15 @@ import torch
 
 from flexhop import debug
 from flexhop.compat import gluon, inductor
-from flexhop.lowering.mods.captured import read_sites
-from flexhop.lowering.mods.lower import ModBuffers, ModFacts
-from flexhop.lowering.problem import Device, MaskBlocks, Problem, read_device
+from flexhop.lowering.mods.lower import ModBuffers
+from flexhop.lowering.problem import (
+    Device,
+    GradFacts,
+    MaskBlocks,
+    ModFacts,
+    Problem,
+    read_device,
+)
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, CachedArgs
 from flexhop.options import KernelOptions
 
@@ -38,17 +44,27 @@ def user_options(wire: dict[str, Any]) -> KernelOptions:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call at this compile, and which multiples its lengths are in every call."""
+    """Sizes of a call at this compile, and which multiples its lengths are in every call.
+
+    has_pages: whether all batches share the pages of a cache.
+    """
 
     query: Sequence[int]  # [B, Hq, M, D]
     value: Sequence[int]  # [B or 1, Hkv, N, Dv]
     is_query_multiple: Callable[[int], bool]
     is_key_multiple: Callable[[int], bool]
     key_len_varies: bool = False
+    has_pages: bool = False
 
 
-def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Problem:
-    """The facts of a call whose operands are IR."""
+def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers, **more: Any) -> Problem:
+    """The facts of a call whose operands are IR.
+
+    Args:
+        args: operands.
+        mods: the lowered user functions.
+        **more: as in `make_problem`.
+    """
     hint, static = inductor.hint, inductor.static
     query: Any = args.query
     value: Any = args.value
@@ -62,11 +78,9 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers) -> Proble
         key_len_varies=not inductor.is_constant(key_len),
     )
     device, dtype = read_device(query.get_device()), query.get_dtype()
-    problem = make_problem(args, sizes, device, dtype, mods.facts)
-    problem = dataclasses.replace(problem, bulk_obstacle=_bulk_obstacle(args))
-    title = "backward" if isinstance(args, BackwardArgs) else "forward"
-    debug.show("problem", title, lambda: describe_problem(problem))
-    return problem
+    return make_problem(
+        args, sizes, device, dtype, mods.facts, bulk_obstacle=_bulk_obstacle(args), **more
+    )
 
 
 def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
@@ -78,7 +92,9 @@ def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
     return f"rows of {' and '.join(unfit)} do not start at multiples of 16 bytes"
 
 
-def read_tensor_problem(args: AttentionArgs, device: Device, mods: ModFacts) -> Problem:
+def read_tensor_problem(
+    args: AttentionArgs, device: Device, mods: ModFacts, grad: GradFacts
+) -> Problem:
     """The facts of a call whose operands are tensors, for the GPU `device`; lengths are fixed."""
     query, value = args.query, args.value
     sizes = Sizes(
@@ -87,7 +103,7 @@ def read_tensor_problem(args: AttentionArgs, device: Device, mods: ModFacts) -> 
         is_query_multiple=lambda n: query.size(2) % n == 0,
         is_key_multiple=lambda n: value.size(2) % n == 0,
     )
-    return make_problem(args, sizes, device, query.dtype, mods)
+    return make_problem(args, sizes, device, query.dtype, mods, grad=grad)
 
 
 def make_problem(
@@ -96,8 +112,18 @@ def make_problem(
     device: Device,
     dtype: torch.dtype,
     mods: ModFacts,
+    **more: Any,
 ) -> Problem:
-    """Collect the facts of a call."""
+    """Collect the facts of a call.
+
+    Args:
+        args: operands: IR or tensors.
+        sizes: of the operands.
+        device: the GPU.
+        dtype: of query.
+        mods: what is known about the user's functions.
+        **more: further fields of Problem: grad, cache, tangents, bulk_obstacle.
+    """
     batch, heads, query_len, head_dim = sizes.query
     kv_batch, kv_heads, key_len, value_dim = sizes.value
     elements = batch * heads * max(query_len, key_len) * max(head_dim, value_dim)
@@ -112,12 +138,9 @@ def make_problem(
         head_dim=head_dim,
         value_head_dim=value_dim,
         scale=float(args.scale),
-        kv_batch_shared=kv_batch == 1 and batch != 1,
+        kv_batch_shared=sizes.has_pages or (kv_batch == 1 and batch != 1),
         blocks=_mask_blocks(args),
-        **mods._asdict(),
-        captured_reads=read_sites(args.joint, args.sites)
-        if isinstance(args, BackwardArgs)
-        else (),
+        mods=mods,
         returns_max=bool(args.options.get("return_max")),
         large_output=elements >= 2**31,
         is_query_multiple=sizes.is_query_multiple,
@@ -126,13 +149,22 @@ def make_problem(
         dropout_p=float(args.options.get("dropout_p", 0.0)),
         dropout_groups=int(args.options.get("dropout_groups", 0)),
         is_deterministic=bool(args.options.get("deterministic")),
+        **more,
     )
 
 
-def describe_problem(problem: Problem) -> str:
-    """One fact per line."""
-    facts = ((f.name, getattr(problem, f.name)) for f in dataclasses.fields(problem))
-    return "\n".join(f"{name} = {value}" for name, value in facts if not callable(value))
+def show_problem(title: str, problem: Problem) -> None:
+    """Print the facts, one a line, if FLEXHOP_DEBUG asks for them."""
+    debug.show("problem", title, lambda: _describe(problem))
+
+
+def _describe(problem: Problem) -> str:
+    facts: dict[str, Any] = {}
+    for field in dataclasses.fields(problem):
+        value: Any = getattr(problem, field.name)
+        found = value._asdict() if field.name in ("mods", "grad") else {field.name: value}
+        facts |= found
+    return "\n".join(f"{name} = {value}" for name, value in facts.items() if not callable(value))
 
 
 def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks | None:

@@ -1,10 +1,10 @@
-"""The facts of one call, read from the IR once. A lowering may add facts in a copy."""
+"""The facts of one call, read once. They never change."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -77,27 +77,67 @@ class Cache:
     has_pairs: bool = False
 
 
+class ModFacts(NamedTuple):
+    """What the choice of kernels needs to know about score_mod and mask_mod.
+
+    has_score_mod, has_mask_mod: whether they do anything.
+    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
+    key. reads_by_position: whether it reads any at an index that depends on one of them.
+    score_cost, mask_cost: instructions for each score.
+    has_key_slope, has_key_bend: whether score_mod adds a line over keys, and one that has a bend
+    (lowering/mods/lines.py).
+    mask_reads: whether mask_mod reads captured tensors. mask_uses_batch, mask_uses_head: whether
+    it looks at b and h.
+    mask_band: the keys near a query that it keeps, if it does just that (lowering/mods/bands.py).
+    """
+
+    has_score_mod: bool
+    has_mask_mod: bool
+    reads_per_element: bool
+    reads_by_position: bool
+    score_cost: float
+    has_key_slope: bool
+    has_key_bend: bool
+    mask_reads: bool
+    mask_uses_batch: bool
+    mask_uses_head: bool
+    mask_cost: float
+    mask_band: Band | None
+
+
+class GradFacts(NamedTuple):
+    """The same about the gradient of score_mod.
+
+    has_score_grad: whether the derivative differs from 1. grad_cost: instructions for each score.
+    grad_reads_score: whether it, or the gradient of a captured tensor, depends on the score.
+    grad_has_functions: whether these take more than sums and products.
+    captured_reads: the reads of captured tensors that need gradients.
+    """
+
+    has_score_grad: bool = True
+    grad_cost: float = 0.0
+    grad_reads_score: bool = True
+    grad_has_functions: bool = False
+    captured_reads: tuple[ReadBy, ...] = ()
+
+
+# Of a call whose joint graph nobody asked for.
+UNREAD = GradFacts()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One call as plain values.
 
-    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key, reads_by_position: on one of them; has_key_slope, has_key_bend: whether it adds a line
-    over keys, and one that has a bend (lowering/mods/lines.py); score_cost, grad_cost:
-    instructions that score_mod and its gradient take for each score; mask_cost: those of mask_mod;
-    mask_reads: whether it reads captured tensors; mask_uses_batch, mask_uses_head: whether it
-    looks at b and h;
-    mask_band: which keys near a query it keeps, if it does just that (lowering/mods/bands.py);
-    has_score_grad: whether the derivative of score_mod differs from 1; grad_reads_score: whether
-    it, or the gradient of a captured tensor, depends on the score; grad_has_functions: whether
-    these take more than sums and products; captured_reads: its reads of captured tensors that need
-    gradients; bulk_obstacle: why the tensor memory accelerator cannot copy the operands, if it
-    cannot. Lengths are hints: the sizes seen at this compile; what must hold for every size is in
+    Lengths are hints: the sizes seen at this compile. What must hold for every size is in
     `is_query_multiple` and `is_key_multiple` (is the length known to be a multiple of n?).
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
-    is_deterministic: whether results must be the same in every run. tangents: which operands have
-    one, in a call in forward mode. cache: None unless key and
-    value are read from one; with pages, key_len is what the widest sequence has room for.
+    mods, grad: what is known about the user's functions; grad counts in a backward pass.
+    is_deterministic: whether results must be the same in every run.
+    bulk_obstacle: why the tensor memory accelerator cannot copy the operands, if it cannot.
+    cache: None unless key and value are read from one; with pages, key_len is what the widest
+    sequence has room for.
+    tangents: which operands have one, in a call in forward mode.
     """
 
     device: Device
@@ -112,27 +152,12 @@ class Problem:
     scale: float
     kv_batch_shared: bool
     blocks: MaskBlocks | None
-    has_score_mod: bool
-    reads_per_element: bool
-    has_mask_mod: bool
-    mask_reads: bool
-    captured_reads: tuple[ReadBy, ...]
+    mods: ModFacts
     returns_max: bool
     large_output: bool
     is_query_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
-    has_score_grad: bool = True
-    grad_reads_score: bool = True
-    grad_has_functions: bool = False
-    reads_by_position: bool = False
-    score_cost: float = 0.0
-    grad_cost: float = 0.0
-    has_key_slope: bool = False
-    has_key_bend: bool = False
-    mask_cost: float = 0.0
-    mask_uses_batch: bool = False
-    mask_uses_head: bool = False
-    mask_band: Band | None = None
+    grad: GradFacts = UNREAD
     dropout_p: float = 0.0
     dropout_groups: int = 0  # of queries, in a placed seed (ops/dropout.py); 0: none is
     is_deterministic: bool = False
@@ -155,7 +180,7 @@ class Problem:
     def has_band(self) -> bool:
         """Whether partial blocks have the mask of a band."""
         has_lists = self.blocks is not None and not self.blocks.has_ranges
-        return has_lists and self.mask_band is not None
+        return has_lists and self.mods.mask_band is not None
 
     @property
     def has_spans(self) -> bool:
@@ -165,7 +190,7 @@ class Problem:
     @property
     def has_captured_grads(self) -> bool:
         """Whether captured tensors need gradients."""
-        return bool(self.captured_reads)
+        return bool(self.grad.captured_reads)
 
     @property
     def sums_exactly(self) -> bool:

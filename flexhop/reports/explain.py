@@ -209,9 +209,11 @@ def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> 
         device=f"{device.name}, sm_{device.capability[0]}{device.capability[1]}",
         call=_describe_call(args),
         score_mod=_describe_mod(
-            "score", found.score, not problem.has_score_mod, args.score_captures
+            "score", found.score, not problem.mods.has_score_mod, args.score_captures
         ),
-        mask_mod=_describe_mod("mask", found.mask, not problem.has_mask_mod, args.mask_captures),
+        mask_mod=_describe_mod(
+            "mask", found.mask, not problem.mods.has_mask_mod, args.mask_captures
+        ),
         score_mod_grad=_gradient_code(found),
         mask=mask,
         passes=passes,
@@ -225,7 +227,7 @@ def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> 
 
 def _gradient_code(found: Any) -> str | None:
     joint = found.joint
-    if joint is None or (not found.problem.has_score_mod and not joint.sites):
+    if joint is None or (not found.problem.mods.has_score_mod and not joint.sites):
         return None
     return mod_code(joint.joint, "joint")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -15,11 +14,10 @@ from flexhop.compat.inline import decompose
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
-from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
-from flexhop.lowering.problem import Device, Problem, read_device
+from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.subgraphs import (
     Joint,
@@ -69,12 +67,9 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     joint = None
     if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    problem = read_tensor_problem(args, device, read_mods(decompose(score), decompose(mask)))
-    if joint is not None:
-        graph = decompose(joint.joint)
-        reads = read_sites(graph, joint.sites)
-        facts = read_joint(graph)._asdict()
-        problem = dataclasses.replace(problem, captured_reads=reads, **facts)
+    mods = read_mods(decompose(score), decompose(mask))
+    grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites)
+    problem = read_tensor_problem(args, device, mods, grad)
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py serves it
     plans: tuple[KernelPlan, ...] = ()

@@ -6,6 +6,7 @@ from flexhop.compat import warm
 from flexhop.lowering.hopper import versions
 from flexhop.lowering.hopper.attention import ATTENTION
 from flexhop.lowering.hopper.gradients import GRADIENTS
+from flexhop.templates.hopper import MODULES
 
 __all__ = ["DIALECT"]
 
@@ -22,7 +23,7 @@ class Hopper:
     def expect(self) -> None:
         """Have Inductor's workers import what the kernels import."""
         if not versions.obstacle():
-            warm.warm_workers("flexhop.templates.hopper.runtime")
+            warm.warm_workers(*MODULES)
 
 
 DIALECT = Hopper()

@@ -90,7 +90,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield (
             "it sums gradients of captured tensors without a fixed order, but determinism is on"
         )
-    if "score" in problem.captured_reads:
+    if "score" in problem.grad.captured_reads:
         yield "single scores read entries of a captured tensor that needs a gradient"
     tile = table_tile(problem)
     yield from forward.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
@@ -107,9 +107,9 @@ def slower(problem: Problem) -> Iterator[str]:
             f"its {tiles} tiles of keys do not keep {problem.device.multiprocessors} "
             "multiprocessors busy"
         )
-    if problem.grad_cost > _COSTLY_GRAD:
+    if problem.grad.grad_cost > _COSTLY_GRAD:
         yield (
-            f"the gradient of score_mod takes about {problem.grad_cost:.0f} instructions per "
+            f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
             f"score: from {_COSTLY_GRAD} on the portable kernels are faster"
         )
     if problem.query_len < _FEWEST_QUERIES:
@@ -121,7 +121,7 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
 
     Wider heads are not: there the portable kernels compute two more products.
     """
-    has_derivative = problem.has_score_mod and problem.has_score_grad
+    has_derivative = problem.mods.has_score_mod and problem.grad.has_score_grad
     needs_registers = has_derivative or problem.has_captured_grads
     is_measured = needs_registers and width(problem) <= _LARGEST_OWN
     return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
@@ -137,8 +137,8 @@ def table_tile(problem: Problem) -> HopperGradTile:
     """The tile for the head sizes and the user's functions."""
     columns = width(problem)
     # Twice as many queries are twice as many scores in registers, which functions need as well.
-    reads = problem.mask_reads and not bits.of_keys(problem).holds_all
-    is_plain = not problem.has_score_mod and not reads
+    reads = problem.mods.mask_reads and not bits.of_keys(problem).holds_all
+    is_plain = not problem.mods.has_score_mod and not reads
     if columns > _LARGEST_OWN or _lacks_registers(problem):
         return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
     if columns == 64:
@@ -154,10 +154,10 @@ def _sets_aside(problem: Problem, tile: HopperGradTile) -> bool:
     """
     # What score_mod made of a score is then computed again, which costs more than what registers
     # lack if it took functions. With gradients of captured tensors they lack far more.
-    is_cheap = problem.has_captured_grads or not problem.grad_has_functions
+    is_cheap = problem.has_captured_grads or not problem.grad.grad_has_functions
     return (
-        problem.has_score_mod
-        and problem.grad_reads_score
+        problem.mods.has_score_mod
+        and problem.grad.grad_reads_score
         and is_cheap
         and width(problem) == _LARGEST_OWN
         and not tile.shares_keys
@@ -169,7 +169,7 @@ def _lacks_registers(problem: Problem) -> bool:
 
     At 128 columns these are then shared by the consumers, which have half as many.
     """
-    keeps = problem.has_score_grad and "distance" in problem.captured_reads
+    keeps = problem.grad.has_score_grad and "distance" in problem.grad.captured_reads
     return keeps and width(problem) == _LARGEST_OWN
 
 
@@ -199,7 +199,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
     """Constants of the kernel."""
     columns = width(problem)
     # As in the portable kernels: the scale goes into the exponent where nothing stands between.
-    scales = problem.has_score_mod or problem.scale <= 0
+    scales = problem.mods.has_score_mod or problem.scale <= 0
     q_size = block_sizes(problem, tile)[0]
     return HopperBackwardConstants(
         **shared(
@@ -215,7 +215,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         HEADS_PER_SECTION=_heads_per_section(problem),
         IS_DETERMINISTIC=problem.is_deterministic,
         HAS_ADDERS=_has_adders(problem, tile),
-        HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
+        HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         SETS_ASIDE=_sets_aside(problem, tile),
     )  # fmt: skip
 

@@ -116,8 +116,8 @@ def of_keys(problem: Problem) -> StoredBits:
 
 def _is_possible(problem: Problem, blocks: MaskBlocks) -> bool:
     """Whether heads share a mask that is not two numbers for each query."""
-    is_shared = not (problem.mask_uses_head or blocks.per_head)
-    return problem.has_mask_mod and is_shared and not (blocks.has_ranges or problem.has_spans)
+    is_shared = not (problem.mods.mask_uses_head or blocks.per_head)
+    return problem.mods.has_mask_mod and is_shared and not (blocks.has_ranges or problem.has_spans)
 
 
 class _Columns(NamedTuple):
@@ -148,15 +148,15 @@ def _choose(
 def is_by_batch(problem: Problem) -> bool:
     """Whether batches have bits of their own."""
     per_batch = problem.blocks is not None and problem.blocks.per_batch
-    return per_batch or problem.mask_uses_batch
+    return per_batch or problem.mods.mask_uses_batch
 
 
 def _pays(problem: Problem, copies: int, *, holds_all: bool) -> bool:
     """Whether what heads save outweighs a launch in which mask_mod is computed once for them."""
     sharers = problem.batch * problem.query_heads // copies
-    saved = problem.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
+    saved = problem.mods.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
     tiles = -(-problem.query_len // 128) * problem.batch * problem.query_heads
     least = _FEWEST_SAVED if holds_all else _FEWEST_SAVED_IN_ONE_LOOP
-    if problem.mask_reads:
+    if problem.mods.mask_reads:
         least = _FEWEST_SAVED_OF_READS
     return saved >= least and tiles >= _ROUNDS * problem.device.multiprocessors

@@ -89,7 +89,7 @@ def shared(
     """
     given = problem.blocks
     q_size, kv_size = block_sizes(problem, tile)
-    first, end = problem.mask_band or (0, 0)
+    first, end = problem.mods.mask_band or (0, 0)
     checks_q = not problem.is_query_multiple(multiples[0])
     checks_kv = not problem.is_key_multiple(multiples[1])
     return {
@@ -106,7 +106,7 @@ def shared(
         "BAND_FIRST": first,
         "BAND_END": end,
         "HAS_FULL_BLOCKS": given is not None and given.has_full,
-        "HAS_PARTIAL_BLOCKS": given is not None and problem.has_mask_mod,
+        "HAS_PARTIAL_BLOCKS": given is not None and problem.mods.has_mask_mod,
         **bits.kernel_constants(stored),
         "CHECK_Q": checks_q,
         "CHECK_KV": checks_kv,
@@ -117,7 +117,7 @@ def shared(
         "Q_HEADS": problem.query_heads,
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
-        "HAS_SCORE_MOD": problem.has_score_mod,
+        "HAS_SCORE_MOD": problem.mods.has_score_mod,
         "SCALE_SCORES": scales,
         "SM_SCALE": problem.scale,
         "EXP_SCALE": LOG2_E if scales else problem.scale * LOG2_E,

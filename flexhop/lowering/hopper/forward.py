@@ -94,10 +94,10 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     if kernels.forward_kernel(problem, options) == "decode":
         yield "the decode kernel reads the keys of so few queries faster"
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
-    if problem.score_cost > most:
+    if problem.mods.score_cost > most:
         yield (
-            f"score_mod takes about {problem.score_cost:.0f} instructions per score: above {most} "
-            "the portable kernel is faster"
+            f"score_mod takes about {problem.mods.score_cost:.0f} instructions per score: above "
+            f"{most} the portable kernel is faster"
         )
 
 
@@ -106,7 +106,7 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
 
     Compiling is waited for where a score_mod is long enough to need registers.
     """
-    is_long = problem.score_cost > _REGISTER_SCORE
+    is_long = problem.mods.score_cost > _REGISTER_SCORE
     return _LOCAL_BYTES if is_long and options.backend == "auto" else None
 
 
@@ -139,7 +139,7 @@ def table_tile(problem: Problem) -> HopperTile:
     """The tile for the head sizes and the mask."""
     width = wider(problem)
     # Three consumers hold 192 queries, which no usual block of a mask is a multiple of.
-    is_dense = problem.blocks is None and not problem.has_score_mod
+    is_dense = problem.blocks is None and not problem.mods.has_score_mod
     tile = HopperTile(
         block_n=128 if width <= 128 else 64,
         num_consumers=3 if width == 64 and is_dense else 2,
@@ -178,8 +178,8 @@ def constants(
 ) -> HopperForwardConstants:
     """Constants of the kernel."""
     # As in the portable kernel: the scale goes into the exponent where nothing stands in between.
-    has_slope = problem.has_key_slope and problem.scale > _SMALLEST_SCALE
-    scales = (problem.has_score_mod and not has_slope) or problem.scale <= 0
+    has_slope = problem.mods.has_key_slope and problem.scale > _SMALLEST_SCALE
+    scales = (problem.mods.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = block_sizes(problem, tile)[1]
     return HopperForwardConstants(
         **shared(
@@ -194,7 +194,7 @@ def constants(
         V_HEAD_DIM_ROUNDED=round_width(problem.value_head_dim),
         HEADS_PER_SECTION=kernels.heads_per_section(problem),
         HAS_SLOPE=has_slope,
-        HAS_BEND=has_slope and problem.has_key_bend,
+        HAS_BEND=has_slope and problem.mods.has_key_bend,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
     )  # fmt: skip
@@ -202,5 +202,5 @@ def constants(
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
     """Whether queries stay in registers: faster, unless score_mod needs them itself."""
-    needs_many = problem.reads_by_position or problem.score_cost > _REGISTER_SCORE
+    needs_many = problem.mods.reads_by_position or problem.mods.score_cost > _REGISTER_SCORE
     return tile.num_consumers == 2 and problem.head_dim <= (64 if needs_many else 128)

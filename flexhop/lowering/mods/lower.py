@@ -12,11 +12,13 @@ from torch import fx
 from flexhop.analysis import INDICES
 from flexhop.compat import inductor
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
-from flexhop.lowering.mods.bands import Band, key_band
+from flexhop.lowering.mods.bands import key_band
+from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.indices import Range, wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.strength import float_positions
+from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
 from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
@@ -29,34 +31,6 @@ _TRANSPARENT = (
     aten.detach.default,
     aten.lift_fresh_copy.default,
 )
-
-
-class ModFacts(NamedTuple):
-    """What a Problem says about the user functions, under its names."""
-
-    has_score_mod: bool  # whether they do anything
-    has_mask_mod: bool
-    # Whether score_mod reads captures at indices that depend on both positions.
-    reads_per_element: bool
-    # Whether it reads any at an index that depends on a position.
-    reads_by_position: bool
-    score_cost: float  # instructions of score_mod for a score
-    has_key_slope: bool  # whether score_mod adds a line over keys, and one that has a bend
-    has_key_bend: bool
-    mask_reads: bool  # whether mask_mod reads captures, and looks at b and at h
-    mask_uses_batch: bool
-    mask_uses_head: bool
-    mask_cost: float  # instructions of mask_mod for a score
-    mask_band: Band | None  # the keys near a query that mask_mod keeps, if it does just that
-
-
-class JointFacts(NamedTuple):
-    """What a Problem says about the gradient of score_mod, under its names."""
-
-    has_score_grad: bool  # whether the derivative differs from 1
-    grad_cost: float  # instructions for a score
-    grad_reads_score: bool  # whether it or a captured tensor's gradient depends on the score
-    grad_has_functions: bool  # whether they take more than sums and products
 
 
 class ModBuffers(NamedTuple):
@@ -127,13 +101,22 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     )
 
 
-def read_joint(joint: Any) -> JointFacts:
-    """The facts of a joint graph."""
+def read_joint(joint: Any, sites: tuple[int, ...] = ()) -> GradFacts:
+    """The facts of a joint graph.
+
+    Args:
+        joint: the graph.
+        sites: as in BackwardArgs.
+    """
     graph = kernel_graph(joint, JOINT)
     found = analysed(graph, JOINT)
     reads_score = "score" in found.forms.of_all(found.mod.results)
-    return JointFacts(
-        not _is_additive(graph), instructions(found), reads_score, has_functions(found)
+    return GradFacts(
+        has_score_grad=not _is_additive(graph),
+        grad_cost=instructions(found),
+        grad_reads_score=reads_score,
+        grad_has_functions=has_functions(found),
+        captured_reads=read_sites(joint, sites),
     )
 
 

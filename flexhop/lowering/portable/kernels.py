@@ -123,11 +123,11 @@ def grad_query_constants(
     """Constants of the kernel for the gradient of query."""
     shared = _shared(problem, options, tile)
     # Rows that do not exist have weight 0 by their lse, unless a mod makes a NaN of their score.
-    check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.has_score_mod)
+    check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.mods.has_score_mod)
     return GradQueryConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
-        HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
+        HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
         SUBTRACT_FIRST=_is_float32(problem),
@@ -143,13 +143,13 @@ def grad_key_value_constants(
     width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
     return GradKeyValueConstants(
         **shared,
-        HAS_SCORE_GRAD=problem.has_score_mod and problem.has_score_grad,
+        HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         KV_HEADS=problem.kv_heads,
         WRITES_KEY=kernel != "grad_value",
         WRITES_VALUE=kernel != "grad_key",
         OUT_HEAD_DIM=width,
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
-        CHECK_RANGE=shared["CHECK_Q"] and problem.has_score_mod,
+        CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
         SUBTRACT_FIRST=_is_float32(problem),
         LSE_SCALE=1.0 if _is_float32(problem) else LOG2_E,
     )
@@ -218,7 +218,7 @@ def _exponent(problem: Problem) -> dict[str, Any]:
     exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
     between; the running maximum then needs a positive factor.
     """
-    scale_scores = problem.has_score_mod or problem.scale <= 0 or _is_float32(problem)
+    scale_scores = problem.mods.has_score_mod or problem.scale <= 0 or _is_float32(problem)
     return {
         "SCALE_SCORES": scale_scores,
         "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
@@ -237,7 +237,7 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "HAS_BLOCKS": problem.blocks is not None,
         "HAS_RANGES": blocks.has_ranges,
         "HAS_FULL_BLOCKS": blocks.has_full,
-        "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.has_mask_mod,
+        "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.mods.has_mask_mod,
         "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),
         "CHECK_KV": not _is_aligned(blocks.kv_size, tile.block_n, problem.is_key_multiple),
         "QK_HEAD_DIM": problem.head_dim,
@@ -247,8 +247,8 @@ def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, A
         "Q_HEADS": problem.query_heads,
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
-        "HAS_SCORE_MOD": problem.has_score_mod,
-        "ISOLATE_SCORE_MOD": problem.has_score_mod and problem.reads_per_element,
+        "HAS_SCORE_MOD": problem.mods.has_score_mod,
+        "ISOLATE_SCORE_MOD": problem.mods.has_score_mod and problem.mods.reads_per_element,
         **_exponent(problem),
         "SM_SCALE": problem.scale,
         "FLOAT32_PRECISION": _float32_precision(options),

@@ -64,7 +64,7 @@ def _has_few_rows(problem: Problem) -> bool:
 
 def _is_dense(problem: Problem) -> bool:
     """Whether nothing but the products takes registers; a cache's addresses would."""
-    return problem.blocks is None and not problem.has_score_mod and problem.cache is None
+    return problem.blocks is None and not problem.mods.has_score_mod and problem.cache is None
 
 
 # The first rule that is about a call and has its kernel and width decides.
@@ -213,7 +213,7 @@ RULES: tuple[Rule, ...] = (
     # Loads of tables compete with the operands' for time, so more programs help.
     Rule(
         "tables read per score",
-        lambda p: _is_wgmma(p) and p.reads_per_element,
+        lambda p: _is_wgmma(p) and p.mods.reads_per_element,
         {
             "forward": {128: Tile(128, 32, 4, 3)},
         },

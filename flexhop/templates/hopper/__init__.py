@@ -27,6 +27,8 @@ BEFORE = {
 }
 # What backward needs for gradients of captured tensors.
 CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
+# What IMPORTS imports from here.
+MODULES = ("flexhop.templates.hopper.records", "flexhop.templates.hopper.runtime")
 IMPORTS = """
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,

@@ -54,7 +54,7 @@ class Attention:
         """Why it cannot serve a call."""
         if problem.key_len > MOST_KEYS or problem.key_len_varies:
             yield f"it takes at most {MOST_KEYS} keys"
-        if problem.has_score_mod or problem.blocks is not None or problem.dropout_p:
+        if problem.mods.has_score_mod or problem.blocks is not None or problem.dropout_p:
             yield "it knows no mods, masks and dropout"
         if problem.head_dim & (problem.head_dim - 1) or problem.head_dim != problem.value_head_dim:
             yield "it takes head sizes that are powers of two"

@@ -102,7 +102,7 @@ def test_a_worker_has_what_a_kernel_imports() -> None:
     text = (
         "import sys; from flexhop.compat import gluon, warm; "
         "from flexhop.templates import hopper; "
-        "warm.prepare_worker(('flexhop.templates.hopper.runtime',)); before = set(sys.modules); "
+        "warm.prepare_worker(hopper.MODULES); before = set(sys.modules); "
         "exec(gluon._IMPORTS + hopper.IMPORTS); print(set(sys.modules) - before); "
         "import gc; print(gc.get_freeze_count() > 0)"
     )
