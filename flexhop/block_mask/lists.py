@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.compat.symbols import is_symbolic
+
 # Entries of lists that are made together: about 24 bytes of temporaries for each.
 LISTED_AT_ONCE = 4 * 1024 * 1024
 
@@ -19,6 +21,16 @@ LISTED_AT_ONCE = 4 * 1024 * 1024
 def block_count(length: int, block: int) -> int:
     """Number of blocks that cover `length` positions; the last one may overhang."""
     return (length + block - 1) // block
+
+
+def listed_count(length: int, block: int) -> int:
+    """Number of blocks that lists have room for: one more than there are if length is symbolic.
+
+    PyTorch compiles code of its own for sizes of 1, and an exported program would be refused
+    because its lengths include some of one block. Nobody visits the block too many.
+    """
+    spare = block if is_symbolic(length) else 0
+    return block_count(length + spare, block)
 
 
 def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:

@@ -23,6 +23,7 @@ from flexhop.block_mask.fields import (
 from flexhop.block_mask.lists import (
     block_count,
     dense_to_lists,
+    listed_count,
     lists_to_dense,
     real_sizes,
     transpose_lists,
@@ -310,7 +311,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
 
     def _list_query_blocks(self) -> None:
         """Fill the query side from the key side."""
-        columns = block_count(self.seq_lengths[1], self.BLOCK_SIZE[1])
+        columns = listed_count(self.seq_lengths[1], self.BLOCK_SIZE[1])
         self.q_num_blocks, self.q_indices = transpose_lists(
             self.kv_num_blocks, self.kv_indices, columns
         )

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.lists import block_count
+from flexhop.block_mask.lists import block_count, listed_count
 from flexhop.compat.indexing import IndexMode
+from flexhop.compat.symbols import is_symbolic
 from flexhop.mods.functions import MaskMod
 
 # Elements of the mask that eager creation looks at together. A mask of a few comparisons holds
@@ -43,20 +44,25 @@ class Grid(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Blocks of queries."""
-        return block_count(self.q_len, self.block[0])
+        """Blocks of queries that are listed."""
+        return listed_count(self.q_len, self.block[0])
 
     @property
     def columns(self) -> int:
-        """Blocks of keys."""
-        return block_count(self.kv_len, self.block[1])
+        """Blocks of keys that are listed."""
+        return listed_count(self.kv_len, self.block[1])
 
 
 def whole_blocks(grid: Grid) -> Tensor:
     """[R, C] bool: blocks that do not overhang; only they can be full."""
-    rows = count_up(grid.rows, grid.device) < grid.q_len // grid.block[0]
-    columns = count_up(grid.columns, grid.device) < grid.kv_len // grid.block[1]
-    return rows[:, None] & columns
+    return _first_blocks(grid, grid.q_len // grid.block[0], grid.kv_len // grid.block[1])
+
+
+def _first_blocks(grid: Grid, rows: int, columns: int) -> Tensor:
+    """[R, C] bool: the first rows and columns of blocks."""
+    is_row = count_up(grid.rows, grid.device) < rows
+    is_column = count_up(grid.columns, grid.device) < columns
+    return is_row[:, None] & is_column
 
 
 def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -69,7 +75,7 @@ def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
     device = grid.device
     queries = _pieces(grid.q_len, grid.block[0], device)
     keys = _pieces(grid.kv_len, grid.block[1], device)
-    shape = (grid.batch, grid.heads, len(queries), len(keys), queries.shape[1], keys.shape[1])
+    shape = (grid.batch, grid.heads, queries.size(0), keys.size(0), queries.size(1), keys.size(1))
     indices = (
         count_up(grid.batch, device)[:, None, None, None, None, None],
         count_up(grid.heads, device)[:, None, None, None, None],
@@ -82,7 +88,11 @@ def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
         kept = keep(*(index.expand(shape) for index in indices))
     area = shape[4] * shape[5]
     count = kept.sum((4, 5), dtype=torch.int32 if area < 2**31 else torch.int64)
-    return count > 0, count == area
+    some, every = count > 0, count == area
+    if is_symbolic(grid.q_len) or is_symbolic(grid.kv_len):
+        rows, columns = map(block_count, (grid.q_len, grid.kv_len), grid.block)
+        some = some & _first_blocks(grid, rows, columns)
+    return some, every
 
 
 def coverage_by_chunks(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -112,10 +122,11 @@ def _pieces(length: int, block: int, device: torch.device, longest: int | None =
     by repeating the last position, which changes neither "some" nor "every" and keeps captured
     tables from being read out of range.
     """
-    reach = min(block, length)
+    # A symbolic length is not compared: that would be a guard.
+    reach = block if is_symbolic(length) else min(block, length)
     size = reach if longest is None else min(reach, longest)
     within = torch.arange(block_count(reach, size) * size, device=device, dtype=torch.int32)
-    start = torch.arange(block_count(length, block), device=device, dtype=torch.int32) * block
+    start = torch.arange(listed_count(length, block), device=device, dtype=torch.int32) * block
     position = (start[:, None] + within.clamp(max=reach - 1)).clamp(max=length - 1)
     return position.view(-1, size)
 

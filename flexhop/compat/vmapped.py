@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read by
+
 
 def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """`aten.index` of leading dimensions, under any number of vmaps.
@@ -23,13 +25,27 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """
     # Dynamo knows neither of the two functions; it meets no batch within a batch here.
     is_scalar = all(item.dim() == 0 for item in indices)
-    is_traced = torch.compiler.is_dynamo_compiling()
-    if (
-        is_scalar
-        and not is_traced
-        and (is_batchedtensor(tensor) or (len(indices) > 1 and _are_fake(indices)))
-    ):
-        return _select(tensor, indices)
+    if is_scalar and not torch.compiler.is_dynamo_compiling():
+        return _read_again(tensor, indices)
+    return _read(tensor, indices)
+
+
+def _read_again(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """`index` by 0-d indices. A row that was read before is read with it, `table[b][i]` at once.
+
+    Its own rule for rows of a batch knows no symbolic sizes.
+    """
+    source, before = getattr(tensor, _ORIGIN, (tensor, ()))
+    place = (*before, *indices)
+    if is_batchedtensor(source) or (len(place) > 1 and _are_fake(place)):
+        return _select(source, place)
+    read = _read(source, place)
+    if read.dim() > 0:
+        setattr(read, _ORIGIN, (source, place))
+    return read
+
+
+def _read(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     batched = [is_batchedtensor(item) for item in indices]
     if any(batched) and not all(batched) and all(item.dim() == 0 for item in indices):
         order = sorted(range(len(indices)), key=batched.__getitem__)
@@ -55,9 +71,11 @@ def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     sizes = tensor.shape[:count]
     place = torch.zeros_like(indices[0], dtype=torch.int64)
     for item, size in zip(indices, sizes, strict=True):
-        place = place * size + torch.where(item < 0, item + size, item)
+        place = place * size + item + (item < 0) * size
     rows = tensor.flatten(0, count - 1) if count > 1 else tensor
-    return rows.index_select(0, place.reshape(1)).squeeze(0)
+    if is_batchedtensor(tensor):
+        return rows.index_select(0, place.reshape(1)).squeeze(0)
+    return torch.ops.aten.index.Tensor(rows, [place])  # holds for symbolic sizes too
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:

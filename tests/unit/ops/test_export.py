@@ -83,6 +83,66 @@ def test_dynamic_shapes(strict):
     torch.testing.assert_close(program.module()(*inputs), Plain()(*inputs))
 
 
+class Documents(torch.nn.Module):
+    """A mask that is made inside and reads a table."""
+
+    def __init__(self, reads_in_steps=False):
+        super().__init__()
+        self.reads_in_steps = reads_in_steps
+
+    def forward(self, query, key, value, document):
+        def mask_mod(b, h, q, k):
+            if self.reads_in_steps:
+                return (q >= k) & (document[b][q] == document[b][k])
+            return (q >= k) & (document[b, q] == document[b, k])
+
+        sizes = query.shape[0], None, query.shape[2], key.shape[2]
+        mask = flexhop.create_block_mask(mask_mod, *sizes, device=query.device)
+        return flex_attention(query, key, value, block_mask=mask)
+
+
+def documents(batch, length):
+    """Operands, and which of the documents of 37 tokens each token is in."""
+    inputs = [torch.randn(batch, 1, length, 8) for _ in range(3)]
+    return *inputs, (torch.arange(length) // 37).expand(batch, length).contiguous()
+
+
+@STRICT
+@pytest.mark.parametrize("exported_at", [300, 77])
+@pytest.mark.parametrize("reads_in_steps", [False, True])
+def test_a_mask_made_inside_has_any_length(reads_in_steps, exported_at, strict):
+    """Also of less than one block, and of one, however many the program was exported with."""
+    batch, length = torch.export.Dim("b", min=1, max=64), torch.export.Dim("s", min=1, max=4096)
+    sizes = (*({0: batch, 2: length},) * 3, {0: batch, 1: length})
+    layer, inputs = Documents(reads_in_steps), documents(2, exported_at)
+    program = torch.export.export(layer, inputs, dynamic_shapes=sizes, strict=strict).module()
+    for batch, length in ((1, 1), (3, 50), (1, 128), (1, 129), (1, 260)):
+        inputs = documents(batch, length)
+        torch.testing.assert_close(program(*inputs), layer(*inputs))
+
+
+class Cross(torch.nn.Module):
+    def forward(self, query, key):
+        lengths = query.shape[2], key.shape[2]
+        mask = flexhop.create_block_mask(
+            lambda b, h, q, k: q + 60 >= k, None, None, *lengths, "cpu", BLOCK_SIZE=32
+        )
+        return flex_attention(query, key, key, block_mask=mask)
+
+
+@STRICT
+@pytest.mark.parametrize("varies", [(True, False), (False, True), (True, True)])
+def test_only_some_lengths_vary(varies, strict):
+    inputs = torch.randn(1, 2, 70, 8), torch.randn(1, 2, 90, 8)
+    sizes = tuple(
+        {2: torch.export.Dim(f"s{n}", min=1, max=999)} if varies[n] else None for n in (0, 1)
+    )
+    program = torch.export.export(Cross(), inputs, dynamic_shapes=sizes, strict=strict).module()
+    for length in (1, 31, 32, 33, 200):
+        operands = [torch.randn(1, 2, length, 8) if varies[n] else inputs[n] for n in range(2)]
+        torch.testing.assert_close(program(*operands), Cross()(*operands))
+
+
 def test_an_exported_program_trains():
     layer, inputs = Layer(), operands(grad=True)
     program = torch.export.export(layer, tuple(inputs), strict=True).module()

@@ -1,0 +1,19 @@
+"""Whether a size is a number or varies, asked without fixing it. torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["is_symbolic"]
+
+
+def is_symbolic(size: int) -> bool:
+    """Whether a size varies from call to call of the code that is being traced.
+
+    Dynamo hides it: while it traces, a symbolic size is an instance of int.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return isinstance(size, torch.SymInt)
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(size)
