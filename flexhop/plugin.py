@@ -43,6 +43,13 @@ def _install_operators() -> None:
     debug.wanted()  # a wrong name is refused at import, not inside the compiler
     SLOT.attend_dtensors = _attend_dtensors
     after_import("torch._dynamo", _install_trackers)
+    after_import("torch._inductor.codegen.cpp", _place_checks)
+
+
+def _place_checks() -> None:
+    from flexhop.compat.cpp_checks import place_checks
+
+    place_checks()
 
 
 def _install_trackers() -> None:

@@ -157,14 +157,17 @@ def _block_mask(
         full_blocks = every & whole_blocks(grid)
         full = dense_to_lists(full_blocks)
         some = some & ~full_blocks
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         *dense_to_lists(some),
         *full,
         BLOCK_SIZE=grid.block,
         mask_mod=mask_mod,
         seq_lengths=(grid.q_len, grid.kv_len),
-        compute_q_blocks=compute_q_blocks,
+        compute_q_blocks=False,
     )
+    if compute_q_blocks:
+        mask.list_query_blocks(grid.columns)
+    return mask
 
 
 def _listed(

@@ -23,7 +23,6 @@ from flexhop.block_mask.fields import (
 from flexhop.block_mask.lists import (
     block_count,
     dense_to_lists,
-    listed_count,
     lists_to_dense,
     real_sizes,
     transpose_lists,
@@ -177,7 +176,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )
         if compute_q_blocks:
-            mask._list_query_blocks()
+            mask.list_query_blocks(block_count(seq_lengths[1], block_size[1]))
         return mask
 
     @classmethod
@@ -309,9 +308,8 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
             return partial, torch.zeros_like(partial)
         return partial, lists_to_dense(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
-    def _list_query_blocks(self) -> None:
-        """Fill the query side from the key side."""
-        columns = listed_count(self.seq_lengths[1], self.BLOCK_SIZE[1])
+    def list_query_blocks(self, columns: int) -> None:
+        """Fill the query side from the key side, for the first `columns` blocks of keys."""
         self.q_num_blocks, self.q_indices = transpose_lists(
             self.kv_num_blocks, self.kv_indices, columns
         )

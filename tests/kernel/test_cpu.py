@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import flexhop
@@ -149,20 +150,46 @@ def test_no_buffer_holds_every_score():
     assert max(elements) < length * length // 8
 
 
+class Documents(torch.nn.Module):
+    """A mask that is made inside, of a table; causal by its scores."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, document: Tensor) -> Tensor:
+        mask = flexhop.create_block_mask(
+            lambda b, h, q, k: document[b, q] == document[b, k],
+            query.shape[0], None, query.shape[2], key.shape[2], device="cpu",
+        )  # fmt: skip
+        mod = lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)  # noqa: E731
+        return flexhop.flex_attention(query, key, value, mod, mask)
+
+
+def documents(batch: int, length: int) -> list[Tensor]:
+    inputs = [t.detach() for t in operands((batch, 1, length, 16), (batch, 1, length, 16))]
+    return [*inputs, (torch.arange(length) // 37).expand(batch, length).contiguous()]
+
+
 @pytest.mark.slow
 def test_exported_and_compiled_ahead_of_time(tmp_path: Any):
-    class Model(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            mod = lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)  # noqa: E731
-            return flexhop.flex_attention(query, key, value, mod)
-
-    inputs = [t.detach() for t in operands((1, 2, 2048, 16), (1, 2, 2048, 16))]
-    program = torch.export.export(Model(), tuple(inputs))
+    """One package for every length, also of less than one block."""
+    batch, length = torch.export.Dim("b", max=64), torch.export.Dim("s", max=4096)
+    sizes = (*({0: batch, 2: length},) * 3, {0: batch, 1: length})
+    program = torch.export.export(Documents(), tuple(documents(2, 300)), dynamic_shapes=sizes)
     package = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "model.pt2")
     )
     loaded = torch._inductor.aoti_load_package(package)
-    torch.testing.assert_close(loaded(*inputs), Model()(*inputs), atol=2e-5, rtol=2e-5)
+    for batch, length in ((1, 1), (2, 50), (1, 128), (3, 129), (1, 2048)):
+        inputs = documents(batch, length)
+        torch.testing.assert_close(loaded(*inputs), Documents()(*inputs), atol=2e-5, rtol=2e-5)
+
+
+def test_a_mask_made_inside_is_compiled_once_for_all_lengths():
+    """PyTorch 2.11 checked the indices of the table before it computed them: no C++ at all."""
+    counter = CompileCounterWithBackend("inductor")
+    attend = torch.compile(Documents(), backend=counter, fullgraph=True, dynamic=True)
+    for batch, length in ((3, 300), (2, 50), (4, 128), (2, 129)):
+        inputs = documents(batch, length)
+        torch.testing.assert_close(attend(*inputs), Documents()(*inputs), atol=2e-5, rtol=2e-5)
+    assert counter.frame_count == 1
 
 
 def test_lengths_that_no_block_divides():
