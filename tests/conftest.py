@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+# A kernel that does not compile is an error here (lowering/fallback.py).
+os.environ.setdefault("FLEXHOP_STRICT", "1")
+
 
 def share_gpus() -> None:
     """Spread the processes of a parallel run over the GPUs; before the first use of CUDA."""

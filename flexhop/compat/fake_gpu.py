@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
-from flexhop.compat import shared
+from flexhop.compat import fake_methods, shared
 
 __all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu"]
 
@@ -177,9 +177,10 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield mock.patch.object(FakeTensorMode, "avoid_device_init", True)
     # 2.11 initializes the device when a fake tensor is made on it; since 2.13 it does not.
     yield from _answer(fake_tensor, {"init_gpu_context": None})
-    # These two start CUDA before they look at what kind of tensor they have.
-    yield mock.patch.object(torch.Tensor, "copy_", _copy)
-    yield mock.patch.object(torch.Tensor, "__invert__", _invert)
+    # These start CUDA before they look at what kind of tensor they have.
+    yield mock.patch.object(torch.Tensor, "copy_", fake_methods.copy)
+    yield mock.patch.object(torch.Tensor, "__invert__", fake_methods.invert)
+    yield mock.patch.object(torch.Tensor, "__getitem__", fake_methods.getitem)
 
 
 def _answer(
@@ -195,14 +196,6 @@ def _answer(
 
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return torch.ops.aten.copy_.default(into, source, non_blocking)
-
-
-def _invert(values: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.bitwise_not.default(values)
 
 
 class _Driver:

@@ -7,13 +7,15 @@ torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from torch._inductor.codecache import _load_triton_kernel_from_source
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
 from flexhop.compat.nvidia_tools import resource_usage
 
-__all__ = ["compile_by_worker", "compile_here"]
+__all__ = ["compile_by_worker", "compile_here", "shared_memory"]
 
 
 def compile_by_worker(load: Callable[[], Any], environment: Mapping[str, str]) -> int:
@@ -32,6 +34,17 @@ def compile_here(load: Callable[[], Any]) -> int:
     kernel = load()
     kernel.precompile(warm_cache_only=True)
     return _largest(kernel)
+
+
+def shared_memory(choice: Any) -> int:
+    """Compile a choice of a template in this process: bytes of shared memory of a program."""
+    request = choice.bmreq
+    text = Path(request.module_path).read_text()
+    kernel = _load_triton_kernel_from_source(request.kernel_name, text)
+    kernel.precompile(warm_cache_only=True)
+    kernels = [result.kernel for result in kernel.compile_results]
+    # Kernels that are launched by C++ have a number in place of Triton's metadata.
+    return max(getattr(kernel, "metadata", kernel).shared for kernel in kernels)
 
 
 def _largest(kernel: Any) -> int:

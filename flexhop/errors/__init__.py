@@ -380,6 +380,7 @@ ShardedCallError = mesh.ShardedCallError
 
 EagerWarning = notices.EagerWarning
 FlexhopWarning = notices.FlexhopWarning
+KernelFallbackWarning = notices.KernelFallbackWarning
 OptionIgnoredWarning = notices.OptionIgnoredWarning
 ReturnLseDeprecationWarning = notices.ReturnLseDeprecationWarning
 TorchVersionWarning = notices.TorchVersionWarning

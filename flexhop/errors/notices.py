@@ -20,6 +20,16 @@ class EagerWarning(FlexhopWarning):
     )
 
 
+class KernelFallbackWarning(FlexhopWarning):
+    """A kernel that does not compile, so that another one, or none, serves."""
+
+    message = (
+        "A kernel of flexhop does not compile here, and another serves the call, maybe slower. "
+        "Please report this, with the mod and the shapes: {candidate}. FLEXHOP_STRICT=1 makes it "
+        "an error."
+    )
+
+
 class OptionIgnoredWarning(FlexhopWarning):
     """Options that tune only PyTorch's kernels."""
 

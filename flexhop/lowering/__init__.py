@@ -6,6 +6,7 @@ import torch
 
 from flexhop.compat import inductor, tanh, views
 from flexhop.compat.refusal import raised_by_graph
+from flexhop.lowering import fallback
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
 from flexhop.lowering.derivative import lower_attention_derivative
@@ -22,6 +23,7 @@ from flexhop.primitives.bounded import BOUNDED
 def register() -> None:
     """Tell Inductor how our operators are lowered; importing this package imports Inductor."""
     views.hold_strides()
+    fallback.install()
     tanh.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
     inductor.register_lowering(BOUNDED, type_promotion_kind=None)(lower_bounded)
     for operator, lower in (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from flexhop.compat import inductor, inline
-from flexhop.lowering import chunked
+from flexhop.lowering import chunked, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission import exact
 from flexhop.lowering.emission.kernel import Captured, KernelCall
@@ -47,10 +48,11 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
     for choice in choices:
         told = dataclasses.replace(call, passed=choice.words(problem.device))
-        grads = choice.dialect.backward.emit(told, args, joint, captured)
+        emit = functools.partial(choice.dialect.backward.emit, told, args, joint, captured)
+        grads = fallback.attempt(f"backward, {choice.dialect.title}", emit, problem)
         if grads is not None:
             return (*grads, _captured_grads(args, sums))
-    raise AssertionError("the last dialect refuses nothing that it serves")
+    return chunked.lower_attention_backward(*operands)
 
 
 def _scatter_sites(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import inductor, inline
+from flexhop.lowering import fallback
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.cached_eager import lengths_of, ordered_args
 from flexhop.ops.eager import (
@@ -49,6 +50,8 @@ class Rowwise(NamedTuple):
 
 def is_without_kernel(query: Any) -> bool:
     """Whether the templates cannot serve this query."""
+    if fallback.is_without_kernels():
+        return True
     return query.get_device().type == "cpu" or query.get_dtype() == torch.float64
 
 

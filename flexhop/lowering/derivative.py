@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexhop.compat import guards, inductor
-from flexhop.lowering import chunked
+from flexhop.lowering import chunked, fallback
 from flexhop.lowering.chunked import Rowwise, lower_definition, over_chunks
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.lower import lower_mods
@@ -71,7 +72,8 @@ def _emit_tangent(args: DerivativeArgs) -> list[Any] | None:
     push = lower_push(device, args.score_mod, score_captures, moved)
     captures = [*score_captures, *mask_captures, *(moved[i] for i in sorted(moved))]
     shared = KernelCall(problem, user_options(args.options), mods, captures, seed=seed_input(call))
-    return _emit(call, shared, dots, push)
+    emit = functools.partial(_emit, call, shared, dots, push)
+    return fallback.attempt("forward mode", emit, problem)
 
 
 def _is_too_wide(problem: Problem) -> bool:

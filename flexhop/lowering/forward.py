@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from flexhop.compat import ahead, guards, inductor
-from flexhop.lowering import chunked
+from flexhop.lowering import chunked, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.lower import lower_mods, read_joint
@@ -57,9 +58,9 @@ def emit_forward(
         _start_gradients(args, call)
     output = _make_output(args, problem)
     for choice in choices:
-        passed = choice.words(problem.device)
-        emit = choice.dialect.forward.emit
-        out = emit(dataclasses.replace(call, passed=passed), args, output)
+        told = dataclasses.replace(call, passed=choice.words(problem.device))
+        emit = functools.partial(choice.dialect.forward.emit, told, args, output)
+        out = fallback.attempt(f"forward, {choice.dialect.title}", emit, problem)
         if out is not None:
             max_scores = output.written[1] if problem.returns_max else _no_max_scores()
             return out, output.written[0], max_scores

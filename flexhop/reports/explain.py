@@ -332,6 +332,10 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         )
     if mask is not None and mask.density == 1.0:
         notes.append("The block mask skips nothing.")
+    notes += [
+        f"In this process this did not compile, and the next candidate served: {words}."
+        for words in found.failures
+    ]
     return [*notes, *(_kernel_notes(found.plans[0]) if found.plans else [_NO_KERNEL])]
 
 

@@ -14,6 +14,7 @@ from flexhop.compat.inline import decompose
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
+from flexhop.lowering.fallback import known_failures
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
@@ -38,7 +39,8 @@ class Survey(NamedTuple):
 
     The graphs are as the user wrote them; facts and plans are those of the compiler, which
     decomposes graphs first. joint: None if nothing needs a gradient. tables: what
-    score_mod was made to read; the graphs are those of the mod that reads them.
+    score_mod was made to read; the graphs are those of the mod that reads them. failures:
+    candidates that did not compile in this process.
     """
 
     problem: Problem
@@ -48,6 +50,7 @@ class Survey(NamedTuple):
     joint: Joint | None
     plans: tuple[KernelPlan, ...]
     tables: Tabulated | None = None
+    failures: tuple[str, ...] = ()
 
 
 def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
@@ -75,7 +78,8 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     plans: tuple[KernelPlan, ...] = ()
     if has_kernels:
         plans = (*plan("forward", problem, options), *plan("backward", problem, options))
-    return Survey(problem, options, score, mask, joint, plans, tables)
+    failures = known_failures(problem)
+    return Survey(problem, options, score, mask, joint, plans, tables, failures)
 
 
 def _survey_cached(args: CachedArgs, device: Device) -> Survey:
@@ -90,7 +94,8 @@ def _survey_cached(args: CachedArgs, device: Device) -> Survey:
     plans = ()
     if problem.dtype != torch.float64:
         plans = plan("forward", problem, options)
-    return Survey(problem, options, score, mask, None, plans)
+    failures = known_failures(problem)
+    return Survey(problem, options, score, mask, None, plans, failures=failures)
 
 
 def find_device(query: Tensor, capability: tuple[int, int] | None) -> Device:

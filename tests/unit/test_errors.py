@@ -392,6 +392,14 @@ WARNINGS = [
         "which is meant for debugging. Use torch.compile(flex_attention) for the fused kernels.",
     ),
     (
+        errors.KernelFallbackWarning,
+        {"candidate": "flexhop_forward with tiles of 64 x 32: RuntimeError: ptxas"},
+        (UserWarning,),
+        "A kernel of flexhop does not compile here, and another serves the call, maybe slower. "
+        "Please report this, with the mod and the shapes: flexhop_forward with tiles of 64 x 32: "
+        "RuntimeError: ptxas. FLEXHOP_STRICT=1 makes it an error.",
+    ),
+    (
         errors.OptionIgnoredWarning,
         {"names": "USE_TMA, kpack"},
         (UserWarning,),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flexhop.compat import inductor
+from flexhop.lowering import fallback
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
@@ -55,8 +57,11 @@ def fill(
     output: Output,
     variants: Iterable[Mapping[str, Any]],
     subgraphs: inductor.Subgraphs | None = None,
+    problem: Problem | None = None,
 ) -> list[Any]:
     """The choices of a template, one for each of `variants`.
+
+    While the lowering is careful it is the first one that compiles (lowering/fallback.py).
 
     Args:
         template: of inductor.make_template.
@@ -64,16 +69,45 @@ def fill(
         output: what it stores.
         variants: the constants of each choice, num_warps and num_stages.
         subgraphs: the user's functions, if the template calls any.
+        problem: of the call; None for small kernels that have no user functions.
     """
     choices: list[Any] = []
     for constants in variants:
-        error = template.maybe_append_choice(
-            choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
-            mutated_inputs=list(output.written), call_sizes=output.sizes, **constants,
-        )  # fmt: skip
-        if error is not None:
-            raise error
+        make = functools.partial(_append, template, choices, inputs, output, constants, subgraphs)
+        if problem is None or not fallback.is_careful():
+            make()
+            continue
+        check = functools.partial(_check, make, problem)
+        if fallback.attempt(_words(template, constants), check, problem):
+            return choices[-1:]
+    if not choices or (problem is not None and fallback.is_careful()):
+        raise fallback.NoCandidate
     return choices
+
+
+def _append(
+    template: Any, choices: list[Any], inputs: Sequence[Any], output: Output,
+    constants: Mapping[str, Any], subgraphs: inductor.Subgraphs | None,
+) -> Any:  # fmt: skip
+    """One more choice."""
+    error = template.maybe_append_choice(
+        choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
+        mutated_inputs=list(output.written), call_sizes=output.sizes, **constants,
+    )  # fmt: skip
+    if error is not None:
+        raise error
+    return choices[-1]
+
+
+def _check(make: Callable[[], Any], problem: Problem) -> bool:
+    fallback.check_compiles(make(), problem)
+    return True
+
+
+def _words(template: Any, constants: Mapping[str, Any]) -> str:
+    sizes = [str(constants[name]) for name in ("BLOCK_M", "BLOCK_N") if name in constants]
+    tile = f" with tiles of {' x '.join(sizes)}" if sizes else ""
+    return f"{template.name}{tile}"
 
 
 def select(

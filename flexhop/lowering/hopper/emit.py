@@ -58,7 +58,7 @@ def fill_kernel(
     template = _template(name, hopper.CAPTURED if subgraphs.sites else ())
     persistent = output._replace(sizes=[*output.sizes, call.problem.device.multiprocessors])
     variant = {"num_stages": 1, "num_warps": 4, **dataclasses.asdict(constants)}
-    (choice,) = fill(template, inputs, persistent, [variant], subgraphs)
+    (choice,) = fill(template, inputs, persistent, [variant], subgraphs, call.problem)
     launcher.build(choice)
     return choice
 

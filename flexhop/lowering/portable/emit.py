@@ -8,6 +8,7 @@ from typing import Any
 
 from flexhop.compat import inductor
 from flexhop.compat.cache_template import CacheTemplate
+from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_plan
@@ -99,7 +100,7 @@ def emit_kernel(
     template = _template(kernel, extras, is_cached=problem.cache is not None)
     functions = [call.mods.score, call.mods.mask, *call.readers, *joint]
     subgraphs = inductor.Subgraphs(functions, sites, dropout)
-    choices = fill(template, inputs, output, _variants(call, kernel), subgraphs)
+    choices = fill(template, inputs, output, _variants(call, kernel), subgraphs, problem)
     generators = {}
     blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
     if blocks is not None:
@@ -115,7 +116,10 @@ def _variants(call: KernelCall, kernel: Kernel) -> Iterator[Mapping[str, Any]]:
     problem, options = call.problem, call.options
     # Timing a kernel that adds to its outputs would add to them.
     search = inductor.is_autotuning() and not problem.has_captured_grads
-    for tile in kernels.choose_tiles(kernel, problem, options, search=search):
+    tiles = kernels.choose_tiles(kernel, problem, options, search=search)
+    if fallback.is_careful():
+        tiles = kernels.all_tiles(kernel, problem, options)
+    for tile in tiles:
         describe = functools.partial(plan_kernel, kernel, problem, options, call.passed, tile)
         show_plan(kernel, describe)
         launched = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}

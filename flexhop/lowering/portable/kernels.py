@@ -312,6 +312,16 @@ def choose_tiles(
     return found
 
 
+def all_tiles(kernel: Kernel, problem: Problem, options: KernelOptions) -> list[Tile]:
+    """As choose_tiles, then all smaller ones: for calls whose kernel does not compile."""
+    found = choose_tiles(kernel, problem, options, search=False)
+    for tile in smaller_tiles(table_tile(kernel, problem)):
+        fitted = _fit(kernel, problem, tile)
+        if fitted not in found:
+            found.append(fitted)
+    return found
+
+
 def has_tile(kernel: Kernel, problem: Problem) -> bool:
     """Whether the smallest tile fits the device; otherwise the call is computed in chunks."""
     tile = _fit(kernel, problem, table_tile(kernel, problem))

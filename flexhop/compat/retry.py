@@ -1,0 +1,61 @@
+"""Inductor: compiling a graph once more after it failed.
+
+Names are the same in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch._inductor.compile_fx as compile_fx
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+
+from flexhop.compat.hop import Operator
+
+__all__ = ["retry_graphs"]
+
+Recover = Callable[[Exception, Callable[[], Any]], Any]
+
+
+@functools.cache
+def retry_graphs(recover: Recover) -> None:
+    """Ask `recover(error, again)` for the result where a graph with our operators fails.
+
+    Inductor's lowering changes the graph that it is given, so a copy is kept. Its tensors and its
+    subgraphs are the same.
+    """
+    compile_graph = compile_fx.fx_codegen_and_compile
+
+    @functools.wraps(compile_graph)
+    def compile_or_recover(graph: GraphModule, *args: Any, **keywords: Any) -> Any:
+        if not _has_ours(graph):
+            return compile_graph(graph, *args, **keywords)
+        kept = copy.deepcopy(graph.graph)
+
+        def again() -> Any:
+            _forget_strides()
+            fresh = GraphModule(graph, copy.deepcopy(kept))
+            fresh.meta.update(graph.meta)
+            return compile_graph(fresh, *args, **keywords)
+
+        try:
+            return compile_graph(graph, *args, **keywords)
+        except Exception as error:  # of any kind: `recover` raises it again if nothing helps
+            return recover(error, again)
+
+    compile_fx.fx_codegen_and_compile = compile_or_recover
+
+
+def _has_ours(graph: GraphModule) -> bool:
+    return any(isinstance(node.target, Operator) for node in graph.graph.nodes)
+
+
+def _forget_strides() -> None:
+    """Inductor notes the strides of a graph's results once."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
