@@ -1,261 +1,221 @@
-"""Serve a small Llama-shaped model: a contiguous KV cache, and a paged one in changing batches.
+"""Serve a small model: continuous batching over a KV cache in pages, in CUDA graphs on a GPU.
 
-    python examples/serving.py            # eager on a CPU, compiled kernels on a GPU
+    python examples/serving.py           # eager on a CPU, compiled kernels and graphs on a GPU
+    python examples/serving.py --fp8     # keys and values stored as float8_e4m3fn
 
-Weights are random, so the text means nothing; what counts is that four ways of generating it
-give the same tokens: without a cache (the whole sequence again at every step), with one cache
-tensor per sequence, and with pages that requests of different lengths share while they come and
-go, which kernels find by a page table or by a converted block mask, as with PyTorch's interface.
+Requests arrive while others run. A prompt is read in chunks, one chunk between two steps of all
+requests that generate. Layers take turns: one sees the last WINDOW tokens, the next sees all.
+Weights are random, so the text means nothing; what counts is that every way of generating gives
+the same tokens, and how fast: without a cache, one request after the other with a dense cache,
+pages that flexhop's kernels find by a page table, and PyTorch's paged attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from serving_caches import (
+    PAGE,
+    VOCABULARY,
+    Cache,
+    InTreePages,
+    Model,
+    Pages,
+    Request,
+    Settings,
+    dense,
+    without_cache,
+)
 
-import flexhop
 from flexhop.errors import EagerWarning
-from flexhop.masks import causal
 
-VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 211, 128, 2, 6, 2, 32
-PAGE = 16
-LONGEST = 128
-
-# Keys and values of some positions in, output of attention out: (layer, query, key, value).
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+CHUNK = 32  # tokens of a prompt that are read between two steps
 
 
-class Layer(nn.Module):
-    """One transformer layer with grouped heads."""
+@dataclass
+class Running:
+    """A request in a slot: how much of its prompt is read, and what was generated."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        rows = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-        self.project = nn.Linear(WIDTH, rows, bias=False)
-        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-
-    def forward(self, hidden: Tensor, position: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """hidden: [B, S, WIDTH]; position: [B, S], where each token stands in its sequence."""
-        heads = self.project(self.norms[0](hidden)).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
-        query, key, value = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        mixed = attend(rotate(query, position), rotate(key, position), value)
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
-        return hidden + self.down(nn.functional.silu(self.up(self.norms[1](hidden))))
+    number: int
+    request: Request
+    read: int = 0
+    found: list[int] = field(default_factory=list[int])
 
 
-class Model(nn.Module):
-    """Tokens to the most likely next token of each position."""
+class Engine:
+    """Continuous batching: every step admits, reads one chunk of a prompt, and decodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """[B, S] tokens at [B, S] positions: [B, S] next tokens."""
-        hidden = self.embed(tokens)
-        for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, position, lambda *qkv, n=number: attend(n, *qkv))
-        return self.head(self.norm(hidden)).argmax(-1)
-
-
-def rotate(heads: Tensor, position: Tensor) -> Tensor:
-    """Rotary embedding of [B, H, S, D] (Su et al. 2021, arXiv 2104.09864)."""
-    frequency = 10000.0 ** -torch.linspace(0, 1, HEAD_DIM // 2, device=heads.device)
-    angle = position[:, None, :, None] * frequency
-    first, second = heads.chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-
-
-class Request(NamedTuple):
-    """A prompt, and how many tokens to add to it."""
-
-    prompt: list[int]
-    answer: int
-
-
-class Server:
-    """What the ways of generating share: the model, and flex_attention, compiled or not."""
-
-    def __init__(self, model: Model, device: str) -> None:
-        self.model, self.device = model, device
-        compiled: Any = torch.compile(flexhop.flex_attention, dynamic=True)
-        self.flex: Callable[..., Tensor] = compiled if device == "cuda" else flexhop.flex_attention
-
-    def tensor(self, values: list[list[int]]) -> Tensor:
-        """Integers on the device."""
-        return torch.tensor(values, device=self.device)
-
-    def mask(self, mask_mod: Callable[..., Tensor], queries: int, batch: int = 1):
-        """A block mask over a whole cache, with pages as blocks of keys."""
-        return flexhop.create_block_mask(
-            mask_mod, batch, None, queries, LONGEST, self.device, BLOCK_SIZE=(128, PAGE)
+    def __init__(self, settings: Settings, cache: Cache, slots: int) -> None:
+        self.model, self.device, self.cache, self.slots = (
+            settings.model,
+            settings.device,
+            cache,
+            slots,
         )
-
-
-def without_cache(server: Server, request: Request) -> list[int]:
-    """All positions again at every step."""
-    tokens = list(request.prompt)
-    for _ in range(request.answer):
-        length = len(tokens)
-        mask = flexhop.create_block_mask(causal, None, None, length, length, server.device)
-
-        def attend(_: int, query: Tensor, key: Tensor, value: Tensor, mask: Any = mask) -> Tensor:
-            return server.flex(query, key, value, block_mask=mask, enable_gqa=True)
-
-        position = torch.arange(length, device=server.device)[None]
-        tokens.append(int(server.model(server.tensor([tokens]), position, attend)[0, -1]))
-    return tokens[len(request.prompt) :]
-
-
-def contiguous(server: Server, request: Request) -> list[int]:
-    """One cache of LONGEST positions: the prompt at once, then one token at a time."""
-    caches = [
-        torch.zeros(2, 1, KV_HEADS, LONGEST, HEAD_DIM, device=server.device) for _ in range(LAYERS)
-    ]
-
-    def run(tokens: list[int], start: int) -> int:
-        position = start + torch.arange(len(tokens), device=server.device)[None]
-        offset = torch.tensor(start, device=server.device)  # a tensor: no step compiles anew
-        mask = server.mask(lambda b, h, q, kv: q + offset >= kv, len(tokens))
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            caches[layer][:, :, :, position[0]] = torch.stack([key, value])
-            return server.flex(query, *caches[layer], block_mask=mask, enable_gqa=True)
-
-        return int(server.model(server.tensor([tokens]), position, attend)[0, -1])
-
-    found = [run(request.prompt, 0)]
-    while len(found) < request.answer:
-        found.append(run(found[-1:], len(request.prompt) + len(found) - 1))
-    return found
-
-
-class PagedServer:
-    """Requests of different lengths share pages; one is admitted as soon as another leaves."""
-
-    def __init__(self, server: Server, pages: int, slots: int, *, converts: bool = False) -> None:
-        self.server, self.converts = server, converts
-        self.paged = flexhop.PagedAttention(pages, PAGE, slots, server.device)
-        size = (1, KV_HEADS, pages * PAGE, HEAD_DIM)
-        self.caches = [
-            [torch.zeros(size, device=server.device) for _ in range(2)] for _ in range(LAYERS)
-        ]
-        self.active: dict[int, tuple[int, Request, list[int]]] = {}  # by slot
-        self.most = 0  # requests at once, for the report
+        self.running: dict[int, Running] = {}
+        self.most = self.chunks = 0  # for the report
+        # What a captured step reads; a slot that nobody uses is the sequence behind the last.
+        self.tokens, self.position, self.sequence = (
+            torch.zeros(slots, dtype=torch.int64, device=self.device) for _ in range(3)
+        )
+        self.next = torch.zeros_like(self.tokens)
+        self.graph: Any = None
 
     def serve(self, requests: list[Request]) -> list[list[int]]:
         """The tokens of every request."""
-        waiting = list(enumerate(requests))
+        waiting = deque(sorted(enumerate(requests), key=lambda pair: pair[1].arrives))
         results: dict[int, list[int]] = {}
-        while waiting or self.active:
-            while waiting and (slot := self._admit(waiting[0][1])) is not None:
-                number, request = waiting.pop(0)
-                first = self._run([slot], [request.prompt], [0])
-                self.active[slot] = (number, request, first)
-            self.most = max(self.most, len(self.active))
-            self._leave(results)
-            self._step()
+        step = 0
+        while waiting or self.running:
+            while waiting and waiting[0][1].arrives <= step and self._admit(*waiting[0]):
+                waiting.popleft()
+            self.most = max(self.most, len(self.running))
+            self._read_a_chunk()
+            self._decode()
+            for slot, running in list(self.running.items()):
+                if len(running.found) >= running.request.answer:
+                    results[running.number] = running.found
+                    del self.running[slot]
+                    self.cache.release(slot)
+            step += 1
         return [results[number] for number in range(len(requests))]
 
-    def _admit(self, request: Request) -> int | None:
-        """A slot with pages for the whole request, or None if it has to wait."""
-        slots = range(len(self.paged.capacity))
-        slot = next((s for s in slots if s not in self.active), None)
-        if slot is None:
-            return None
-        try:
-            self.paged.reserve(slot, len(request.prompt) + request.answer)
-        except flexhop.errors.PagesExhaustedError:
-            return None
-        return slot
+    def _admit(self, number: int, request: Request) -> bool:
+        slot = next((slot for slot in range(self.slots) if slot not in self.running), None)
+        if slot is None or not self.cache.admit(slot, len(request.prompt) + request.answer):
+            return False
+        self.running[slot] = Running(number, request)
+        return True
 
-    def _leave(self, results: dict[int, list[int]]) -> None:
-        for slot, (number, request, found) in list(self.active.items()):
-            if len(found) == request.answer:
-                results[number] = found
-                del self.active[slot]
-                self.paged.erase(slot)
+    def _read_a_chunk(self) -> None:
+        """Some tokens of the prompt that waits longest; the last chunk says the first token."""
+        reading = [pair for pair in self.running.items() if not pair[1].found]
+        if not reading:
+            return
+        slot, running = reading[0]
+        tokens = running.request.prompt[running.read : running.read + CHUNK]
+        position = running.read + torch.arange(len(tokens), device=self.device)[None]
+        sequence = torch.tensor([slot], device=self.device)
+        given = torch.tensor([tokens], device=self.device)
+        found = self.model(given, position, self.cache.reading(sequence, position))
+        self.chunks += 1
+        running.read += len(tokens)
+        if running.read == len(running.request.prompt):
+            running.found.append(int(found[0, -1]))
+
+    def _decode(self) -> None:
+        """One token for every request that generates, in one batch of all slots."""
+        live = {
+            slot: running
+            for slot, running in self.running.items()
+            if 0 < len(running.found) < running.request.answer
+        }
+        if not live:
+            return
+        rows = [live.get(slot) for slot in range(self.slots)]
+        state = [
+            (slot, row.read + len(row.found) - 1, row.found[-1]) if row else (self.slots, 0, 0)
+            for slot, row in enumerate(rows)
+        ]
+        for buffer, values in zip(
+            (self.sequence, self.position, self.tokens), zip(*state, strict=True), strict=True
+        ):
+            buffer.copy_(torch.tensor(values))
+        self._run_step()
+        for slot, token in enumerate(self.next.tolist()):
+            if slot in live:
+                live[slot].found.append(token)
 
     def _step(self) -> None:
-        """One token for every active request."""
-        slots = list(self.active)
-        if not slots:
-            return
-        starts = [len(self.active[s][1].prompt) + len(self.active[s][2]) - 1 for s in slots]
-        last = [self.active[s][2][-1:] for s in slots]
-        for slot, token in zip(slots, self._run(slots, last, starts), strict=True):
-            self.active[slot][2].append(token)
+        position = self.position[:, None]
+        attend = self.cache.reading(self.sequence, position)
+        self.next.copy_(self.model(self.tokens[:, None], position, attend)[:, -1])
 
-    def _run(self, slots: list[int], tokens: list[list[int]], starts: list[int]) -> list[int]:
-        """Equally many tokens of some sequences, behind `starts` earlier ones: the next tokens."""
-        device, queries = self.server.device, len(tokens[0])
-        sequence = torch.tensor(slots, device=device)
-        start = torch.tensor(starts, device=device)
-        position = start[:, None] + torch.arange(queries, device=device)
-        mask = self.server.mask(lambda b, h, q, kv: q + start[b] >= kv, queries, len(slots))
-        keywords: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
-        if self.converts:
-            keywords["block_mask"] = self.paged.convert_logical_block_mask(
-                mask, sequence, start + queries
-            )
-        else:
-            table = self.paged.table(start + queries, sequence)
-            # As wide as the mask; no sequence is longer.
-            keywords["page_table"] = table._replace(pages=table.pages[:, : LONGEST // PAGE])
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self.paged.assign(sequence, position, key, value, *self.caches[layer])
-            return self.server.flex(query, *self.caches[layer], **keywords)
-
-        return self.server.model(self.server.tensor(tokens), position, attend)[:, -1].tolist()
+    def _run_step(self) -> None:
+        """A step, from its CUDA graph if the cache allows one; its first runs compile kernels."""
+        if not self.cache.in_graphs:
+            return self._step()
+        if self.graph is None:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._step()  # writes the same tokens to the same places
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._step()
+        return self.graph.replay()
 
 
 def make_requests(count: int) -> list[Request]:
-    """Prompts of 3 to 40 tokens, answers of 5 to 14."""
+    """Prompts of 3 to 90 tokens, answers of 5 to 19; one comes every other step."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(low: int, high: int, size: int = 1) -> list[int]:
         return torch.randint(low, high, (size,), generator=generator).tolist()
 
-    return [Request(draw(0, VOCABULARY, draw(3, 41)[0]), draw(5, 15)[0]) for _ in range(count)]
+    return [
+        Request(draw(0, VOCABULARY, draw(3, 91)[0]), draw(5, 20)[0], 2 * number)
+        for number in range(count)
+    ]
 
 
 @torch.no_grad()
 def main() -> None:
-    """Generate in all four ways and compare."""
+    """Generate in all ways, compare the tokens, and say how fast."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--slots", type=int, default=4, help="requests that run at once")
+    parser.add_argument("--pages", type=int, default=16, help=f"of {PAGE} tokens")
+    parser.add_argument("--fp8", action="store_true", help="a cache of float8_e4m3fn")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", EagerWarning)  # this is a debugging run where there is no GPU
+    warnings.simplefilter("ignore", EagerWarning)  # this is a debugging run if there is no GPU
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    server = Server(Model().to(device), device)
+    dtype = torch.float8_e4m3fn if arguments.fp8 else torch.float32
+    settings = Settings(Model().to(device), device, dtype, device == "cuda")
     requests = make_requests(arguments.requests)
-    pool = PagedServer(server, pages=12, slots=4)
-    converting = PagedServer(server, pages=12, slots=4, converts=True)
-    ways = {
-        "without a cache": [without_cache(server, request) for request in requests],
-        "contiguous cache": [contiguous(server, request) for request in requests],
-        "paged, in batches": pool.serve(requests),
-        "with converted masks": converting.serve(requests),
+    room = arguments.pages, arguments.slots
+    engines = [
+        Engine(settings, kind(settings, *room), arguments.slots) for kind in (Pages, InTreePages)
+    ]
+    ways: dict[str, Callable[[], list[list[int]]]] = {
+        "no cache": lambda: [without_cache(settings, request) for request in requests],
+        "dense cache, one by one": lambda: [dense(settings, request) for request in requests],
+        "flexhop, pages": lambda: engines[0].serve(requests),
+        "PyTorch's PagedAttention": lambda: engines[1].serve(requests),
     }
-    for name, tokens in ways.items():
-        print(f"{name:20} {sum(map(len, tokens))} tokens, first answer {tokens[0]}")
-    print(f"up to {pool.most} requests shared {pool.paged.n_pages} pages of {PAGE} tokens")
-    first, *others = ways.values()
-    if any(other != first for other in others):
-        raise SystemExit("the ways of generating disagree")
-    print("all tokens are the same")
+    expected = report(ways, settings)
+    engine = engines[0]
+    print(f"up to {engine.most} requests shared {arguments.pages} pages of {PAGE} tokens")
+    print(f"{engine.chunks} chunks of prompts, {sum(map(len, expected))} tokens, all the same")
+
+
+def report(ways: dict[str, Callable[[], list[list[int]]]], settings: Settings) -> list[list[int]]:
+    """Run every way, print its tokens per second, and return the tokens of the first."""
+    name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU, not compiled"
+    print(f"torch {torch.__version__}, {name}, cache {settings.dtype}")
+    expected: list[list[int]] = []
+    for way, generate in ways.items():
+        if settings.is_compiled:
+            generate()  # compiles
+        start = time.perf_counter()
+        tokens = generate()  # its last token waits for the device
+        seconds = time.perf_counter() - start
+        expected = expected or tokens
+        print(f"{way:26} {sum(map(len, tokens)) / seconds:10.1f} tokens/s")
+        if tokens != expected:
+            raise SystemExit(f"{way}: other tokens than without a cache")
+    return expected
 
 
 if __name__ == "__main__":

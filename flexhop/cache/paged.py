@@ -138,7 +138,10 @@ class PagedAttention:
         for cache, value in ((k_cache, k_val), (v_cache, v_val)):
             # [B, H, S, D] in the order of `place`, [B, S].
             tokens = value.transpose(1, 2).flatten(0, 1).transpose(0, 1)
-            cache.index_copy_(2, place, tokens[None].to(cache.dtype))
+            tokens = tokens[None].to(cache.dtype)
+            if cache.dtype.itemsize == 1:  # PyTorch copies no float8 by index
+                cache, tokens = cache.view(torch.uint8), tokens.view(torch.uint8)
+            cache.index_copy_(2, place, tokens)
 
     def table(self, kv_len: Tensor, batch_idx: Tensor | None = None) -> PageTable:
         """The page_table for flex_attention, whose kernels look up the pages.
