@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from serving_caches import (
+    LONGEST,
     PAGE,
     VOCABULARY,
     Cache,
@@ -177,6 +178,8 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=16, help=f"of {PAGE} tokens")
     parser.add_argument("--fp8", action="store_true", help="a cache of float8_e4m3fn")
     arguments = parser.parse_args()
+    if arguments.pages * PAGE < LONGEST:
+        parser.error(f"--pages must be at least {LONGEST // PAGE}, for the longest sequence")
     warnings.simplefilter("ignore", EagerWarning)  # this is a debugging run if there is no GPU
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from flexhop import compat, debug, mods
 from flexhop.compat.imports import after_import
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.trackers import announce
+from flexhop.debug.progress import PROGRESS
 from flexhop.errors import NoTritonError
 from flexhop.ops import call
 from flexhop.ops.args import CachedArgs
@@ -134,8 +136,17 @@ def _attend_dtensors(*operands: Any, **more: Any) -> Any:
     return attend_dtensors(*operands, **more)
 
 
+@functools.cache
+def _watched() -> Callable[[], None]:
+    from flexhop.compat.compiling import watch_compilations
+
+    return watch_compilations(PROGRESS.start, PROGRESS.end)
+
+
 def _expect_graph() -> None:
     """Called while a graph with one of our operators is traced, which will be lowered soon."""
+    _watched()()
+    PROGRESS.enter("tracing a model with attention")
     _install_lowerings()
     from flexhop.lowering import expect_kernels
 

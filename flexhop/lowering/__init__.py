@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from flexhop.compat import inductor, tanh, views
 from flexhop.compat.refusal import raised_by_graph
+from flexhop.debug.progress import PROGRESS
 from flexhop.lowering import fallback
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
@@ -32,7 +37,23 @@ def register() -> None:
         (attention_backward, lower_attention_backward),
         (attention_derivative, lower_attention_derivative),
     ):
-        inductor.register_lowering(operator, type_promotion_kind=None)(raised_by_graph(lower))
+        inductor.register_lowering(operator, type_promotion_kind=None)(
+            raised_by_graph(_reported(lower))
+        )
+
+
+def _reported(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering that says what it does, if the compilation takes long."""
+
+    @functools.wraps(lower)
+    def reported(*operands: Any) -> Any:
+        PROGRESS.enter("choosing kernels of attention")
+        try:
+            return lower(*operands)
+        finally:
+            PROGRESS.enter("compiling kernels")
+
+    return reported
 
 
 def expect_kernels() -> None:

@@ -25,6 +25,18 @@ def interleaved(pages: int, page_size: int, lengths: list[int]) -> PagedAttentio
     return paged
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_caches_of_one_byte_are_written(dtype):
+    paged = PagedAttention(n_pages=3, page_size=4, max_batch_size=1, device="cpu")
+    paged.reserve(0, 9)
+    values = torch.randn(1, 2, 9, 8) * 20
+    caches = [torch.zeros(1, 2, 12, 8).to(dtype) for _ in range(2)]
+    paged.assign(number(0), torch.arange(9)[None], values, -values, *caches)
+    place = (paged.page_table[0, :, None] * 4 + torch.arange(4)).flatten()[:9]
+    for cache, written in zip(caches, (values, -values), strict=True):
+        assert torch.equal(cache.float()[:, :, place], written.to(dtype).float())
+
+
 def test_pages_are_given_and_taken_back():
     paged = PagedAttention(n_pages=12, page_size=4, max_batch_size=3, device="cpu")
     for sequence, length in enumerate((8, 24, 13)):
