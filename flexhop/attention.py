@@ -17,7 +17,7 @@ from flexhop.cache.reading import CacheReading, read_cache, stores_numbers
 from flexhop.compat.dtensors import is_dtensor
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.mods.keys import KeyMod
-from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.args import RANGES, AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
 from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout import place
@@ -27,6 +27,7 @@ from flexhop.ops.sharding import SLOT, view_of
 from flexhop.ops.sinks import add_sinks
 from flexhop.options import FlexKernelOptions, KernelOptions
 from flexhop.sequences.nested import has_nested, pack, unpack
+from flexhop.sequences.ranges import RangeMask
 
 Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
 
@@ -263,7 +264,7 @@ def attend(
     # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
     # exception raised in this traced code would reach the user as an error of the compiler.
     wants_max = return_aux is not None and return_aux.max_scores
-    is_mask = block_mask is None or _has_view(block_mask) or hasattr(block_mask, "kv_num_blocks")
+    is_mask = block_mask is None or _has_view(block_mask) or _is_mask(block_mask)
     wrong_mask = None if is_mask else type(block_mask).__name__
     blocks, mask_mod, facts = mask_operands(block_mask if is_mask else None)
     score_mod = noop_score if score_mod is None else score_mod
@@ -357,6 +358,11 @@ def _has_view(block_mask: Any) -> bool:
     return SLOT.current is not None and view_of(block_mask) is not None
 
 
+def _is_mask(block_mask: Any) -> bool:
+    """Whether it has the fields of a block mask: PyTorch's own ones are served as well."""
+    return isinstance(block_mask, RangeMask) or hasattr(block_mask, "kv_num_blocks")
+
+
 def mask_operands(
     block_mask: Any,
 ) -> tuple[tuple[Tensor, ...], MaskMod, MaskFacts | None]:
@@ -366,6 +372,12 @@ def mask_operands(
     if _has_view(block_mask):
         return (), block_mask.mask_mod, None
     mask = block_mask
+    (q_len, kv_len), (q_size, kv_size) = mask.seq_lengths, mask.BLOCK_SIZE
+    if isinstance(mask, RangeMask):
+        facts = MaskFacts(q_len, kv_len, q_size, kv_size, mask.is_all, True, kind=RANGES)
+        # In the order of RangeTensors.
+        ends = (mask.first_key, mask.end_key, mask.first_query, mask.end_query)
+        return ends, mask.mask_mod, facts
     partial = (mask.kv_num_blocks, mask.kv_indices)
     has_full = mask.full_kv_num_blocks is not None
     has_queries = mask.q_num_blocks is not None
@@ -375,8 +387,6 @@ def mask_operands(
     if has_queries and mask.full_q_num_blocks is not None:
         full_queries = (mask.full_q_num_blocks, mask.full_q_indices)
     is_sliced = mask.mask_mod is sliced_mask_mod
-    (q_len, kv_len), (q_size, kv_size) = mask.seq_lengths, mask.BLOCK_SIZE
-    has_ranges = getattr(mask, "has_ranges", False)
-    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced, has_ranges)
+    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced)
     # In the order of BlockTensors.
     return (*partial, *full, *queries, *full_queries), mask.mask_mod, facts

@@ -21,6 +21,7 @@ from flexhop.ops.call import Mistake, note_mistake
 from flexhop.ops.replicated import sum_gradient, with_local_captures
 from flexhop.ops.sharding import SLOT, VIEW
 from flexhop.ops.subgraphs import score_examples
+from flexhop.sequences.ranges import RangeMask
 
 BATCH, HEAD = 0, 1
 
@@ -233,14 +234,13 @@ class LocalMask(NamedTuple):
     q_indices: Tensor | None = None
     full_q_num_blocks: Tensor | None = None
     full_q_indices: Tensor | None = None
-    has_ranges: bool = False
     flexhop_view: View | None = None
 
 
 _LISTS = LocalMask._fields[3:11]
 
 
-def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask:
+def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask | RangeMask:
     """The part of a block mask that is for some batches and heads.
 
     Args:
@@ -249,6 +249,9 @@ def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask:
         heads: (start, count) of its query heads.
     """
     batches, heads = Run(*batches), Run(*heads)
+    if isinstance(block_mask, RangeMask):  # one for all batches and heads
+        shifted = shift_mask_mod(block_mask.mask_mod, batches.start, heads.start)
+        return block_mask._replace(mask_mod=shifted)
 
     def pick(tensor: Tensor | None) -> Tensor | None:
         for dim, run in ((BATCH, batches), (HEAD, heads)):
@@ -264,7 +267,7 @@ def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask:
     return LocalMask(
         getattr(block_mask, "seq_lengths", (0, 0)), getattr(block_mask, "BLOCK_SIZE", (0, 0)),
         shift_mask_mod(block_mask.mask_mod, batches.start, heads.start), **lists,
-        has_ranges=getattr(block_mask, "has_ranges", False), flexhop_view=view,
+        flexhop_view=view,
     )  # fmt: skip
 
 

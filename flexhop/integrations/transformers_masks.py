@@ -171,4 +171,3 @@ class BlocksOfAnyLength:
         self.full_q_num_blocks, self.full_q_indices = mask.full_q_num_blocks, mask.full_q_indices
         self.BLOCK_SIZE, self.mask_mod = mask.BLOCK_SIZE, mask.mask_mod
         self.seq_lengths = q_length, kv_length
-        self.has_ranges = getattr(mask, "has_ranges", False)

@@ -19,7 +19,7 @@ from flexhop.lowering.problem import (
     Problem,
     read_device,
 )
-from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors, CachedArgs
+from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, RangeTensors, read_blocks
 from flexhop.options import KernelOptions
 
 # Options that flexhop itself writes on the wire (ops/call.py); the others are the user's.
@@ -34,7 +34,7 @@ _OWN_OPTIONS = (
     "kv_block_size",
     "has_full_blocks",
     "has_q_blocks",
-    "has_ranges",
+    "mask_kind",
 )
 
 
@@ -168,16 +168,19 @@ def _describe(problem: Problem) -> str:
 
 
 def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks | None:
-    if not args.blocks:
+    blocks, options = read_blocks(args), args.options
+    if blocks is None:
         return None
-    options, blocks = args.options, BlockTensors(*args.blocks)
+    q_size, kv_size = int(options["q_block_size"]), int(options["kv_block_size"])
+    has_full = bool(options["has_full_blocks"])
+    if isinstance(blocks, RangeTensors):
+        return MaskBlocks(q_size, kv_size, has_full, has_ranges=True)
     counts = (blocks.kv_num_blocks, blocks.full_kv_num_blocks)
     return MaskBlocks(
-        q_size=int(options["q_block_size"]),
-        kv_size=int(options["kv_block_size"]),
-        has_full=bool(options["has_full_blocks"]),
+        q_size,
+        kv_size,
+        has_full,
         per_head=not all(_axis(lists, 1) == 1 for lists in counts),
-        has_ranges=bool(options.get("has_ranges")),
         per_batch=not all(_axis(lists, 0) == 1 for lists in counts),
         kv_columns=_columns(blocks.kv_indices),
         q_columns=_columns(blocks.q_indices),
@@ -202,14 +205,19 @@ def block_inputs(
 ) -> list[Any]:
     """The four list tensors of one side; without a mask, tensors of equal rank that nothing reads.
 
+    Of ranges, first and end twice.
+
     Args:
         side: "kv" for the lists of each query block, "q" for those of each key block.
         rank3: stands in for counts. rank4: stands in for indices.
     """
-    if not args.blocks:
+    blocks = read_blocks(args)
+    if blocks is None:
         return [rank3, rank4, rank3, rank4]
-    blocks = BlockTensors(*args.blocks)
-    if side == "kv":
+    if isinstance(blocks, RangeTensors):
+        first, end = blocks[:2] if side == "kv" else blocks[2:]
+        lists = (first, end, first, end)
+    elif side == "kv":
         lists = (
             blocks.kv_num_blocks,
             blocks.kv_indices,

@@ -19,8 +19,7 @@ class BlockTensors(NamedTuple):
     """The block lists of one mask, every pair present.
 
     A pair that the mask lacks repeats another pair; `Options` says which pairs are real. All are
-    int32; counts are [B', H', rows], indices [B', H', rows, columns], B' and H' broadcast. If
-    `Options` says that the mask has ranges, they are first and end instead (packing.RangeMask).
+    int32; counts are [B', H', rows], indices [B', H', rows, columns], B' and H' broadcast.
     """
 
     kv_num_blocks: Tensor
@@ -33,6 +32,23 @@ class BlockTensors(NamedTuple):
     full_q_indices: Tensor
 
 
+class RangeTensors(NamedTuple):
+    """The ranges of one mask whose queries see one range of keys each (sequences/ranges.py).
+
+    Query i sees the keys first_key[i] .. end_key[i] - 1; key j is seen by the queries
+    first_query[j] .. end_query[j] - 1. All are int32; none decreases.
+    """
+
+    first_key: Tensor  # [1, 1, M]
+    end_key: Tensor  # [1, 1, M, 1]
+    first_query: Tensor  # [1, 1, N]
+    end_query: Tensor  # [1, 1, N, 1]
+
+
+# What `Options` calls the masks of RangeTensors; masks of BlockTensors have no name there.
+RANGES = "ranges"
+
+
 class AttentionArgs(NamedTuple):
     """Operands of `flexhop_attention`."""
 
@@ -41,7 +57,7 @@ class AttentionArgs(NamedTuple):
     value: Tensor  # [B or 1, Hkv, N, Dv]
     score_mod: Callable[..., Tensor]
     mask_mod: Callable[..., Tensor]
-    blocks: tuple[Tensor, ...]  # () or the fields of BlockTensors
+    blocks: tuple[Tensor, ...]  # (), or the fields of BlockTensors or RangeTensors
     scale: float
     options: dict[str, int | str | bool | float]
     score_captures: tuple[Capture, ...] = ()
@@ -76,7 +92,7 @@ class CachedArgs(NamedTuple):
     mask_mod: Callable[..., Tensor]
     key_mod: Callable[..., Tensor]
     value_mod: Callable[..., Tensor]
-    blocks: tuple[Tensor, ...]  # () or the fields of BlockTensors
+    blocks: tuple[Tensor, ...]  # (), or the fields of BlockTensors or RangeTensors
     pages: tuple[Tensor, ...]
     scale: float
     options: dict[str, int | str | bool | float]
@@ -147,6 +163,17 @@ class DerivativeArgs(NamedTuple):
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
     dropout_seed: tuple[Tensor, ...] = ()
+
+
+def read_blocks(
+    args: AttentionArgs | CachedArgs | BackwardArgs | DerivativeArgs,
+) -> BlockTensors | RangeTensors | None:
+    """The tensors of a call's mask, by the kind of mask that `Options` names."""
+    if not args.blocks:
+        return None
+    if args.options.get("mask_kind") == RANGES:
+        return RangeTensors(*args.blocks)
+    return BlockTensors(*args.blocks)
 
 
 class Site(NamedTuple):

@@ -34,7 +34,7 @@ class MaskFacts(NamedTuple):
     has_full_blocks: bool
     has_q_blocks: bool
     is_sliced: bool = False  # whether its mask_mod was lost by slicing
-    has_ranges: bool = False  # whether it is ranges of keys (packing.RangeMask)
+    kind: str = ""  # RANGES of ops/args.py, or nothing for lists
 
 
 class Mistake(NamedTuple):
@@ -230,7 +230,7 @@ def _check_mask(query: Tensor, key: Tensor, blocks: tuple[Tensor, ...], mask: Ma
 
 
 def _mask_options(mask: MaskFacts) -> Wire:
-    wire: Wire = {"has_ranges": True} if mask.has_ranges else {}
+    wire: Wire = {"mask_kind": mask.kind} if mask.kind else {}
     return wire | {
         "q_block_size": int(mask.q_block_size),
         "kv_block_size": int(mask.kv_block_size),

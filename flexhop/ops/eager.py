@@ -21,9 +21,10 @@ from flexhop.compat.indexing import IndexMode
 from flexhop.ops.args import (
     AttentionArgs,
     BackwardArgs,
-    BlockTensors,
     DerivativeArgs,
+    RangeTensors,
     Site,
+    read_blocks,
     unpack_sites,
 )
 from flexhop.ops.dropout import drop
@@ -225,14 +226,14 @@ def over_elements(
 
 def listed_blocks(args: Operands) -> Grids:
     """The block lists in dense form."""
-    if not args.blocks:
+    blocks = read_blocks(args)
+    if blocks is None:
         return Grids()
-    blocks = BlockTensors(*args.blocks)
     size = int(args.options["q_block_size"]), int(args.options["kv_block_size"])
     # One more than there are: PyTorch compiles code of its own for sizes of 1.
     columns = block_count(args.key.size(2), size[1]) + 1
-    if args.options.get("has_ranges"):
-        seen = blocks.kv_num_blocks, blocks.kv_indices.squeeze(-1)
+    if isinstance(blocks, RangeTensors):
+        seen = blocks.first_key, blocks.end_key.squeeze(-1)
         partial, full = ranges_to_dense(seen, columns, size)
         return Grids(partial, full) if args.options["has_full_blocks"] else Grids(partial | full)
     partial = lists_to_dense(blocks.kv_num_blocks, blocks.kv_indices, columns)

@@ -34,27 +34,29 @@ class Packing(NamedTuple):
 
 
 class RangeMask(NamedTuple):
-    """A BlockMask whose queries see one range of keys each, by its ends alone.
+    """A mask whose queries see one range of keys each, by its ends alone.
 
     Neither end decreases from a query to the next, so kernels find the blocks of a row from the
-    ends of its first and last query. Instead of counts and indices the fields hold first
-    [1, 1, M] and end [1, 1, M, 1], int32: query i sees the keys first[i] .. end[i] - 1. Those of
-    q_ say by which queries a key is seen. Those of full blocks repeat them, or are None if
-    mask_mod hides more.
+    ends of its first and last query. Query i sees the keys first_key[i] .. end_key[i] - 1; key j
+    is seen by the queries first_query[j] .. end_query[j] - 1.
+
+    Args:
+        seq_lengths: (M, N), numbers of queries and keys.
+        first_key: [1, 1, M] int32. end_key: [1, 1, M, 1] int32.
+        first_query: [1, 1, N] int32. end_query: [1, 1, N, 1] int32.
+        is_all: whether the ranges are the whole mask; else mask_mod hides keys inside of them.
+        BLOCK_SIZE: queries and keys that a kernel looks at together.
+        mask_mod: the same as a function.
     """
 
     seq_lengths: tuple[int, int]
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor | None
-    full_kv_indices: Tensor | None
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor | None
-    full_q_indices: Tensor | None
+    first_key: Tensor
+    end_key: Tensor
+    first_query: Tensor
+    end_query: Tensor
+    is_all: bool
     BLOCK_SIZE: tuple[int, int]
     mask_mod: MaskMod
-    has_ranges: bool = True
 
 
 def pack_mask(
@@ -93,12 +95,11 @@ def mask_ranges(
         keep: the mask_mod.
         is_all: whether the ranges are the whole mask; else `keep` hides keys inside of them.
     """
-    rows, columns = _fields(*by_query), _fields(*by_key)
-    full_rows, full_columns = (rows, columns) if is_all else ((None, None), (None, None))
     lengths = by_query[0].size(0), by_key[0].size(0)
-    return RangeMask(lengths, *rows, *full_rows, *columns, *full_columns, (_BLOCK, _BLOCK), keep)
+    ends = (*_shaped(*by_query), *_shaped(*by_key))
+    return RangeMask(lengths, *ends, is_all, (_BLOCK, _BLOCK), keep)
 
 
-def _fields(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def _shaped(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     first, end = first.to(torch.int32), end.to(torch.int32)
     return first[None, None], end[None, None, :, None]

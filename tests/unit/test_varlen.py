@@ -76,7 +76,7 @@ def test_a_million_tokens_need_few_numbers_and_visit_few_blocks():
     memory = {t.untyped_storage() for t in mask if isinstance(t, torch.Tensor)}
     distinct = {storage.data_ptr(): storage.nbytes() for storage in memory}
     assert sum(distinct.values()) == 4 * 4 * total  # two for each query, two for each key
-    for ends in ((mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices)):
+    for ends in ((mask.first_key, mask.end_key), (mask.first_query, mask.end_query)):
         seen = ends[0][0, 0], ends[1][0, 0, :, 0]
         start, stop, _, _ = find_ranges(seen, total // 128, mask.BLOCK_SIZE)
         assert 1 <= int((stop - start).min()) and int((stop - start).max()) <= 9
@@ -98,12 +98,12 @@ def test_keys_know_which_queries_see_them(lengths, reach, bottom_right, used, be
     packing = Packing(*cuts, used_k, Window(*reach, bottom_right))
     _, mask = pack_mask(queries, keys, packing, None)
     row, column = torch.arange(queries), torch.arange(keys)
-    first, end = mask.kv_num_blocks[0, 0, :, None], mask.kv_indices[0, 0]
+    first, end = mask.first_key[0, 0, :, None], mask.end_key[0, 0]
     from_queries = (column >= first) & (column < end)
-    first, end = mask.q_num_blocks[0, 0, :, None], mask.q_indices[0, 0]
+    first, end = mask.first_query[0, 0, :, None], mask.end_query[0, 0]
     assert torch.equal(from_queries, ((row >= first) & (row < end)).mT)
-    ends = (mask.kv_indices[..., 0], mask.q_indices[..., 0])
-    for table in (mask.kv_num_blocks, mask.q_num_blocks, *ends):
+    ends = (mask.end_key[..., 0], mask.end_query[..., 0])
+    for table in (mask.first_key, mask.first_query, *ends):
         assert (table.diff() >= 0).all()
 
 
