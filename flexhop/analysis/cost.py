@@ -1,7 +1,7 @@
 """How many instructions an operator takes for a score.
 
-Numbers are those of the machine code of Hopper's kernels for single operators; they decide between
-kernels, no more. What depends on the query alone is computed once per row of a tile, and what
+The numbers are counted in machine code for sm_90, one operator at a time. They only decide between
+kernels. What depends on the query alone is computed once per row of a tile, and what
 depends on the key alone once for two rows, as threads hold them.
 """
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.compat.pytree import attribute_key
 from flexhop.errors import BlockMaskFieldError, BlockSizeError
 from flexhop.mods.functions import MaskMod
@@ -130,6 +131,15 @@ class MaskFields:
         for name, leaf in zip(present, leaves, strict=True):
             setattr(mask, name, leaf)
         return mask
+
+
+def dense_blocks(mask: MaskFields) -> tuple[Tensor, Tensor]:
+    """Partial blocks and full blocks of a mask, each [B, H, R, C] bool."""
+    columns = block_count(mask.seq_lengths[1], mask.BLOCK_SIZE[1])
+    partial = lists_to_dense(mask.kv_num_blocks, mask.kv_indices, columns)
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        return partial, torch.zeros_like(partial)
+    return partial, lists_to_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
 
 
 def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def find_ranges(
 ) -> BlockRanges:
     """The blocks of a mask whose query i sees the keys first[i] .. end[i] - 1; seen = first, end.
 
-    portable/lists.py.jinja and hopper/common.py.jinja say the same in kernels.
+    Kernels find them by the same rule (templates/portable/ranges.py.jinja).
 
     Args:
         seen: two of [..., M] integers, neither ever decreasing along a row; nothing is seen where

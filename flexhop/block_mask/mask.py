@@ -18,12 +18,12 @@ from flexhop.block_mask.fields import (
     TENSOR_FIELDS,
     block_size_pair,
     check_fields,
+    dense_blocks,
     is_mask_like,
 )
 from flexhop.block_mask.lists import (
     block_count,
     dense_to_lists,
-    lists_to_dense,
     real_sizes,
     transpose_lists,
     write_order,
@@ -242,7 +242,9 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         """
         if self.shape != other.shape or self.BLOCK_SIZE != other.BLOCK_SIZE:
             return False
-        return all(torch.equal(a, b) for a, b in zip(self._dense(), other._dense(), strict=True))
+        return all(
+            torch.equal(a, b) for a, b in zip(dense_blocks(self), dense_blocks(other), strict=True)
+        )
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:
         """Select batches, heads and blocks of queries.
@@ -273,7 +275,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
             UnsupportedFeatureError: dq_kv_order is a tensor.
         """
         self._refuse_explicit_order("Adjusting")
-        partial, full = self._dense()
+        partial, full = dense_blocks(self)
         grow = (
             0,
             block_count(new_kv_len, self.BLOCK_SIZE[1]) - partial.shape[-1],
@@ -297,16 +299,8 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
 
     def _visited(self) -> Tensor:
         """Partial and full blocks: [B, H, R, C] bool."""
-        partial, full = self._dense()
+        partial, full = dense_blocks(self)
         return partial | full
-
-    def _dense(self) -> tuple[Tensor, Tensor]:
-        """Partial blocks and full blocks, each [B, H, R, C] bool."""
-        columns = block_count(self.seq_lengths[1], self.BLOCK_SIZE[1])
-        partial = lists_to_dense(self.kv_num_blocks, self.kv_indices, columns)
-        if self.full_kv_num_blocks is None or self.full_kv_indices is None:
-            return partial, torch.zeros_like(partial)
-        return partial, lists_to_dense(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
     def list_query_blocks(self, columns: int) -> None:
         """Fill the query side from the key side, for the first `columns` blocks of keys."""
@@ -371,6 +365,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         return mask
 
 
+# Private to everybody but the registry of containers.
 register_container(
     BlockMask,
     BlockMask._flatten,  # pyright: ignore[reportPrivateUsage]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexhop.block_mask.fields import MaskFields
+from flexhop.block_mask.fields import MaskFields, dense_blocks
 from flexhop.block_mask.lists import block_count
 from flexhop.errors import MissingPackageError, OptionValueError
 
@@ -32,10 +32,6 @@ class MaskPictures(MaskFields):
 
     def sparsity(self) -> float:
         """The part of the matrix that is not visited, in percent."""
-        raise NotImplementedError
-
-    def _dense(self) -> tuple[Tensor, Tensor]:
-        """Partial blocks and full blocks, each [B, H, R, C] bool."""
         raise NotImplementedError
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
@@ -137,7 +133,7 @@ class MaskPictures(MaskFields):
         """The index and the cells, [rows, columns] int8, of each batch and head."""
         limits = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         steps = (self._step(0, limits[0]), self._step(1, limits[1]))
-        partial, full = (dense.cpu() for dense in self._dense())
+        partial, full = (dense.cpu() for dense in dense_blocks(self))
         for index in itertools.product(*(range(size) for size in partial.shape[:-2])):
             yield index, _reduce(partial[index] | full[index], full[index], steps)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexhop.attention import AuxOutput, AuxRequest, Options, flex_attention
+from flexhop.block_mask.fields import dense_blocks
 from flexhop.block_mask.lists import block_count, dense_to_lists
 from flexhop.block_mask.mask import BlockMask
 from flexhop.cache.pages import PageTable
@@ -87,8 +88,7 @@ def decode_mask(block_mask: BlockMask | Any, mesh: DeviceMesh, chunk: int) -> Bl
         )  # fmt: skip
     own = torch.arange(block_count(keys, columns), device=mask.device)
     own = own.view(-1, ranks, chunk // columns)[:, mesh.get_local_rank()].flatten()
-    both = mask._dense()  # pyright: ignore[reportPrivateUsage]
-    lists = [part for dense in both for part in dense_to_lists(dense[..., own])]
+    lists = [part for dense in dense_blocks(mask) for part in dense_to_lists(dense[..., own])]
     to_sequence, mask_mod = _to_sequence(chunk, mesh), mask.mask_mod
 
     def in_sequence(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

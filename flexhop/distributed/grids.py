@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.block_mask.fields import dense_blocks
 from flexhop.block_mask.lists import block_count, ranges_to_dense, real_sizes
 from flexhop.block_mask.mask import BlockMask
 from flexhop.distributed.packed import PackedSequences
@@ -131,8 +132,7 @@ def _grid(mask: Any, length: int) -> MaskGrid:
         return _full_grid(length)
     if isinstance(mask, PackedSequences):
         return _packed_grid(mask)
-    both = BlockMask.of(mask)._dense()  # pyright: ignore[reportPrivateUsage]
-    partial, full = (dense.cpu() for dense in both)
+    partial, full = (dense.cpu() for dense in dense_blocks(BlockMask.of(mask)))
     return MaskGrid(partial & ~full, full, tuple(mask.BLOCK_SIZE), length)
 
 

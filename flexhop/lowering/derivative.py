@@ -24,7 +24,7 @@ from flexhop.lowering.operands import (
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.problem import Problem
-from flexhop.ops.args import AttentionArgs, DerivativeArgs
+from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of
 from flexhop.ops.derive import derive_rows, result_like, signature_of, widened, zero_sums
 from flexhop.ops.eager import Chunk, Grids, accumulate_dtype
 from flexhop.ops.program import ROWS, read_step
@@ -59,10 +59,7 @@ def _emit_tangent(args: DerivativeArgs) -> list[Any] | None:
     query, key, value = dense = inductor.realize((args.query, args.key, args.value))
     dots = [directions.get(i, dense[i]) for i in range(3)]
     guards.guard_aligned_strides((*dense, *(dots[i] for i in range(3) if i in directions)))
-    call = AttentionArgs(
-        query, key, value, args.score_mod, args.mask_mod, args.blocks, args.scale, args.options,
-        args.score_captures, args.mask_captures, args.dropout_seed,
-    )  # fmt: skip
+    call = operands_of(AttentionArgs, args, query=query, key=key, value=value)
     moving = tuple(_OPERANDS[i] for i in range(3) if i in directions)
     problem = read_problem(call, mods, tangents=moving)
     show_problem("forward", problem)

@@ -8,7 +8,7 @@ to serialise a tuple that mixes tensors and callables. Everywhere else the field
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -163,6 +163,21 @@ class DerivativeArgs(NamedTuple):
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
     dropout_seed: tuple[Tensor, ...] = ()
+
+
+Wanted = TypeVar("Wanted", AttentionArgs, BackwardArgs, DerivativeArgs)
+
+
+def operands_of(kind: type[Wanted], args: Any, **others: Any) -> Wanted:
+    """Operands of one operator made of those of another, which have the same names.
+
+    Args:
+        kind: the operands to make.
+        args: the operands of the other operator.
+        **others: what the other lacks, or has otherwise.
+    """
+    shared = {name: getattr(args, name) for name in kind._fields if hasattr(args, name)}
+    return kind(**(shared | others))
 
 
 def read_blocks(

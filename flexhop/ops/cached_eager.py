@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat.indexing import IndexMode
-from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
 from flexhop.ops.eager import accumulate_dtype, attend
 
 
@@ -27,10 +27,7 @@ def ordered_args(args: CachedArgs) -> AttentionArgs:
     """The same call with keys in order, [B, Hkv, N, D], in the dtype of query."""
     key = _in_order(args, args.key, args.key_mod, args.key_captures)
     value = _in_order(args, args.value, args.value_mod, args.value_captures)
-    return AttentionArgs(
-        args.query, key, value, args.score_mod, args.mask_mod, args.blocks, args.scale,
-        args.options, args.score_captures, args.mask_captures,
-    )  # fmt: skip
+    return operands_of(AttentionArgs, args, key=key, value=value)
 
 
 def _in_order(

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import MaskCaptureGradError
-from flexhop.ops.args import AttentionArgs, BackwardArgs, DerivativeArgs
+from flexhop.ops.args import AttentionArgs, BackwardArgs, DerivativeArgs, operands_of
 from flexhop.ops.derive import as_derivative, derive, result_like, signature_of
 from flexhop.ops.folding import fold_derivative
 from flexhop.ops.layout import empty_ordered, ordered
@@ -234,10 +234,7 @@ def of_backward(args: BackwardArgs) -> DerivativeArgs:
     given = (0,) if args.grad_lse is None else (0, 1)
     directions = [args.grad_out] if args.grad_lse is None else [args.grad_out, args.grad_lse]
     wanted = (0, 1, 2, *(3 + i for i in sorted(set(args.sites[::2]))))
-    base = AttentionArgs(
-        args.query, args.key, args.value, args.score_mod, args.mask_mod, args.blocks, args.scale,
-        args.options, args.score_captures, args.mask_captures, args.dropout_seed,
-    )  # fmt: skip
+    base = operands_of(AttentionArgs, args)
     return as_derivative(base, (Step("vjp", given, wanted).word(),), directions)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
-from flexhop.ops.args import AttentionArgs, AttentionDoor, BackwardArgs
+from flexhop.ops.args import AttentionArgs, AttentionDoor, BackwardArgs, operands_of
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.call import check_gradients
 from flexhop.ops.derivative import push_attention
@@ -122,10 +122,9 @@ class _Attention(torch.autograd.Function):
         score_mod, joint, mask_mod, sites = ctx.functions
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        operands = BackwardArgs(
-            args.query, args.key, args.value, out, lse, grad_out, grad_lse,
-            score_mod, joint, mask_mod, args.blocks, args.scale, args.options,
-            args.score_captures, args.mask_captures, sites, args.dropout_seed,
+        operands = operands_of(
+            BackwardArgs, args, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse,
+            score_mod=score_mod, joint=joint, mask_mod=mask_mod, sites=sites,
         )  # fmt: skip
         grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
         grad_query, grad_key, grad_value, captured = grads

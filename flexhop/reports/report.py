@@ -93,8 +93,8 @@ class Pass:
     Args:
         kernel: its name, as in Report.passes.
         tile: the queries and keys of one step. A Tile for portable kernels, which you can pass in
-            kernel_options; Hopper kernels have tiles of their own type. `tile.words()` describes
-            either.
+            kernel_options; other dialects have tiles of their own type. `tile.words()` describes
+            each.
         reason: why this kernel and this tile.
         shared_memory: bytes per program, an upper bound.
         available: bytes per program that the device has.

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexhop.block_mask import create_block_mask
+from flexhop.block_mask.fields import dense_blocks
 from flexhop.block_mask.lists import find_ranges, lists_to_dense, ranges_to_dense
 from flexhop.block_mask.ranges import list_rows
 
@@ -45,7 +46,7 @@ def test_the_blocks_are_those_of_the_dense_mask(steps, keys, block):
         return (k >= first[q]) & (k < end[q])
 
     expected = create_block_mask(mask, None, None, queries, keys, "cpu", block)
-    some, every = (grid[0, 0] for grid in expected._dense())
+    some, every = (grid[0, 0] for grid in dense_blocks(expected))
     by_row = ranges_to_dense((first, end), some.size(1), block)
     seen = seen_by_keys((first, end), keys)
     by_column = ranges_to_dense(seen, some.size(0), block[::-1])

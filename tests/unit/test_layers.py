@@ -133,6 +133,26 @@ def test_the_law_has_no_unused_permission():
     assert {room: unused for room in LAW if (unused := LAW[room] - used[room])} == {}
 
 
+# Files outside of its folders that may say the name of a dialect, and why.
+NAMES_HOPPER = {
+    "options/dialects.py": "the registry",
+    "options/__init__.py": "tells users the values of `backend`",
+    "flash/__init__.py": "tells users on which GPUs gradients vary from run to run",
+    "reports/report.py": "tells users the names of its kernels",
+    "templates/README.md": "the legend of all templates",
+}
+
+
+def test_only_the_folders_of_a_dialect_know_it():
+    """What others must know of it is in the protocol of lowering/dialect.py."""
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".jinja", ".md")]
+    named = {
+        str(path.relative_to(PACKAGE)) for path in files if "hopper" in path.read_text().lower()
+    }
+    own = ("lowering/hopper/", "templates/hopper/")
+    assert {name for name in named if not name.startswith(own)} == NAMES_HOPPER.keys()
+
+
 def floor_of(room: str) -> int:
     """How many rooms lie on the longest way down; an endless recursion would be a circle."""
     return 1 + max((floor_of(below) for below in LAW[room] - {room}), default=0)

@@ -1,8 +1,8 @@
 """mask_mods that keep the keys near a query, such as sliding windows: how far they reach.
 
-A query then sees the keys between two numbers, q_idx + first and q_idx + end. Hopper's kernels
-make bits of these for a whole step, which takes fewer instructions than two comparisons of each
-score. A mask with one side, such as a causal one, has one comparison, and stays a function.
+A query then sees the keys between two numbers, q_idx + first and q_idx + end. Kernels that know
+bands make bits of these for a whole step, which takes fewer instructions than two comparisons of
+each score. A mask with one side, such as a causal one, has one comparison, and stays a function.
 """
 
 from __future__ import annotations

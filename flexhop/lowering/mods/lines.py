@@ -1,8 +1,8 @@
 """score_mods that add a line over keys, such as ALiBi: which they are, and the slopes.
 
 A mod that returns score + f * kv_idx + g, where f and g depend on neither the score nor kv_idx,
-adds f more from one key to the next. A kernel then asks the mod once per query and tile of keys,
-and follows the line from there (templates/hopper/forward/line.py.jinja). f is the derivative of
+adds f more from one key to the next. A kernel that knows lines asks the mod once per query and
+tile of keys, and follows the line from there (the templates named line). f is the derivative of
 the mod, by the rules for sums and products; everything else that depends on kv_idx is no line.
 
 A line may have one bend: a magnitude abs(e), where e itself is a line over keys and over queries,

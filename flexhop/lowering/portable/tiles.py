@@ -37,7 +37,7 @@ def _with_both(tiles: Tiles) -> Tiles:
 
 
 def _is_wgmma(problem: Problem) -> bool:
-    """Whether products are of four warps: Hopper and Blackwell, sm_90 and sm_100."""
+    """Whether products are of four warps: sm_90 and sm_100."""
     return problem.device.capability[0] in (9, 10)
 
 

@@ -1,8 +1,7 @@
 """Inductor: gradients of captured tensors in Gluon kernels, as their holes print them.
 
 `kernel` is a GluonKernel of compat/gluon.py. Tiles of scores are transposed, [64 keys, queries];
-the functions that are called here are in captured, sums and distances of
-templates/hopper/backward/.
+the functions that are called here are in the files captured, sums and distances of the dialect.
 """
 
 from __future__ import annotations

@@ -71,6 +71,12 @@ CACHED = {"cached_forward": "forward", "cached_decode": "decode"}
 STUBS = {"ARGUMENTS", "OUT"}
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_fields_have_names(name: str):
+    """Tuples are read by field: a position with an underscore would change with each new field."""
+    assert re.findall(r"^\s*_,.*$|^.*\b_, _\b.*$", part(name), re.M) == []
+
+
 def _def_kernel(*names: str) -> str:
     return f"@triton.jit\ndef kernel({', '.join(names)}):"
 
