@@ -12,6 +12,7 @@ from flexhop.cache.pages import PageTable
 from flexhop.errors import FlexhopError
 from flexhop.mods.functions import and_masks, noop_mask, or_masks
 from flexhop.ops.dropout_seed import dropout_mask, dropout_seed
+from flexhop.ops.eager_kernels import eager_kernels
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.plugin import install
 from flexhop.reports.explain import Report, explain
@@ -38,6 +39,7 @@ __all__ = [
     "create_nested_block_mask",
     "dropout_mask",
     "dropout_seed",
+    "eager_kernels",
     "errors",
     "explain",
     "flash",

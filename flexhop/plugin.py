@@ -20,6 +20,7 @@ from flexhop.ops.args import CachedArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.cached_call import prepare_cached
+from flexhop.ops.derivative import attention_derivative
 from flexhop.ops.forward import attention
 from flexhop.ops.sharding import SLOT
 
@@ -55,7 +56,7 @@ def _place_checks() -> None:
 
 
 def _install_trackers() -> None:
-    operators = (attention, attention_backward, cached_attention)
+    operators = (attention, attention_backward, attention_derivative, cached_attention)
     announce([operator.name() for operator in operators], _load_trackers)
 
 
@@ -76,6 +77,7 @@ def _load_trackers() -> dict[str, type]:
     return {
         attention.name(): dynamo.AttentionVariable,
         attention_backward.name(): dynamo.BackwardVariable,
+        attention_derivative.name(): dynamo.BackwardVariable,
         cached_attention.name(): dynamo_cached.CachedVariable,
     }
 

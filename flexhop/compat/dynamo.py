@@ -351,7 +351,7 @@ def _result_of(graph: Graph) -> Any:
 
 
 class BackwardVariable(hops.TorchHigherOrderOperatorVariable):
-    """Tracker of the backward operator, met only by compiled autograd."""
+    """Tracker of operators met in wire form only: by compiled autograd, and alone.py."""
 
     _HOP_NAME = "flexhop_attention_backward"
 
@@ -377,6 +377,8 @@ def _graph_operand(tx: Any, variable: VariableTracker) -> Any:
         module = getattr(variable, "value", None)
         if module is None:
             module = tx.output.nn_modules[variable.module_key]
+        # A copy: what Dynamo knows by another name already does not get this one (2.11 to 2.15).
+        module = GraphModule(module, module.graph)
         attribute = hops.make_attr(tx, tx.output.install_subgraph("flexhop_subgraph", module))
         set_example_value(attribute.node, module)
         return attribute

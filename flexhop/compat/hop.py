@@ -119,6 +119,7 @@ class Operator(HigherOrderOperator):
         self.optional = optional
         self.callable_positions = tuple(args_type._fields.index(field) for field in callables)
         self.refusal: FlexhopError | None = None  # the latest; Dynamo of 2.15 loses the original
+        self.examples: Callable[..., Sequence[Sequence[Any]]]  # of its callables; register_proxy
         _OPERATORS[name] = self
 
     def __call__(self, *operands: Any) -> Any:
@@ -211,6 +212,7 @@ def register_proxy(
 
     Operators whose first callable is the same, and was handed to `share`, know these graphs.
     """
+    op.examples = examples
 
     def rule(mode: ProxyTorchDispatchMode, *operands: Any) -> Any:
         result = op(*operands)

@@ -24,7 +24,8 @@ from flexhop.lowering.operands import Sizes, make_problem, show_problem, user_op
 from flexhop.lowering.problem import Cache, Device, ModFacts, Problem, read_device
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs
-from flexhop.ops.subgraphs import index_examples, trace_key
+from flexhop.ops.examples import index_examples
+from flexhop.ops.subgraphs import trace_key
 
 aten = torch.ops.aten
 

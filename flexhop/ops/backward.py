@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
+from flexhop.compat.wrapped import is_bare
 from flexhop.ops.args import BackwardArgs
 from flexhop.ops.derivative import (
     differentiate,
@@ -20,15 +21,11 @@ from flexhop.ops.derivative import (
     save_derivative,
 )
 from flexhop.ops.eager import attend_backward
+from flexhop.ops.eager_kernels import OPTION, run_alone
+from flexhop.ops.examples import index_examples, joint_examples, score_dtype, score_examples
 from flexhop.ops.folding import fold_backward
 from flexhop.ops.layout import empty_ordered, ordered
-from flexhop.ops.subgraphs import (
-    index_examples,
-    joint_examples,
-    needs_grad,
-    score_dtype,
-    score_examples,
-)
+from flexhop.ops.subgraphs import needs_grad
 
 attention_backward = hop.Operator(
     "flexhop_attention_backward", BackwardArgs, ("score_mod", "joint", "mask_mod"),
@@ -37,8 +34,10 @@ attention_backward = hop.Operator(
 
 
 @hop.register_dense(attention_backward)
-def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+def _dense(*operands: Any) -> tuple[Any, ...]:
     args = BackwardArgs(*operands)
+    if OPTION in args.options:
+        return _nested(run_alone(attention_backward, args))
     grad_query, grad_key, grad_value, captured = attend_backward(args)
     return (
         ordered(grad_query, args.query),
@@ -168,6 +167,16 @@ def _autograd(*operands: Any) -> Any:
         return _nested(transforms.dual_results(_push, operands))
     with hop.below_autograd():
         return attention_backward(*operands)
+
+
+def backward_of_call(args: BackwardArgs) -> Any:
+    """The operator; without dispatch if a call runs kernels and nothing else looks on."""
+    if OPTION in args.options:
+        inputs = (*args[:3], *args.score_captures, args.grad_out, args.grad_lse)
+        needs = torch.is_grad_enabled() and any(needs_grad(inputs))
+        if not needs and is_bare((*inputs, args.out, *args.mask_captures, *args.blocks)):
+            return _nested(run_alone(attention_backward, args))
+    return attention_backward(*hop.unwrap_dead(tuple(args)))
 
 
 transforms.register_grad(attention_backward, _Backward, _autograd_inputs, _nested)

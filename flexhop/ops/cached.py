@@ -13,14 +13,10 @@ from flexhop.errors import VmapError
 from flexhop.ops.args import CachedArgs, CachedDoor
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
+from flexhop.ops.eager_kernels import OPTION, run_alone
+from flexhop.ops.examples import index_examples, key_examples, score_dtype, score_examples
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
-from flexhop.ops.subgraphs import (
-    index_examples,
-    key_examples,
-    needs_grad,
-    score_dtype,
-    score_examples,
-)
+from flexhop.ops.subgraphs import needs_grad
 
 MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
 cached_attention = hop.Operator("flexhop_cached_attention", CachedArgs, MODS, door=CachedDoor)
@@ -39,8 +35,10 @@ def examples(*operands: Any) -> tuple[list[Any], ...]:
 
 
 @hop.register_dense(cached_attention)
-def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _dense(*operands: Any) -> tuple[Tensor, ...]:
     args = CachedArgs(*operands)
+    if OPTION in args.options:
+        return tuple(run_alone(cached_attention, args))
     return real_results(args, attend_cached(args))
 
 

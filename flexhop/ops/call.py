@@ -95,6 +95,7 @@ def prepare(
     _check_operands(query, key, value)
     _check_heads(query, key, value, call.enable_gqa)
     wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint()}
+    wire.pop("eager_kernels", None)  # compiled calls have kernels anyway; see ops/dispatch.py
     if call.return_max:
         wire["return_max"] = True
     dropout_p = float(call.dropout_p)
@@ -104,7 +105,7 @@ def prepare(
         wire["dropout_p"] = dropout_p
         if call.dropout_groups:
             wire["dropout_groups"] = int(call.dropout_groups)
-    if _is_determinism_required():
+    if is_determinism_required():
         wire["deterministic"] = True
     if call.sum_groups:
         wire["sum_groups"] = call.sum_groups
@@ -132,7 +133,8 @@ def _sizes(tensor: Tensor) -> str:
     return str(["any" if isinstance(s, torch.SymInt) else s for s in tensor.shape])
 
 
-def _is_determinism_required() -> bool:
+def is_determinism_required() -> bool:
+    """Whether PyTorch asks for results that repeat."""
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warns_only
 

@@ -16,12 +16,14 @@ from flexhop.compat.indexing import IndexMode
 from flexhop.errors import MaskCaptureGradError
 from flexhop.ops.args import AttentionArgs, BackwardArgs, DerivativeArgs, operands_of
 from flexhop.ops.derive import as_derivative, derive, result_like, signature_of
+from flexhop.ops.eager_kernels import OPTION, run_alone
+from flexhop.ops.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.folding import fold_derivative
 from flexhop.ops.layout import empty_ordered, ordered
 from flexhop.ops.program import KEY, OUT, QUERY, VALUE, Step
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
-from flexhop.ops.subgraphs import index_examples, needs_grad, score_dtype, score_examples
+from flexhop.ops.subgraphs import needs_grad
 
 attention_derivative = hop.Operator(
     "flexhop_attention_derivative", DerivativeArgs, ("score_mod", "mask_mod"),
@@ -37,6 +39,8 @@ def _like(args: DerivativeArgs, name: str) -> Tensor | None:
 @hop.register_dense(attention_derivative)
 def _dense(*operands: Any) -> tuple[Tensor, ...]:
     args = DerivativeArgs(*operands)
+    if OPTION in args.options:
+        return tuple(run_alone(attention_derivative, args))
     likes = (_like(args, name) for name in signature_of(args).outputs)
     return tuple(
         result.contiguous() if like is None else ordered(result, like)

@@ -24,6 +24,8 @@ from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.call import Call, check_backward, check_captures, check_result, prepare
 from flexhop.ops.eager import attend
+from flexhop.ops.eager_calls import run_cached_with_kernels, run_with_kernels
+from flexhop.ops.eager_kernels import wants_kernels
 from flexhop.ops.forward import attention, cast_operands
 from flexhop.ops.layout import ordered
 from flexhop.ops.replicated import with_summed_gradients
@@ -45,6 +47,8 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
         return attention(*door)
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_operator, args, call)
+    if wants_kernels(call.kernel_options) and call.mistake is None:
+        return run_with_kernels(args, call)
     return _run_eagerly(args, call)
 
 
@@ -59,6 +63,8 @@ def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, T
         return cached_attention(*door)
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_cached_operator, args, call)
+    if wants_kernels(call.kernel_options) and call.mistake is None:
+        return run_cached_with_kernels(args, call)
     return _run_cached_eagerly(args, call, has_mods)
 
 

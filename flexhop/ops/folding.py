@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flexhop.compat.kept import is_marked, keeping, mark
 from flexhop.errors import VmapError
 from flexhop.ops.args import BackwardArgs, DerivativeArgs
 from flexhop.ops.derive import signature_of
@@ -27,7 +28,11 @@ def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tenso
 
 def unfolded_mod(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
     """A mod that sees the batch index and its entries of mapped captures as before the fold."""
+    key = (unfolded_mod, leading, batch, is_mapped)
+    return keeping(key, mod, lambda: _unfolded(mod, leading, batch, is_mapped))
 
+
+def _unfolded(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
     def unfolded(*inputs: Any) -> Tensor:
         score, (b, *index), captures = (
             inputs[:leading], inputs[leading : leading + 4], inputs[leading + 4 :]
@@ -35,7 +40,7 @@ def unfolded_mod(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...])
         own = (c[b // batch] if m is True else c for c, m in zip(captures, is_mapped, strict=True))
         return mod(*score, b % batch, *index, *own)
 
-    return unfolded
+    return mark(unfolded) if is_marked(mod) else unfolded
 
 
 class _Fold:

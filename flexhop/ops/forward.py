@@ -12,21 +12,17 @@ from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
 from flexhop.ops.args import AttentionArgs, AttentionDoor, BackwardArgs, operands_of
-from flexhop.ops.backward import attention_backward
+from flexhop.ops.backward import backward_of_call
 from flexhop.ops.call import check_gradients
 from flexhop.ops.derivative import push_attention
 from flexhop.ops.eager import attend
+from flexhop.ops.eager_kernels import OPTION, run_alone
+from flexhop.ops.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.folding import into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
-from flexhop.ops.subgraphs import (
-    index_examples,
-    needs_grad,
-    score_dtype,
-    score_examples,
-    trace_joint,
-)
+from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint
 from flexhop.ops.tables import with_tables
 
 attention = hop.Operator(
@@ -46,8 +42,10 @@ def _examples(*operands: Any) -> tuple[list[Any], list[Any]]:
 
 
 @hop.register_dense(attention)
-def _dense(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _dense(*operands: Any) -> tuple[Tensor, ...]:
     args = AttentionArgs(*operands)
+    if OPTION in args.options:
+        return tuple(run_alone(attention, args))
     return real_results(args, attend(args))
 
 
@@ -99,6 +97,29 @@ def _operands(fixed: tuple[Any, ...], inputs: Sequence[Any]) -> AttentionArgs:
     return args._replace(query=query, key=key, value=value, score_captures=tuple(captures))
 
 
+def _gradients(
+    args: AttentionArgs,
+    results: tuple[Tensor, Tensor],
+    joint: Any,
+    sites: tuple[int, ...],
+    grad_outputs: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Gradients of query, key, value and captures, from those of the results."""
+    grad_out, grad_lse, _ = grad_outputs
+    if grad_out is None:
+        grad_out = torch.zeros_like(results[0])
+    operands = operands_of(
+        BackwardArgs, args, out=results[0], lse=results[1], grad_out=grad_out, grad_lse=grad_lse,
+        joint=joint, sites=sites,
+    )  # fmt: skip
+    grad_query, grad_key, grad_value, captured = backward_of_call(operands)
+    if "sum_groups" in args.options:
+        captured = [sum_over_all(grad, args.options["sum_groups"]) for grad in captured]
+    by_position = dict(zip(sorted(set(sites[::2])), captured, strict=True))
+    grad_captures = (by_position.get(i) for i in range(len(args.score_captures)))
+    return (grad_query, grad_key, grad_value, *grad_captures)
+
+
 class _Attention(torch.autograd.Function):
     """Forward saves its operands and results; backward calls the backward operator."""
 
@@ -117,22 +138,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        grad_out, grad_lse, _ = grad_outputs
         args, out, lse = restore(ctx)
         score_mod, joint, mask_mod, sites = ctx.functions
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        operands = operands_of(
-            BackwardArgs, args, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse,
-            score_mod=score_mod, joint=joint, mask_mod=mask_mod, sites=sites,
-        )  # fmt: skip
-        grads = attention_backward(*hop.unwrap_dead(tuple(operands)))
-        grad_query, grad_key, grad_value, captured = grads
-        if "sum_groups" in args.options:
-            captured = [sum_over_all(grad, args.options["sum_groups"]) for grad in captured]
-        by_position = dict(zip(sorted(set(sites[::2])), captured, strict=True))
-        grad_captures = (by_position.get(i) for i in range(len(args.score_captures)))
-        return (None, None, None, grad_query, grad_key, grad_value, *grad_captures)
+        args = args._replace(score_mod=score_mod, mask_mod=mask_mod)
+        return (None, None, None, *_gradients(args, (out, lse), joint, sites, grad_outputs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -143,6 +152,39 @@ class _Attention(torch.autograd.Function):
         no: Any = None
         moved = _operands(AttentionArgs(no, no, no, no, no, (), 0.0, {}), tangents[3:])
         return (*push_attention(args, moved)[1], None)
+
+
+class _Bare(torch.autograd.Function):
+    """The same if nothing but autograd looks on: without dispatch, in PyTorch's quicker form."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, args: AttentionArgs, *inputs: Any) -> Any:
+        query, key, value, *captures = inputs
+        args = AttentionArgs(
+            query, key, value, joint.score_mod, args.mask_mod, args.blocks, args.scale,
+            args.options, tuple(captures), args.mask_captures, args.dropout_seed,
+        )  # fmt: skip
+        results = tuple(run_alone(attention, args))
+        save(ctx, (args, *results[:2]))
+        ctx.joint = joint
+        ctx.mark_non_differentiable(results[2])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        args, out, lse = restore(ctx)
+        found = _gradients(args, (out, lse), ctx.joint.joint, ctx.joint.sites, grad_outputs)
+        return (None, None, *found)
+
+
+def attend_bare(args: AttentionArgs) -> tuple[Tensor, ...]:
+    """The operator of a call that runs kernels, if nothing but autograd looks on."""
+    inputs = (*args[:3], *args.score_captures, *args.mask_captures)
+    if torch.is_grad_enabled() and any(needs_grad(inputs)):
+        check_gradients(args.mask_captures, args.options)
+        joint = trace_joint(args.score_mod, args.query, args.score_captures)
+        return _Bare.apply(joint, args, *args[:3], *joint.captures)
+    return tuple(run_alone(attention, args))
 
 
 @hop.register_autograd(attention)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from flexhop.compat import collectives, dtensors
 from flexhop.compat.hop import pytree
 from flexhop.compat.indexing import IndexMode
-from flexhop.ops.subgraphs import score_examples
+from flexhop.ops.examples import score_examples
 
 
 class _SumGradient(torch.autograd.Function):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from flexhop.compat.hop import pytree
+_TENSOR = object()  # stands where a tensor stood
 
 
 def save(ctx: Any, values: Any) -> None:
-    """Keep tensors by save_for_backward and everything else (ints, SymInts, strings) as is."""
-    flat, ctx.spec = pytree.tree_flatten(values)
-    ctx.plain = [None if isinstance(value, Tensor) else value for value in flat]
-    ctx.positions = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    tensors = [flat[i] for i in ctx.positions]
+    """Keep tensors by save_for_backward and everything else (ints, SymInts, strings) as is.
+
+    Args:
+        ctx: of the function.
+        values: nested tuples; other containers hold no tensors.
+    """
+    tensors: list[Tensor] = []
+    ctx.form = _without_tensors(values, tensors)
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
@@ -22,7 +26,26 @@ def save(ctx: Any, values: Any) -> None:
 
 def restore(ctx: Any) -> Any:
     """What `save` kept."""
-    flat = list(ctx.plain)
-    for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
-        flat[position] = tensor
-    return pytree.tree_unflatten(flat, ctx.spec)
+    return _with_tensors(ctx.form, iter(ctx.saved_tensors))
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _TENSOR
+    if isinstance(value, tuple):
+        return _like(value, [_without_tensors(item, tensors) for item in value])
+    return value
+
+
+def _with_tensors(form: Any, tensors: Iterator[Tensor]) -> Any:
+    if form is _TENSOR:
+        return next(tensors)
+    if isinstance(form, tuple):
+        return _like(form, [_with_tensors(item, tensors) for item in form])
+    return form
+
+
+def _like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the class of `value`, which may be a named one."""
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

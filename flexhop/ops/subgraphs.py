@@ -9,6 +9,7 @@ differentiated by autograd.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,42 +20,21 @@ from torch import Tensor, fx
 
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
+from flexhop.compat.kept import is_marked, keeping, mark
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.ops.args import Capture
+from flexhop.ops.examples import (
+    NUM_INDICES,
+    index_examples,
+    joint_examples,
+    key_examples,
+    score_dtype,
+    score_examples,
+)
 
 aten = torch.ops.aten
-NUM_INDICES = 4  # b, h, q_idx, kv_idx
 NUM_SCORE_INPUTS = 1 + NUM_INDICES
-SCORE_DTYPE = torch.float32
 MAX_ROW = 16  # elements of a row read at once, such as a position in space: each becomes a site
-
-
-def index_examples(device: torch.device) -> list[Tensor]:
-    """Distinct 0-d int32 tensors for b, h, q_idx, kv_idx.
-
-    Distinct, because a tracer merges equal objects: `q_idx - kv_idx` became `kv_idx - kv_idx`.
-    """
-    return [torch.zeros((), dtype=torch.int32, device=device) for _ in range(NUM_INDICES)]
-
-
-def score_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> list[Tensor]:
-    """Example inputs of a score_mod without its captures."""
-    return [torch.zeros((), dtype=dtype, device=device), *index_examples(device)]
-
-
-def key_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> list[Tensor]:
-    """Example inputs of a key_mod or value_mod without its captures: a number, b, h, kv_idx."""
-    return [torch.zeros((), dtype=dtype, device=device), *index_examples(device)[1:]]
-
-
-def joint_examples(device: torch.device, dtype: torch.dtype = SCORE_DTYPE) -> list[Tensor]:
-    """Example inputs of a joint graph without captures: score, indices, the score's gradient."""
-    return [*score_examples(device, dtype), torch.zeros((), dtype=dtype, device=device)]
-
-
-def score_dtype(query: Tensor) -> torch.dtype:
-    """Scores are fp32, and fp64 for fp64 queries."""
-    return torch.float64 if query.dtype == torch.float64 else SCORE_DTYPE
 
 
 def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
@@ -120,16 +100,41 @@ def trace_joint(
         UnsupportedFeatureError: a captured tensor that needs a gradient is used other than by
             reading single elements or short rows.
     """
+    needs = tuple(needs_grad(captures) if wanted is None else wanted)
+    forms = tuple(c if not isinstance(c, Tensor) else (c.shape, c.dtype) for c in captures)
+    key = (trace_joint, score_dtype(query), query.device, forms, needs, wanted is None)
+    parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, needs)))
+    moved = parts.before(*captures) if parts.before is not None else ()
+    hoisted = (*(captures[i] for i in parts.kept), *moved)
+    if parts.joint is None:
+        changed = needs_grad(moved) if wanted is None else [True] * len(moved)
+        with isolated_trace(query, *hoisted), IndexMode():
+            inputs = list(map(capture_like, hoisted))
+            parts.joint, parts.sites = _differentiate(
+                parts.main, query, inputs, (*[False] * len(parts.kept), *changed)
+            )
+    return Joint(parts.main, parts.joint, hoisted, parts.sites)
+
+
+@dataclasses.dataclass
+class _Parts:
+    """What calls that hand out the same mod have in common."""
+
+    main: fx.GraphModule
+    before: fx.GraphModule | None
+    kept: list[int]
+    joint: fx.GraphModule | None = None
+    sites: tuple[int, ...] = ()
+
+
+def _hoisted(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
+    needs: Sequence[bool],
+) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:  # fmt: skip
     graph = trace_score(score_mod, query, captures)
     _compose_reads(graph)
-    main, before, kept = _hoist(graph, needs_grad(captures) if wanted is None else wanted)
-    moved = before(*captures) if before is not None else ()
-    hoisted = (*(captures[i] for i in kept), *moved)
-    needs = (*[False] * len(kept), *(needs_grad(moved) if wanted is None else [True] * len(moved)))
-    with isolated_trace(query, *hoisted), IndexMode():
-        inputs = list(map(capture_like, hoisted))
-        joint, sites = _differentiate(main, query, inputs, needs)
-    return Joint(main, joint, hoisted, sites)
+    main, before, kept = _hoist(graph, needs)
+    return (mark(main) if is_marked(score_mod) else main), before, kept
 
 
 def _compose_reads(graph: fx.GraphModule) -> None:

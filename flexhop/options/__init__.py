@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from flexhop.errors import (
     OptionConflictError,
@@ -22,6 +22,7 @@ from flexhop.errors import (
     UnknownOptionError,
 )
 from flexhop.options.dialects import backends
+from flexhop.options.tiles import TILE_RULES, Rule, Tile, TileRequest, check
 
 Pass = Literal["forward", "decode", "grad_query", "grad_key_value"]
 WireValue = int | str | bool | float
@@ -29,99 +30,16 @@ WireValue = int | str | bool | float
 PASSES: tuple[Pass, ...] = ("forward", "decode", "grad_query", "grad_key_value")
 
 
-class _Rule(NamedTuple):
-    """The values that an option may have, and the same in words for the error."""
-
-    values: tuple[object, ...]
-    allowed: str
-
-
-# A tensor core instruction is 16 wide, and no kernel holds a tile beyond 1024 rows. A program has
-# at most 16 warps on any architecture; 8 stages fill shared memory at every head size.
-_BLOCK = _Rule((16, 32, 64, 128, 256, 512, 1024), "a power of two from 16 to 1024")
-_FLAG = _Rule((False, True), "True or False")
-_TILE_RULES = {
-    "block_m": _BLOCK,
-    "block_n": _BLOCK,
-    "num_warps": _Rule((1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"),
-    "num_stages": _Rule(tuple(range(1, 9)), "an integer from 1 to 8"),
-}
+_FLAG = Rule((False, True), "True or False")
 _FIELD_RULES = {
-    "short_queries": _Rule(("auto", "decode", "forward"), "'auto', 'decode' or 'forward'"),
-    "splits": _Rule((None, *range(1, 257)), "an integer from 1 to 256 or None"),
-    "float32_precision": _Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
+    "short_queries": Rule(("auto", "decode", "forward"), "'auto', 'decode' or 'forward'"),
+    "splits": Rule((None, *range(1, 257)), "an integer from 1 to 256 or None"),
+    "float32_precision": Rule(("ieee", "tf32", None), "'ieee', 'tf32' or None"),
     "prescale_qk": _FLAG,
     "rows_guaranteed_safe": _FLAG,
     "deterministic": _FLAG,
+    "eager_kernels": Rule((None, True, False), "True, False or None"),
 }
-
-
-def _check(name: str, value: object, rule: _Rule) -> None:
-    # Types are compared too: True == 1, but one warp is not a flag.
-    if not any(type(value) is type(v) and value == v for v in rule.values):
-        raise OptionValueError(name=name, value=value, allowed=rule.allowed)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """The queries and keys that one program of a kernel computes in one step.
-
-    Args:
-        block_m: queries per tile, a power of two from 16.
-        block_n: keys per tile, a power of two from 16. Both must divide the mask's blocks.
-        num_warps: groups of 32 threads that share a tile: 1, 2, 4, 8 or 16.
-        num_stages: tiles that are loaded ahead of the arithmetic, 1 to 8. Each takes shared
-            memory.
-
-    Raises:
-        OptionValueError: a value outside these ranges.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 2
-
-    def __post_init__(self) -> None:
-        for name, rule in _TILE_RULES.items():
-            _check(name, getattr(self, name), rule)
-
-    def words(self) -> str:
-        """For reports: 64 queries x 128 keys, 4 warps, 1 stage."""
-        parts = ((self.num_warps, "warp"), (self.num_stages, "stage"))
-        counts = (f"{n} {name}{'s' if n > 1 else ''}" for n, name in parts)
-        return ", ".join([f"{self.block_m} queries x {self.block_n} keys", *counts])
-
-    def fill(self, default: Tile) -> Tile:
-        """This tile. A TileRequest takes its open fields from `default`."""
-        del default
-        return self
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TileRequest:
-    """Some fields of a Tile. flexhop's table for the device fills in fields that are None.
-
-    Args and errors: see Tile.
-    """
-
-    block_m: int | None = None
-    block_n: int | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self.chosen().items():
-            _check(name, value, _TILE_RULES[name])
-
-    def chosen(self) -> dict[str, int]:
-        """The fields that are not None."""
-        values = {name: getattr(self, name) for name in _TILE_RULES}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def fill(self, default: Tile) -> Tile:
-        """The tile with this request's choices and otherwise `default`'s."""
-        return dataclasses.replace(default, **self.chosen())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +65,9 @@ class KernelOptions:
         rows_guaranteed_safe: you promise that every query sees at least one key. The kernel then
             skips the check for empty rows. A broken promise gives NaN.
         deterministic: gradients repeat bit for bit; use_deterministic_algorithms(True) implies it.
+        eager_kernels: whether a call outside of torch.compile runs kernels, each compiled at its
+            first call, instead of the definition in plain PyTorch. None follows
+            `flexhop.eager_kernels`.
 
     Raises:
         OptionValueError: a value outside its range.
@@ -165,10 +86,11 @@ class KernelOptions:
     prescale_qk: bool = False
     rows_guaranteed_safe: bool = False
     deterministic: bool = False
+    eager_kernels: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, rule in {"backend": _Rule(*backends()), **_FIELD_RULES}.items():
-            _check(name, getattr(self, name), rule)
+        for name, rule in {"backend": Rule(*backends()), **_FIELD_RULES}.items():
+            check(name, getattr(self, name), rule)
         for name in (*PASSES, "jvp_forward"):
             # One form for one meaning, so that equal options compare equal and share kernels.
             object.__setattr__(self, name, _normal_tile(name, getattr(self, name)))
@@ -239,7 +161,7 @@ def _normal_tile(name: str, tile: object) -> Tile | TileRequest | None:
     if not isinstance(tile, TileRequest):
         return tile
     chosen = tile.chosen()
-    return Tile(**chosen) if len(chosen) == len(_TILE_RULES) else tile if chosen else None
+    return Tile(**chosen) if len(chosen) == len(TILE_RULES) else tile if chosen else None
 
 
 class FlexKernelOptions(TypedDict, total=False):
@@ -294,7 +216,7 @@ _TORCH_BACKENDS: dict[str, dict[str, str]] = {
     "TRITON": {"backend": "triton", "short_queries": "forward"},
     "TRITON_DECODE": {"backend": "triton", "short_queries": "decode"},
 }
-_TORCH_BACKEND = _Rule(
+_TORCH_BACKEND = Rule(
     tuple(_TORCH_BACKENDS), "'AUTO', 'TRITON' or 'TRITON_DECODE', the backends of flexhop"
 )
 _TORCH_IGNORED = (
@@ -352,7 +274,7 @@ def _unknown(name: object) -> UnknownOptionError:
 
 def _translate_backend(options: Mapping[str, Any], fields: dict[str, Any]) -> None:
     forced = options.get(_FORCE_FORWARD, False)
-    _check(_FORCE_FORWARD, forced, _FLAG)
+    check(_FORCE_FORWARD, forced, _FLAG)
     if "BACKEND" not in options:
         if forced:
             _put(fields, "short_queries", "forward", _FORCE_FORWARD)
@@ -363,7 +285,7 @@ def _translate_backend(options: Mapping[str, Any], fields: dict[str, Any]) -> No
             second="legacy FORCE_USE_FLEX_ATTENTION",
             reason="both select the kernel; keep BACKEND",
         )
-    _check("BACKEND", options["BACKEND"], _TORCH_BACKEND)
+    check("BACKEND", options["BACKEND"], _TORCH_BACKEND)
     for field, value in _TORCH_BACKENDS[options["BACKEND"]].items():
         _put(fields, field, value, "BACKEND")
 
@@ -374,7 +296,7 @@ def _translate_flags(options: Mapping[str, Any], fields: dict[str, Any]) -> None
             value = options[name]
             if field == "float32_precision" and isinstance(value, str):
                 value = value.strip("'")  # PyTorch pastes it as source text: "'ieee'"
-            _check(name, value, _FIELD_RULES[field])
+            check(name, value, _FIELD_RULES[field])
             _put(fields, field, value, name)
 
 
@@ -390,7 +312,7 @@ def _translate_tiles(options: Mapping[str, Any], fields: dict[str, Any]) -> None
     for name, (field, passes) in _TILE_WORDS.items():
         if name not in options:
             continue
-        _check(name, options[name], _TILE_RULES[field])
+        check(name, options[name], TILE_RULES[field])
         for target in passes:
             if fields.get(target) is not None:
                 reason = f"{target} already says the whole tile"

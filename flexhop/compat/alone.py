@@ -1,0 +1,167 @@
+"""One call of an operator compiled by Inductor by itself, and called with real tensors.
+
+Dynamo decides which of the compiled codes fits the tensors, and compiles for any length after the
+second. Its decision is kept for tensors of exactly the same shapes, strides and dtypes, because
+nothing else enters it; to ask it takes longer than a short kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.compat.hop import Operator, pytree
+from flexhop.compat.lift import own_code
+from flexhop.compat.transforms import above_autograd
+from flexhop.compat.wrapped import apart
+
+__all__ = ["Alone", "is_leaf"]
+
+_MOST = 4096  # problems kept of one call; a server that sees every length forgets the oldest
+_lock = threading.RLock()
+
+
+class _Known(NamedTuple):
+    """Compiled code, and how its operands and results follow from the call's."""
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    inputs: tuple[tuple[bool, Any], ...]  # (True, position among leaves) or (False, a number)
+    results: tuple[int, ...]
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], note: Callable[..., None]
+) -> Callable[..., Any]:
+    """A graph of Dynamo's as code of Inductor's.
+
+    note(run, values, results): called with the innermost code, which takes a list of its inputs,
+    whenever it runs.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(*given: Any, **more: Any) -> Any:
+        code = compile_fx_inner(*given, **more)
+        run = getattr(code, "current_callable", None) or code
+
+        def noting(values: list[Any]) -> Any:
+            kept = list(values)
+            results = run(values)
+            note(run, kept, results)
+            return results
+
+        noting._boxed_call = True  # as AOTAutograd asks
+        return noting
+
+    return compile_fx(module, inputs, inner_compile=compile_inner)
+
+
+class Alone:
+    """A call with fixed functions and choices, of changing tensors and numbers."""
+
+    def __init__(self, operator: Operator, operands: Sequence[Any]) -> None:
+        """Prepare a call like that of `operands`, whose functions are graphs."""
+        self.function = _function_of(operator, operands)
+        self.latest: tuple[Any, Sequence[Any], Sequence[Any]] | None = None
+        self.known: dict[Hashable, _Known] = {}
+        self.compiled = self._compile()
+
+    def _compile(self) -> Callable[..., Any]:
+        return torch.compile(own_code(self.function), backend=self._backend, fullgraph=True)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The operator's results, flat."""
+        key = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        )  # fmt: skip
+        found = self.known.get(key)
+        if found is None:
+            return self._first(key, leaves)
+        # The list is emptied by generated code.
+        results = found.run([leaves[at] if is_leaf else at for is_leaf, at in found.inputs])
+        return [results[i] for i in found.results]
+
+    def _first(self, key: Hashable, leaves: Sequence[Any]) -> list[Tensor]:
+        """Ask Dynamo."""
+        with (
+            _lock, apart(), above_autograd(), torch.no_grad(),
+        ):  # fmt: skip
+            plain = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+            self.latest = None
+            results = list(self._run(plain))
+            known = _decision(plain, results, self.latest)
+            self.latest = None
+        if known is not None:
+            if len(self.known) >= _MOST:
+                del self.known[next(iter(self.known))]
+            self.known[key] = known
+        return results
+
+    def _run(self, plain: Sequence[Any]) -> Sequence[Tensor]:
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        try:
+            return self.compiled(*plain)
+        except FailOnRecompileLimitHit:  # many batch sizes, say: start to count again
+            self.compiled = self._compile()
+            return self.compiled(*plain)
+
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(module, inputs, self._note)
+
+    def _note(self, run: Any, values: Sequence[Any], results: Sequence[Any]) -> None:
+        self.latest = (run, values, results)
+
+
+def _decision(leaves: Sequence[Any], results: Sequence[Any], latest: Any) -> _Known | None:
+    """What Dynamo decided, if its code takes and gives nothing but what it was handed."""
+    if latest is None:
+        return None
+    run, values, found = latest
+    inputs: list[tuple[bool, Any]] = []
+    for value in values:
+        same = [i for i, leaf in enumerate(leaves) if leaf is value]
+        if isinstance(value, Tensor) and not same:
+            return None
+        inputs.append((True, same[0]) if isinstance(value, Tensor) else (False, value))
+    places = [[i for i, t in enumerate(found) if t is result] for result in results]
+    if not all(places):
+        return None
+    return _Known(run, tuple(inputs), tuple(place[0] for place in places))
+
+
+def _function_of(operator: Operator, operands: Sequence[Any]) -> Callable[..., Any]:
+    """(*leaves) -> flat results, as code that Dynamo can trace."""
+    graph, owner = fx.Graph(), torch.nn.Module()
+    args: list[Any] = []
+    for position, operand in enumerate(operands):
+        if position in operator.callable_positions:
+            setattr(owner, f"mod_{position}", operand)
+            args.append(graph.get_attr(f"mod_{position}"))
+        else:
+            args.append(_with_placeholders(graph, position, operand))
+    graph.output(graph.call_function(operator, operator.wire(operator.args_type(*args))))
+    module = fx.GraphModule(owner, graph)
+    return lambda *leaves: pytree.tree_leaves(module(*leaves))
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value within a tuple of operands changes from call to call."""
+    return isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _with_placeholders(graph: fx.Graph, position: int, operand: Any) -> Any:
+    """An operand with its tensors, and numbers among captures, as inputs."""
+    if isinstance(operand, Tensor):
+        return graph.placeholder(f"operand_{position}")
+    if isinstance(operand, tuple):
+        return tuple(
+            graph.placeholder(f"operand_{position}_{i}") if is_leaf(item) else item
+            for i, item in enumerate(operand)
+        )
+    return operand

@@ -1,0 +1,140 @@
+"""A call outside of torch.compile that runs kernels: its mods lifted, its choices remembered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import hop
+from flexhop.compat.lift import Lifted, lift
+from flexhop.compat.wrapped import apart, is_bare
+from flexhop.mods.keys import noop_key
+from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.autocast import wanted_dtype, without_autocast
+from flexhop.ops.cached import cached_attention, cast_cached
+from flexhop.ops.cached_call import prepare_cached
+from flexhop.ops.call import Call, is_determinism_required, prepare
+from flexhop.ops.closures import Places, describe
+from flexhop.ops.eager_kernels import OPTION
+from flexhop.ops.examples import score_dtype
+from flexhop.ops.forward import attend_bare, attention, cast_operands
+
+Results = tuple[Tensor, Tensor, Tensor]
+_MOST = 4096  # calls whose checks are remembered
+_CALL: Any = tuple(Call(None, False, None, False, None))
+_checked: dict[Hashable, tuple[float, dict[str, Any]]] = {}
+_fixed: dict[Hashable, tuple[tuple[Any, ...], Places]] = {}
+
+
+def run_with_kernels(args: AttentionArgs, call: Call) -> Results:
+    """Evaluate a call by kernels; as run_operator."""
+    device = args.query.device.type
+    if wanted_dtype(device) is not None:
+        args = cast_operands(wanted_dtype(device), args)
+        with without_autocast(device):
+            return run_with_kernels(args, call)
+    scale, options = _choices(args, call, lambda: prepare(*args[:3], args.blocks, call))
+    lifted = _lifted(attention, _meet, args.query, (args.score_mod, args.mask_mod))
+    args = AttentionArgs(
+        args.query, args.key, args.value, *lifted.graphs, args.blocks, scale, options,
+        *lifted.captures, args.dropout_seed,
+    )  # fmt: skip
+    tensors = (*args[:3], *args.score_captures, *args.mask_captures, *args.blocks)
+    return attend_bare(args) if is_bare(tensors) else attention(*args)
+
+
+def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
+    """The same for a call that reads a cache."""
+    device = args.query.device.type
+    if wanted_dtype(device) is not None:
+        args = cast_cached(wanted_dtype(device), args)
+        with without_autocast(device):
+            return run_cached_with_kernels(args, call)
+    has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)
+    scale, options = _choices(
+        args, (call, has_mods), lambda: prepare_cached(args, call, has_mods), args.pages
+    )
+    lifted = _lifted(cached_attention, _meet_cached, args.query, args[3:7])
+    return cached_attention(
+        args.query, args.key, args.value, *lifted.graphs, args.blocks, args.pages, scale, options,
+        *lifted.captures,
+    )  # fmt: skip
+
+
+def _choices(
+    args: Any, call: Any, check: Callable[[], tuple[float, Any]], more: Sequence[Tensor] = ()
+) -> tuple[float, dict[str, Any]]:
+    """Scale and options; a call like one that was checked is not checked again.
+
+    Checks look at shapes, dtypes, devices and at whether gradients are needed, and at no values.
+    """
+    tensors = (*args[:3], *args.blocks[:1], *more)
+    key = (
+        call, is_determinism_required(), torch.is_grad_enabled(),
+        *((t.shape, t.dtype, t.device, t.requires_grad, t.is_nested) for t in tensors),
+    )  # fmt: skip
+    if not _is_hashable(key):  # kernel_options is a dictionary
+        return _with_kernels(*check())
+    found = _checked.get(key)
+    if found is None:
+        if len(_checked) >= _MOST:
+            del _checked[next(iter(_checked))]
+        found = _checked[key] = _with_kernels(*check())
+    return found
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _with_kernels(scale: float, options: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    return scale, {**options, OPTION: True}
+
+
+def _meet(query: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
+    return attention(query, query, query, score_mod, mask_mod, (), _CALL, ())[0]
+
+
+def _meet_cached(
+    query: Tensor, score_mod: Any, mask_mod: Any, key_mod: Any, value_mod: Any
+) -> Tensor:
+    mods = (score_mod, mask_mod, key_mod, value_mod)
+    return cached_attention(query, query, query, *mods, (), (), (_CALL, (True, True)))[0]
+
+
+def _lifted(operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any]) -> Lifted:
+    """Mods as graphs, and what they captured.
+
+    Dynamo is asked again only about mods that read more than names (ops/closures.py).
+    """
+    device, dtype = query.device, score_dtype(query)
+    described = describe(mods)
+    if described is None:
+        return lift(operator, meet, _stand_in(device, dtype), mods)
+    key = (operator, device, dtype, described.key)
+    known = _fixed.get(key)
+    if known is None:
+        lifted = lift(operator, meet, _stand_in(device, dtype), mods)
+        places = described.places(lifted.captures)
+        if places is not None:
+            if len(_fixed) >= _MOST:
+                del _fixed[next(iter(_fixed))]
+            _fixed[key] = lifted.graphs, places
+        return lifted
+    graphs, places = known
+    return Lifted(graphs, described.at(places))
+
+
+@functools.cache
+def _stand_in(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A query of this device and of scores of this dtype."""
+    with apart(), torch.inference_mode(False):
+        return torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)
