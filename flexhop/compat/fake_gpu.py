@@ -37,7 +37,7 @@ from triton.backends.compiler import GPUTarget
 
 from flexhop.compat import fake_methods, shared
 
-__all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu"]
+__all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu", "zeros_for"]
 
 GraphModule = torch.fx.GraphModule
 CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], Callable[..., Any]]
@@ -291,6 +291,20 @@ def on_cpu(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], l
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
+
+
+def zeros_for(graph: GraphModule, *values: Any) -> list[Any]:
+    """Zeros in place of what a graph computes from `values`: only the sizes are worked out."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(values))
+    with mode:
+        found = torch.fx.Interpreter(graph).run(*fakes)
+    return pytree.tree_map_only(FakeTensor, _zeros_like, list(found))
+
+
+def _zeros_like(fake: FakeTensor) -> torch.Tensor:
+    """A tensor of the same sizes and strides."""
+    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype).zero_()
 
 
 def gpu_code(

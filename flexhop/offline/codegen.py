@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from flexhop.compat import fake_gpu
 from flexhop.offline.kernel import Kernel, kernels_of
 
-__all__ = ["Generated", "Graph", "generate", "trace"]
+__all__ = ["Generated", "Graph", "generate", "generate_code", "trace"]
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -24,7 +25,7 @@ class Generated:
     Args:
         forward: the wrapper with the forward kernels, as Python source.
         backward: likewise for the backward pass; None when it was not asked for.
-        result: what the function returned, computed on the CPU.
+        result: what the function returned, computed on the CPU; zeros from `generate_code`.
     """
 
     forward: str
@@ -107,21 +108,58 @@ def generate(
     Returns:
         The generated code and the CPU's result.
     """
-    graphs: list[Graph] = []
+    how = _Generation(capability, grad, options, dynamic)
+    return how.run(function, args, lambda module: torch.fx.Interpreter(module).run)
 
-    def run_on_cpu(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
-        graphs.append(graph)
-        interpreter = torch.fx.Interpreter(graph.module)
-        return lambda values: interpreter.run(*values)
 
-    compiled = trace(function, run_on_cpu, capability, options=options, dynamic=dynamic)
-    result = compiled(*args)
-    if grad:
-        differentiate(result, grad)
-    codes = [canonical(graph.code) for graph in graphs]
-    if not codes:
-        raise ValueError("The function has no tensor operation: nothing was generated.")
-    return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
+def generate_code(
+    function: Callable[..., Any],
+    *args: Any,
+    capability: tuple[int, int] = (9, 0),
+    grad: bool | Loss = False,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Generated:
+    """As `generate`, without computing anything: the result and gradients are zeros.
+
+    Attention of thousands of keys takes a CPU longer than all its kernels take to compile.
+    """
+    how = _Generation(capability, grad, options, dynamic)
+    return how.run(function, args, lambda module: partial(fake_gpu.zeros_for, module))
+
+
+class _Generation(NamedTuple):
+    """How to generate code; fields as the arguments of `generate`."""
+
+    capability: tuple[int, int]
+    grad: bool | Loss
+    options: dict[str, Any] | None
+    dynamic: bool | None
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        load: Callable[[torch.fx.GraphModule], Callable[..., Sequence[Any]]],
+    ) -> Generated:
+        """The code of a function, whose graphs `load` makes functions of on the CPU."""
+        graphs: list[Graph] = []
+
+        def runner(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+            graphs.append(graph)
+            run = load(graph.module)
+            return lambda values: run(*values)
+
+        compiled = trace(
+            function, runner, self.capability, options=self.options, dynamic=self.dynamic
+        )
+        result = compiled(*args)
+        if self.grad:
+            differentiate(result, self.grad)
+        codes = [canonical(graph.code) for graph in graphs]
+        if not codes:
+            raise ValueError("The function has no tensor operation: nothing was generated.")
+        return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
 
 
 def trace(

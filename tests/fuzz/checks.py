@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel
 from tests.case_inputs import make_call, make_inputs, make_loss
 from tests.fuzz.draw import Problem
@@ -37,7 +37,7 @@ def compile_offline(problem: Problem, architectures: tuple[int, ...] = (90,)) ->
     case, count = problem.case, 0
     for architecture in architectures:
         inputs = make_inputs(case)
-        generated = generate(
+        generated = generate_code(
             make_call(case, inputs), inputs.query, inputs.key, inputs.value,
             grad=make_loss(case, inputs), dynamic=problem.dynamic,
             capability=(architecture // 10, architecture % 10),

@@ -14,7 +14,7 @@ from flexhop.errors import ModLoweringError
 from flexhop.lowering.hopper import gradients as backward_hopper
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
-from flexhop.offline import Generated, generate
+from flexhop.offline import Generated, generate_code
 
 
 def _generate(backend: Literal["triton", "hopper"]) -> Generated:
@@ -23,7 +23,7 @@ def _generate(backend: Literal["triton", "hopper"]) -> Generated:
     ]
     mask = flexhop.create_block_mask(causal, None, None, 256, 256, "cpu")
     options = flexhop.KernelOptions(backend=backend)
-    return generate(
+    return generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=True,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def test_backward_kernel_is_predicted(case: str, monkeypatch: pytest.MonkeyPatch
             return out
         return out.transpose(1, 2).flatten(2) @ weight
 
-    generate(attend, query, key, value, grad=True)
+    generate_code(attend, query, key, value, grad=True)
     assert len(started) == 1
     forward, backward = finished
     assert forward not in started
@@ -171,7 +171,7 @@ def test_packed_and_varying_lengths_are_predicted(
     for tensor in operands:
         if is_dynamic:
             torch._dynamo.mark_dynamic(tensor, 2)
-    generate(call, *operands, grad=True)
+    generate_code(call, *operands, grad=True)
     assert len(started) == 1
     assert finished[-1] == started[0]
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_predicted_is_not_begun(monkeypatch: pytest.MonkeyPatch) 
     if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
-    generate(_learned, *_operands(), grad=True)
+    generate_code(_learned, *_operands(), grad=True)
     assert started == []
     assert finished
 
@@ -205,7 +205,7 @@ def test_gradient_without_kernel_is_left_to_the_backward_graph(
 
     started, finished = _watch(monkeypatch)
     monkeypatch.setattr(backward_hopper, "lower_joint", refuse)
-    generate(_dense, *_operands(), grad=True)
+    generate_code(_dense, *_operands(), grad=True)
     assert started == []
     assert len(finished) == 2
 

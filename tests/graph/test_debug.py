@@ -8,7 +8,7 @@ import torch
 import flexhop
 from flexhop import debug
 from flexhop.masks import causal
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_every_stage_is_printed(capsys: pytest.CaptureFixture[str]):
     def attend(query, key, value):
         return flexhop.flex_attention(query, key, value, score_mod=alibi, block_mask=mask)
 
-    generate(attend, *operands, grad=True)
+    generate_code(attend, *operands, grad=True)
     captured = capsys.readouterr()
     titles = [line for line in captured.err.splitlines() if line.startswith("--- flexhop ")]
     for title in ("graph: score", "graph: mask", "graph: joint"):

@@ -16,7 +16,7 @@ import torch
 import flexhop
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
-from flexhop.offline import Generated, generate
+from flexhop.offline import Generated, generate_code
 
 HERE = Path(__file__).parent
 # A device function that only this kernel has.
@@ -42,7 +42,7 @@ def _generated(backend: Literal["triton", "hopper"]) -> Generated:
     ]
     mask = flexhop.create_block_mask(causal, None, None, 256, 256, "cpu")
     options = flexhop.KernelOptions(backend=backend)
-    return generate(
+    return generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=True,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def _decoded() -> Generated:
         mask.mask_mod = lambda b, h, q_idx, kv_idx: q_idx + position >= kv_idx
         return flexhop.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
 
-    return generate(step, query, key, value)
+    return generate_code(step, query, key, value)
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _cached() -> Generated:
             query, key, value, enable_gqa=True, page_table=table, k_mod=mod, v_mod=mod
         )
 
-    return generate(step, query, key, value)
+    return generate_code(step, query, key, value)
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _pushed() -> Generated:
     def attend(*x: torch.Tensor) -> torch.Tensor:
         return flexhop.flex_attention(*x[:3], lambda s, b, h, q, k: s * x[3][h], mask)
 
-    return generate(lambda *x: torch.func.jvp(attend, x, x), *inputs)
+    return generate_code(lambda *x: torch.func.jvp(attend, x, x), *inputs)
 
 
 @pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS, *CACHED_MARKS, *TANGENT_MARKS])

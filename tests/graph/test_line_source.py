@@ -10,7 +10,7 @@ import torch
 
 import flexhop
 from flexhop.lowering.hopper import versions
-from flexhop.offline import Kernel, generate
+from flexhop.offline import Kernel, generate_code
 
 pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 SLOPES = torch.tensor([0.5, 0.25])
@@ -20,7 +20,7 @@ def kernel_of(make: Callable[[Any], Any]) -> Kernel:
     """The kernel of a call whose length varies, which the mod captures."""
     inputs = [torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16) for _ in range(3)]
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, make(q.size(2)), kernel_options=options),
         *inputs, dynamic=True,
     )  # fmt: skip

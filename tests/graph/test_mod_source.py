@@ -8,7 +8,7 @@
 
 from expecttest import TestCase
 
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from tests.case_inputs import make_call, make_inputs, make_loss
 from tests.cases import BY_NAME
 
@@ -17,7 +17,9 @@ def _generated(name: str, grad: bool):
     case = BY_NAME[name]
     inputs = make_inputs(case)
     loss = make_loss(case, inputs) if grad else False
-    return generate(make_call(case, inputs), inputs.query, inputs.key, inputs.value, grad=loss)
+    return generate_code(
+        make_call(case, inputs), inputs.query, inputs.key, inputs.value, grad=loss
+    )
 
 
 def forward_text(name: str, function: str = "score_mod") -> str:

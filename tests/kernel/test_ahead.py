@@ -16,7 +16,7 @@ import flexhop
 from flexhop.compat import ahead, launcher
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
-from flexhop.offline import Kernel, generate
+from flexhop.offline import Kernel, generate_code
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def _generate(mask: flexhop.BlockMask | None = None, *, is_deterministic: bool =
         torch.randn(1, 1, 128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
     options = flexhop.KernelOptions(backend="hopper", deterministic=is_deterministic)
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import flexhop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.mods import dequantize
-from flexhop.offline import Kernel, generate
+from flexhop.offline import Kernel, generate_code
 from flexhop.offline.cubin import compile_kernel
 
 BF16, INT8, E4M3 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -27,7 +27,7 @@ def cached_kernel(
     key, value = (torch.zeros(shape, dtype=stored) for _ in range(2))
     scale = torch.ones(4, 8, 8192)
     mod = None if stored == BF16 else dequantize(scale)
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, enable_gqa=True, page_table=table, k_mod=mod, v_mod=mod
         ),

@@ -22,7 +22,7 @@ from flexhop.lowering.hopper import versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
-from flexhop.offline import Kernel, generate
+from flexhop.offline import Kernel, generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 from flexhop.options import Tile
 from tests.problems import launched_kernels, problem
@@ -69,7 +69,7 @@ def build(
     ]
     mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
     options = flexhop.KernelOptions(backend="triton")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=True, capability=capability,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def build_hopper(dims: tuple[int, int], length: int, is_causal: bool) -> Hopper:
     if is_causal:
         mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def build_packed_hopper(tokens: int, width: int = 128, *, grad: bool = False) ->
     ]
     offsets = torch.tensor([0, 700, tokens], dtype=torch.int32)
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v, cut: flexhop.varlen_attention(
             q, k, v, cut, is_causal=True, kernel_options=options
         ),
@@ -148,7 +148,7 @@ def build_document_hopper(width: int, length: int) -> tuple[Cubin, Cubin, list[s
         lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, length, length, "cpu"
     )
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs,
     )  # fmt: skip
@@ -246,7 +246,7 @@ def build_decode(
         architecture, width, value_head_dim=value_width, dtype=dtype, query_len=queries,
         key_len=4096, kv_heads=2,
     )  # fmt: skip
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, lambda s, b, h, q, k: s + h * (k - q), mask, enable_gqa=True
         ),
@@ -294,7 +294,7 @@ def test_decode_does_not_spill_and_fits(pool, architecture):
 def test_slices_of_a_cache_with_symbolic_strides_are_read_in_16_bytes():
     query = torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16)
     cache = torch.zeros(2, 2, 512, 128, dtype=torch.bfloat16)[:, :, :500]
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, enable_gqa=True),
         query, cache, cache.clone(), dynamic=True,
     )  # fmt: skip
@@ -392,7 +392,7 @@ def build_scored_hopper(name: str) -> Cubin:
     """The forward kernel with a score_mod, causal."""
     inputs = [torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16) for _ in range(3)]
     mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, SCORE_MODS[name], block_mask=mask,
             kernel_options=flexhop.KernelOptions(backend="hopper"),
@@ -439,7 +439,7 @@ def build_hopper_backward(
     if is_causal:
         mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
     options = flexhop.KernelOptions(backend="hopper", deterministic=is_deterministic)
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
         ),

@@ -12,7 +12,7 @@ import torch
 import flexhop
 from flexhop.lowering.hopper import versions
 from flexhop.masks import sliding_window
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 
 pytestmark = [
@@ -29,7 +29,7 @@ def build(length: int, width: int, *, grad: bool) -> Cubin:
     ]
     mask = flexhop.create_block_mask(sliding_window(256), None, None, length, length, "cpu")
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
         *inputs, grad=grad,
     )  # fmt: skip

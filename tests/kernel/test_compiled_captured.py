@@ -19,7 +19,7 @@ from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, local_accesses, product_notes
 from tests.problems import problem
 
@@ -61,7 +61,7 @@ def build(width: int, reads: str) -> Found:
     score_mod = MODS[reads](torch.zeros(HEADS, 2 * LENGTH, requires_grad=True))
     mask = flexhop.create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, score_mod, mask, enable_gqa=True, kernel_options=options
         ),
@@ -94,7 +94,7 @@ def build_packed(width: int) -> tuple[PackedSteps, PackedSteps]:
     ]
     slopes, cut = torch.zeros(HEADS, requires_grad=True), torch.tensor([0, 300, 4 * LENGTH])
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.varlen_attention(
             q, k, v, cut, score_mod=lambda s, b, h, m, n: s + slopes[h] * (n - m), is_causal=True,
             kernel_options=options,

@@ -9,7 +9,7 @@ import torch
 
 import flexhop
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.offline import Kernel, generate
+from flexhop.offline import Kernel, generate_code
 from flexhop.offline.cubin import compile_kernel
 
 MARKS = ("attend_blocks", "attend_share", "grad_query_blocks", "grad_key_value_blocks")
@@ -22,7 +22,7 @@ def templates(architecture: int, width: int, dropout_p: float, **keywords) -> di
     inputs = [torch.zeros(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
     table = torch.zeros(2, 2048, requires_grad=True)
     score_mod = keywords.pop("make_mod", lambda table: None)
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v, table, seed: flexhop.flex_attention(
             q, k, v, score_mod(table), dropout_p=dropout_p, dropout_seed=seed,
             kernel_options=flexhop.KernelOptions(backend="triton"),

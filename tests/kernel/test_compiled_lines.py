@@ -11,7 +11,7 @@ import torch
 import flexhop
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
 
 pytestmark = [
@@ -35,7 +35,7 @@ def build(score_mod: Any, width: int) -> Cubin:
     inputs = [torch.zeros(1, 2, 512, width, dtype=torch.bfloat16) for _ in range(3)]
     mask = flexhop.create_block_mask(causal, None, None, 512, 512, "cpu")
     options = flexhop.KernelOptions(backend="hopper")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, mask, kernel_options=options),
         *inputs,
     )

@@ -8,7 +8,7 @@ import torch
 import flexhop
 from flexhop.masks import causal
 from flexhop.mods import dequantize
-from flexhop.offline import Generated, generate
+from flexhop.offline import Generated, generate_code
 from flexhop.offline.cubin import compile_kernel
 
 BF16 = torch.bfloat16
@@ -39,13 +39,13 @@ def hopper_call(query, key, value, *captured):
 
 @pytest.mark.parametrize("learned", ["q", "k", "v", "qv"])
 def test_some_gradients_of_the_hopper_kernel_are_not_asked_for(learned):
-    generated = generate(hopper_call, *operands(1, 2, 256, 64, learned=learned), grad=True)
+    generated = generate_code(hopper_call, *operands(1, 2, 256, 64, learned=learned), grad=True)
     generated.kernel_with("differentiate")
 
 
 def test_no_gradient_but_of_a_captured_tensor_is_asked_for():
     table = torch.zeros(2, 256, requires_grad=True)
-    generated = generate(hopper_call, *operands(1, 2, 256, 64), table, grad=True)
+    generated = generate_code(hopper_call, *operands(1, 2, 256, 64), table, grad=True)
     generated.kernel_with("differentiate")
 
 
@@ -57,7 +57,7 @@ def test_lse_alone_is_asked_of_the_hopper_kernel():
         )  # fmt: skip
         return aux.lse
 
-    generate(lse_of, *operands(1, 2, 256, 64)).kernel_with("consume")
+    generate_code(lse_of, *operands(1, 2, 256, 64)).kernel_with("consume")
 
 
 def test_a_score_without_dimensions_in_a_branch():
@@ -71,7 +71,7 @@ def test_a_score_without_dimensions_in_a_branch():
         options = flexhop.KernelOptions(backend="triton")
         return flexhop.flex_attention(query, key, value, score_mod, kernel_options=options)
 
-    generated = generate(call, *operands(1, 2, 70, 32, learned="qkv"), table, grad=True)
+    generated = generate_code(call, *operands(1, 2, 70, 32, learned="qkv"), table, grad=True)
     assert compiled(generated) == 3
 
 
@@ -82,7 +82,7 @@ def test_a_score_of_keys_alone_with_dropout():
             dropout_seed=torch.zeros(2, dtype=torch.int64),
         )  # fmt: skip
 
-    assert compiled(generate(call, *operands(1, 2, 70, 32))) == 1
+    assert compiled(generate_code(call, *operands(1, 2, 70, 32))) == 1
 
 
 def test_a_captured_size_that_is_known_by_now():
@@ -96,7 +96,7 @@ def test_a_captured_size_that_is_known_by_now():
 
         return flexhop.flex_attention(query, key, value, score_mod)
 
-    assert compiled(generate(call, *operands(3, 2, 70, 32), dynamic=True)) == 1
+    assert compiled(generate_code(call, *operands(3, 2, 70, 32), dynamic=True)) == 1
 
 
 def test_a_page_table_of_which_a_size_is_known_by_now():
@@ -119,7 +119,7 @@ def test_a_page_table_of_which_a_size_is_known_by_now():
             enable_gqa=True,
         )
 
-    generated = generate(call, query, key, torch.zeros(48, 4, 8, 24), dynamic=True)
+    generated = generate_code(call, query, key, torch.zeros(48, 4, 8, 24), dynamic=True)
     compile_kernel(generated.kernel_with("key_mod"), 90)
 
 
@@ -127,7 +127,7 @@ def test_a_page_table_of_which_a_size_is_known_by_now():
 def test_numbers_of_eight_bits_without_a_mod(queries):
     query = torch.zeros(2, 8, queries, 64, dtype=BF16)
     key = torch.zeros(2, 8, 500, 64, dtype=torch.float8_e4m3fn)
-    generated = generate(
+    generated = generate_code(
         flexhop.flex_attention, query, key, torch.zeros(2, 8, 500, 64, dtype=BF16)
     )
     assert compiled(generated) >= 1
@@ -144,7 +144,7 @@ def test_fewer_keys_than_a_tile_of_the_hopper_kernel():
 
         return flexhop.flex_attention(query, key, value, score_mod, kernel_options=options)
 
-    assert compiled(generate(call, query, key, value)) == 1
+    assert compiled(generate_code(call, query, key, value)) == 1
 
 
 def test_a_page_table_whose_pages_have_a_size_that_depends_on_another():
@@ -156,5 +156,5 @@ def test_a_page_table_whose_pages_have_a_size_that_depends_on_another():
     def call(query, key, value):
         return flexhop.flex_attention(query, key, value, page_table=table, k_mod=mod, v_mod=mod)
 
-    generated = generate(call, torch.zeros(2, 6, 1, 72), cache, cache.clone(), dynamic=True)
+    generated = generate_code(call, torch.zeros(2, 6, 1, 72), cache, cache.clone(), dynamic=True)
     generated.kernel_with("attend_share")

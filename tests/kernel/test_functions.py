@@ -11,7 +11,7 @@ import torch
 
 import flexhop
 from flexhop.compat.functions import FUNCTIONS
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.interpret import run_kernel
 from flexhop.offline.packed_assembly import run_packed
 from tests.unit.offline.kernels import POINTERS, kernel
@@ -134,7 +134,7 @@ def mod_source(name: str, dtype: torch.dtype) -> str:
     """Text of the forward kernel with a score_mod."""
     inputs = [torch.zeros(1, 2, 128, 64, dtype=dtype) for _ in range(3)]
     asked = flexhop.KernelOptions(backend="triton")
-    generated = generate(
+    generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, MODS[name], kernel_options=asked), *inputs
     )
     (text,) = (found.source for found in generated.templates)

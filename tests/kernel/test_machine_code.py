@@ -20,7 +20,7 @@ from flexhop.compat import ahead, machine_code
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.hopper import versions
-from flexhop.offline import Generated, Kernel, generate
+from flexhop.offline import Generated, Kernel, generate_code
 from flexhop.options import KernelOptions
 from tests.problems import problem
 
@@ -47,7 +47,7 @@ def made(score_mod: Callable[..., Any], backend: str) -> Generated:
         torch.zeros(2, 16, 1024, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
     options = KernelOptions(backend=backend)
-    return generate(
+    return generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, kernel_options=options),
         *inputs, grad=True,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 import flexhop
 from flexhop import AuxRequest, KernelOptions
 from flexhop.masks import causal
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Memory, interpret
 
@@ -105,7 +105,7 @@ def cubin(architecture: int, width: int, dtype: torch.dtype) -> Any:
     def attend(*x: Tensor) -> Tensor:
         return flexhop.flex_attention(*x, block_mask=mask, kernel_options=OPTIONS)
 
-    generated = generate(
+    generated = generate_code(
         lambda *x: torch.func.jvp(attend, x, x), *inputs,
         capability=(architecture // 10, architecture % 10),
     )  # fmt: skip
