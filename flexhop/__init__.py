@@ -20,7 +20,7 @@ from flexhop.sdpa import scaled_dot_product_attention
 from flexhop.sequences.nested_mask import create_nested_block_mask
 from flexhop.varlen import varlen_attention
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AuxOutput",
     "AuxRequest",
