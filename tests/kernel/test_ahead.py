@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -66,18 +67,33 @@ def _compile(name: str, source: str, cache: str) -> str:
     return " ".join(found)
 
 
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[ProcessPoolExecutor]]:
+    """Two processes: the second has nothing of what the first knows but its files."""
+    with (
+        ProcessPoolExecutor(1, get_context("spawn")) as first,
+        ProcessPoolExecutor(1, get_context("spawn")) as second,
+    ):
+        yield [first, second]
+
+
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_workers_find_the_kernel(
-    has_mask: bool, is_deterministic: bool, begun: list[tuple[str, str]], tmp_path: Path
+    has_mask: bool,
+    is_deterministic: bool,
+    begun: list[tuple[str, str]],
+    workers: list[ProcessPoolExecutor],
+    tmp_path: Path,
 ) -> None:
     mask = flexhop.create_block_mask(causal, None, None, 128, 128, "cpu") if has_mask else None
     kernel = _generate(mask, is_deterministic=is_deterministic)
     (early,) = begun
-    found = []
-    for text in (early, (kernel.name, kernel.source)):
-        with ProcessPoolExecutor(1, get_context("spawn")) as worker:
-            found.append(worker.submit(_compile, *text, str(tmp_path)).result())
+    texts = [early, (kernel.name, kernel.source)]
+    found = [
+        worker.submit(_compile, *text, str(tmp_path)).result()
+        for worker, text in zip(workers, texts, strict=True)
+    ]
     assert found == ["miss", "hit"]
 
 
