@@ -7,7 +7,7 @@ from benchmarks.cases import Case, Mod
 CHUNK_ELEMENTS = 1 << 24  # mask elements evaluated at once; bounds the memory of counting
 
 
-def masked_in(mask_mod: Mod, length: int, device: torch.device | str) -> int:
+def count_visible(mask_mod: Mod, length: int, device: torch.device | str) -> int:
     """Unmasked elements of one [length, length] mask, counted exactly in chunks of rows."""
     kv_idx = torch.arange(length, device=device)[None, :]
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -21,7 +21,7 @@ def masked_in(mask_mod: Mod, length: int, device: torch.device | str) -> int:
 
 def unmasked_area(case: Case, mask_mod: Mod | None, device: torch.device | str) -> int:
     """Unmasked elements over all batches and query heads (the masks here are equal for all)."""
-    per_head = case.length**2 if mask_mod is None else masked_in(mask_mod, case.length, device)
+    per_head = case.length**2 if mask_mod is None else count_visible(mask_mod, case.length, device)
     return case.batch * case.q_heads * per_head
 
 

@@ -78,7 +78,7 @@ class HopperBackwardConstants(SharedConstants):
     IS_DETERMINISTIC: bool
     HAS_ADDERS: bool
     HAS_SCORE_GRAD: bool
-    SETS_ASIDE: bool
+    STASH_SCORES: bool
 
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
@@ -146,7 +146,7 @@ def table_tile(problem: Problem) -> HopperGradTile:
     return HopperGradTile(block_m=64, num_slots=2)
 
 
-def _sets_aside(problem: Problem, tile: HopperGradTile) -> bool:
+def _stashes_scores(problem: Problem, tile: HopperGradTile) -> bool:
     """Whether scores wait in shared memory until gradients are computed from them.
 
     A thread of 128 columns has no registers for them. They lie where a consumer stages its part of
@@ -216,7 +216,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         IS_DETERMINISTIC=problem.is_deterministic,
         HAS_ADDERS=_has_adders(problem, tile),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
-        SETS_ASIDE=_sets_aside(problem, tile),
+        STASH_SCORES=_stashes_scores(problem, tile),
     )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
     Consumers that share keys add one stripe after the other, for which they wait longer then; and
     those that lack registers have none to wait where others have some.
     """
-    has_registers = not problem.has_captured_grads and not _sets_aside(problem, tile)
+    has_registers = not problem.has_captured_grads and not _stashes_scores(problem, tile)
     return problem.is_deterministic or (has_registers and not tile.shares_keys)
 
 

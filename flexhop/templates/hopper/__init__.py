@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from flexhop.templates.hopper.records import *
 from flexhop.templates.hopper.runtime import (
-    add_async, load_async, set_aside, store_async, take_back,
+    add_async, load_async, stash, store_async, unstash,
 )
 """
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "load_async", "set_aside", "store_async", "take_back"]
+__all__ = ["add_async", "load_async", "stash", "store_async", "unstash"]
 
 # Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -48,12 +48,12 @@ def _as_scores(memory: Any, _semantic: Any = None) -> Any:
 
 
 @gluon.jit
-def set_aside(memory, x):
+def stash(memory, x):
     """Keep scores [64, 64] in shared memory [1, 1, 64, 64], where each thread finds its own."""
     _as_scores(memory).store(x)
 
 
 @gluon.jit
-def take_back(memory, layout: gl.constexpr):
-    """What was set aside, as new values: what was computed of them before is computed again."""
+def unstash(memory, layout: gl.constexpr):
+    """Stashed scores, as new values: what was computed from the old ones is computed again."""
     return _as_scores(memory).load(layout)

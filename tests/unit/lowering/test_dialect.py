@@ -378,7 +378,7 @@ def test_scores_are_set_aside_where_their_gradient_is_cheap(facts, expected):
         **LARGE | {"head_dim": 128, "value_head_dim": 128, "has_score_mod": True} | facts
     )
     constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
-    assert constants.SETS_ASIDE == expected
+    assert constants.STASH_SCORES == expected
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_learned_factors_have_the_backward_kernel(reads, shares_keys):
     assert choose_backward(call, AUTO) == ("hopper", "")
     tile = hopper_grad.table_tile(call)
     assert tile.shares_keys == shares_keys
-    assert hopper_grad.constants(call, tile).SETS_ASIDE != shares_keys
+    assert hopper_grad.constants(call, tile).STASH_SCORES != shares_keys
 
 
 def test_the_work_of_the_backward_kernel_is_five_products():

@@ -40,7 +40,7 @@ HOLES = {
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
     "tl", "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
-    "set_aside", "take_back",
+    "stash", "unstash",
     "store_async", "warpgroup_mma", "warpgroup_mma_wait", *records.__all__,
 }  # fmt: skip
 
