@@ -165,7 +165,7 @@ def _guarded(operator: Operator, result: Interval, found: list[Interval]) -> tup
     return select(ok, low, like(low, first)), select(ok, high, like(high, last))
 
 
-# What is known to occur in each box, beside what may.
+# The values known to occur in each box; others are only possible.
 
 
 def _attained(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -> Interval:

@@ -180,7 +180,7 @@ def _chosen(dtype: torch.dtype, condition: Number, choices: tuple[Number, Number
 
 
 def _beside(value: Number, dtype: torch.dtype, *conditions: Number) -> Number:
-    """A plain number beside tensors, in the dtype that ends have."""
+    """A plain number in the dtype of the ends, to be combined with tensors."""
     tensors = [c for c in conditions if isinstance(c, Tensor)]
     if isinstance(value, Tensor) or not tensors:
         return value

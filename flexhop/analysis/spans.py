@@ -1,4 +1,4 @@
-"""Masks of which each query sees one stretch of keys: where it begins and ends.
+"""Masks whose queries see one stretch of keys each: where it begins and ends.
 
 A comparison of integers says F(b, h, q) - G(b, h, k) >= 0. If G never falls, or never rises, along
 the keys, the keys that satisfy it are a stretch up to an end. Stretches meet in stretches, and two

@@ -58,7 +58,7 @@ class Tables:
         """The entries that `table[indices]` may be.
 
         Args:
-            table: of as many dimensions as there are indices.
+            table: it has one dimension for each index.
             indices: an Interval, or a number, for each dimension.
             positions: the Intervals of q and k.
 

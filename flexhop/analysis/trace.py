@@ -1,4 +1,4 @@
-"""The graph of a mod by calling it once, on tensors that stand for its arguments.
+"""The graph of a mod, from one call on placeholders for its arguments.
 
 Nothing is compiled and no number is looked at: a call takes as long as its operators take to be
 named. What cannot be traced this way raises `Untraceable`, and is evaluated score by score.
@@ -26,7 +26,7 @@ from flexhop.compat.stand_in import (
 
 aten = torch.ops.aten
 _CONSTANTS = (aten.full, aten.zeros, aten.ones)
-_REMEMBERED = 4096  # results of operators, of which shape and dtype are known
+_REMEMBERED = 4096  # results of operators whose shape and dtype are known
 _known: dict[Any, tuple[torch.dtype, tuple[int, ...]]] = {}
 
 
@@ -69,7 +69,7 @@ def _stand(node: fx.Node, device: torch.device) -> _Value:
 
 
 def _node_of(builder: Builder, device: torch.device, value: Any) -> Any:
-    """What stands for an argument in the graph."""
+    """The placeholder of an argument in the graph."""
     if isinstance(value, _Value):
         return value.node
     if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
 """Which blocks a mask keeps some of, and all of, by what its operators say about whole blocks.
 
-1. Masks of which each query sees one stretch of keys: from where stretches begin and end.
+1. If each query sees one stretch of keys: from the first and last key of each stretch.
 2. Intervals over blocks: all, none, some and not all, or unknown. Large grids of blocks are looked
    at in coarse blocks first.
 3. Of unknown blocks: a few scores, intervals of smaller parts, more scores, and then every score.

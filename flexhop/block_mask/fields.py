@@ -143,7 +143,7 @@ def dense_blocks(mask: MaskFields) -> tuple[Tensor, Tensor]:
 
 
 def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(queries, keys) of a block; an int stands for a square.
+    """(queries, keys) of a block; an int means a square.
 
     Raises:
         BlockSizeError: not one or two positive ints.

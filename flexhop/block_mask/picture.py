@@ -125,7 +125,7 @@ class MaskPictures(MaskFields):
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%)"
 
     def _step(self, dimension: int, limit: int) -> int:
-        """Blocks that one cell stands for, along queries (0) or keys (1)."""
+        """Blocks in one cell, along queries (0) or keys (1)."""
         blocks = block_count(self.seq_lengths[dimension], self.BLOCK_SIZE[dimension])
         return 1 if limit < 0 else max(1, block_count(blocks, max(1, limit)))
 

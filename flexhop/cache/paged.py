@@ -1,4 +1,4 @@
-"""A KV cache in pages: which physical page holds which logical block of which sequence.
+"""A KV cache in pages: the physical page of each logical block of each sequence.
 
 The cache is one pair of tensors [1, Hkv, n_pages * page_size, D] for all sequences. A sequence
 owns pages in any order; `flex_attention` reads them through a page table (`table`), or, as in

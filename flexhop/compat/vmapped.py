@@ -20,7 +20,7 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     first, with its dimension.
 
     Args:
-        tensor: of at least as many dimensions as there are indices.
+        tensor: it has at least one dimension for each index.
         indices: one for each leading dimension; 0-d where some are of a batch and some not.
     """
     # Dynamo knows neither of the two functions; it meets no batch within a batch here.

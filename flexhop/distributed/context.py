@@ -30,7 +30,7 @@ from flexhop.sequences.row_tables import RowTables, local_mask_mod, range_mask
 
 
 class _Rank:
-    """What stands in the slot: one rank's side of an entered context."""
+    """One rank's side of an entered context; the slot holds it."""
 
     def __init__(
         self, tokens: int, groups: tuple[str, str], *, sums: bool, default: View | None
@@ -166,7 +166,7 @@ class context_parallel:
         Args:
             tensors: with `plan.length` entries in dimension dim, equal on all ranks.
             dim: of the sequence.
-            fill: what stands in the places of padding, such as -100 for labels to be ignored.
+            fill: the value of padding, such as -100 for labels to be ignored.
 
         Returns:
             A tensor, or a tuple of as many as were given.

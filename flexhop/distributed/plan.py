@@ -96,7 +96,7 @@ class Plan:
         Args:
             tensor: with `length` tokens in dimension dim.
             rank: of the mesh.
-            fill: what stands in the places of padding.
+            fill: the value of padding.
 
         Raises:
             PlanError: another number of tokens.
@@ -119,7 +119,7 @@ class Plan:
         return torch.cat(parts, dim).index_select(dim, order)
 
     def order(self) -> Tensor:
-        """Where each token of the sequence stands in the parts of all ranks, [length] int64."""
+        """The position of each token of the sequence in the parts of all ranks, [length] int64."""
         places = torch.cat([self.group_positions(group) for group in range(self.groups)])
         return places.argsort()[: self.length]
 

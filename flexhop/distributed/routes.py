@@ -134,7 +134,7 @@ def _remote_route(plan: Plan, rank: int, flow: list[list[Tensor]], bucket: int) 
 def _route(
     plan: Plan, rank: int, columns: Tensor, own: Tensor, flow: list[list[Tensor]], bucket: int
 ) -> Route:
-    """A buffer with these columns, of which `own` are taken from the rank's own keys."""
+    """A buffer with these columns; `own` are taken from the rank's own keys."""
     everyone = range(plan.groups)
     sizes = [[len(units) for units in row] for row in flow]
     most_in = _rounded(max(sum(row[t] for row in sizes) for t in everyone), bucket)

@@ -85,7 +85,7 @@ def _sum_dtype(scores: int, entries: int) -> torch.dtype:
     """What the gradient of a captured tensor with that many entries is summed in.
 
     Where many scores read one entry, rounding after each addition would cost fp32 its last
-    digits. Such a tensor is small beside the scores, so that fp64 costs no memory to speak of.
+    digits. Such a tensor is much smaller than the scores, so fp64 costs little memory.
     """
     return torch.float64 if scores >= _MANY_READS * entries else torch.float32
 

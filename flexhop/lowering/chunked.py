@@ -215,6 +215,6 @@ def _loop(
 
 
 def _chunk_at(position: Tensor, length: int) -> Chunk:
-    """The queries at `position`, of which those at and after `length` are filling."""
+    """The queries at `position`; those from `length` on only fill the chunk."""
     inside = position.clamp(max=length - 1)
     return Chunk(inside.int(), lambda tensor: tensor.index_select(2, inside), position < length)

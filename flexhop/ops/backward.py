@@ -144,7 +144,7 @@ def _autograd_inputs(*operands: Any) -> tuple[Any, ...]:
 
 
 def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
-    """The operator's results, of which the captures' gradients are a tuple."""
+    """The operator's results; the gradients of captures are a tuple."""
     return (*flat[:3], tuple(flat[3:]))
 
 

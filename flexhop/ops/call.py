@@ -25,7 +25,7 @@ Wire = dict[str, int | str | bool | float]
 
 
 class MaskFacts(NamedTuple):
-    """What a block mask says about itself beside its tensors."""
+    """The facts of a block mask that are not tensors."""
 
     query_length: int
     key_length: int
@@ -60,14 +60,14 @@ def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
 
 
 class Call(NamedTuple):
-    """The choices of one call of flex_attention that are no tensors, checked by `prepare`."""
+    """The arguments of one call that are not tensors; `prepare` checks them."""
 
     scale: float | None
     enable_gqa: bool
     kernel_options: Any
     return_max: bool
     mask: MaskFacts | None
-    wrong_mask: str | None = None  # type of a block_mask that is none
+    wrong_mask: str | None = None  # type of a block_mask argument that is not a block mask
     has_two_requests: bool = False  # return_lse and return_aux at once
     mistake: Mistake | None = None  # that another front door found
     dropout_p: float = 0
@@ -242,7 +242,7 @@ def _mask_options(mask: MaskFacts) -> Wire:
 
 
 def check_backward(is_needed: bool, options: Wire) -> None:
-    """Refuse, where a backward pass will follow, what its kernels cannot use.
+    """If a backward pass will follow, refuse what its kernels cannot use.
 
     Raises:
         MissingQueryBlocksError: the mask has no query lists.
@@ -267,7 +267,7 @@ def _check_tile(field: str, options: Wire, q_block: int, kv_block: int) -> None:
 
 
 def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
-    """Refuse what has no gradient, at the forward call of one that will need them."""
+    """Refuse captures without a gradient when a call is made that will need gradients."""
     check_backward(True, options)
     for position, capture in enumerate(mask_captures):
         if isinstance(capture, Tensor) and capture.requires_grad:
@@ -275,7 +275,7 @@ def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
 
 
 def check_result(result: object, kind: str, name: str) -> None:
-    """Refuse what a mod returned for one score if it is no scalar of the right dtype."""
+    """Refuse the result of a mod unless it is a scalar of the right dtype."""
     if kind == "mask_mod":
         mods.check_mask_result(result, name)
     else:

@@ -187,7 +187,7 @@ def _compute(args: DerivativeArgs) -> tuple[Tensor, ...]:
 
 
 def without_inputs(args: DerivativeArgs) -> DerivativeArgs:
-    """Operands whose inputs, which autograd looks at one by one, stand beside them."""
+    """Operands, and their inputs one by one, as autograd needs them."""
     nothing: Any = None
     return args._replace(
         query=nothing, key=nothing, value=nothing,

@@ -58,7 +58,7 @@ def random_bits(seed: Tensor, index: tuple[Tensor, ...]) -> Tensor:
     """The 16 bits of every weight, int64 in [0, 65536).
 
     Args:
-        seed: [2] integers, of which the low 32 bits count.
+        seed: [2] integers; only their low 32 bits count.
         index: b, h, q_idx, kv_idx, integers that broadcast.
     """
     b, h, q_idx, kv_idx = (tensor.long() for tensor in index)

@@ -1,4 +1,4 @@
-"""Dropout of attention's weights: the seed of a call, and the mask that it stands for."""
+"""Dropout of attention's weights: the seed of a call, and the mask that follows from it."""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ class Step(NamedTuple):
     wanted: tuple[int, ...] = ()  # of vjp: inputs whose gradients are returned
 
     def word(self) -> str:
-        """As it stands in a program."""
+        """The step as a word of a program."""
         wanted = [_ARROW, *self.wanted] if self.kind == "vjp" else []
         return " ".join(map(str, [self.kind, *self.given, *wanted]))
 
 
 def read_step(word: str) -> Step:
-    """The step that a word of a program stands for."""
+    """The step of a word of a program."""
     kind, *rest = word.split()
     if _ARROW not in rest:
         return Step(kind, tuple(map(int, rest)))

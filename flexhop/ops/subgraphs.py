@@ -283,7 +283,7 @@ def _element_grads(reads: Sequence[_Read], grads: Sequence[Tensor]) -> list[Tens
 
 
 def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[Tensor]:
-    """Where each element stands in its capture: its read's indices, then its place in the row."""
+    """The position of each element in its capture: indices of the read, then place in the row."""
     found: list[Tensor] = []
     start = 0
     for read in reads:

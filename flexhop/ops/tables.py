@@ -212,7 +212,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _extent(found: Analysis, axis: Any) -> tuple[int, int]:
-    """The first value of what an axis stands for, and how many there are."""
+    """The first value along an axis, and the number of values."""
     if isinstance(axis, Coordinate):
         return axis.first, axis.size
     return 0, found.forms.sizes[axis]

@@ -140,7 +140,7 @@ def emit_one(
     template: Any, inputs: Sequence[Any], output: Output, constants: Mapping[str, Any],
     call: KernelCall | None = None,
 ) -> Any:  # fmt: skip
-    """Emit the kernel of a template of which there is one choice.
+    """Emit the kernel of a template that has only one choice.
 
     Args:
         template: of inductor.make_template.

@@ -28,7 +28,7 @@ _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions for a score
 # Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
-# Barriers, statistics of queries, and the numbers of tiles that are handed out.
+# Barriers, statistics of queries, and the tile numbers for the consumers.
 _SLACK = 4096
 
 
@@ -198,7 +198,7 @@ def _sum_columns(columns: int, tile: HopperGradTile) -> int:
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
     """Constants of the kernel."""
     columns = width(problem)
-    # As in the portable kernels: the scale goes into the exponent where nothing stands between.
+    # As in the portable kernels: without a mod in between, the scale goes into the exponent.
     scales = problem.mods.has_score_mod or problem.scale <= 0
     q_size = block_sizes(problem, tile)[0]
     return HopperBackwardConstants(
@@ -231,7 +231,7 @@ def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """Key heads whose tiles are handed out together, those with the most work first.
+    """Key heads whose tiles are taken in turn, those with the most work first.
 
     As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
     least a few, so that the last long tiles do not run while most multiprocessors have nothing:

@@ -23,7 +23,7 @@ _LARGEST_WIDTH = 256
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 10, 20, 8
 # Kernels with 296 and more had 0.3 to 0.6 times the speed of the portable one.
 _LOCAL_BYTES = 256
-# Barriers, and the numbers of tiles that are handed out.
+# Barriers, and the tile numbers for the consumers.
 _SLACK = 1024
 # A slope is divided by the scale, and must not become infinite.
 _SMALLEST_SCALE = 2.0**-20
@@ -177,7 +177,7 @@ def constants(
     problem: Problem, options: KernelOptions, tile: HopperTile
 ) -> HopperForwardConstants:
     """Constants of the kernel."""
-    # As in the portable kernel: the scale goes into the exponent where nothing stands in between.
+    # As in the portable kernel: without a mod in between, the scale goes into the exponent.
     has_slope = problem.mods.has_key_slope and problem.scale > _SMALLEST_SCALE
     scales = (problem.mods.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = block_sizes(problem, tile)[1]

@@ -1,4 +1,4 @@
-"""The backward kernel of Hopper GPUs, emitted with what stands around it.
+"""The backward kernel of Hopper GPUs, and the kernels before and after it.
 
 The kernel reads statistics of queries that are prepared for it, and adds to the gradient of query
 in fp32, which is scaled and converted after it.
@@ -59,7 +59,7 @@ class Operands(NamedTuple):
         return [*self[:-1], *self.lists]
 
     def output(self, layout: Any, sums: Sequence[Any]) -> Output:
-        """Where the gradient of key goes, and what is written beside it."""
+        """Where the gradient of key goes, and the other tensors that the kernel writes."""
         written = [self.grad_query, self.grad_value, self.counter, *sums]
         return Output(layout, self.key.get_size(), written)
 
@@ -83,7 +83,7 @@ def operand_sizes(problem: Problem, query: Any, key: Any) -> Sizes:
 
 
 def _block_rows(problem: Problem) -> int:
-    """Rows of which the statistics of queries are a multiple."""
+    """The statistics of queries have a multiple of this many rows."""
     tile = backward.table_tile(problem)
     return tile.block_m if problem.blocks is None else problem.blocks.q_size
 

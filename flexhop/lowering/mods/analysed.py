@@ -16,7 +16,7 @@ JOINT = (*SCORE, "grad")
 # Kernels compute with positions in fp32, which holds every integer below this (strength.py).
 _LENGTH = 2**24
 _SIZES = {"q": _LENGTH, "k": _LENGTH}
-_RECENT = 64  # graphs of which the facts are remembered: those of a few calls
+_RECENT = 64  # graphs whose facts are remembered: those of a few calls
 
 
 def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:

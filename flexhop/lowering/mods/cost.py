@@ -12,7 +12,7 @@ _IN_MASKS = {
     **dict.fromkeys(("logical_and", "logical_or", "logical_not", "logical_xor"), 1.5),
     "index": 6.0,
 }
-# Functions whose derivative follows from their value, so that the score is not needed beside it.
+# Functions whose derivative follows from their value: the score itself is not needed.
 _KEPT = ("tanh", "tanh_approx")
 _SELECT = 1.3  # of a score, by what a mask says
 

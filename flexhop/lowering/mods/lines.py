@@ -78,7 +78,7 @@ def _is_plane(graph: fx.Graph, value: Any, inputs: Sequence[fx.Node]) -> bool:
 
 
 class _Derivative:
-    """The derivative of nodes by one input, of which they are linear functions.
+    """The derivative of nodes by one input, in which they are linear.
 
     Nodes that it needs are added to the graph. A derivative that depends on the input itself means
     that the function was not linear; the caller looks for that. sides: nodes that are the sign of
@@ -191,7 +191,7 @@ def _divide(rules: _Derivative, node: fx.Node) -> Slope:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a node is a symbolic number, which operators take beside a tensor alone."""
+    """Whether a node is a symbolic number; operators take one only together with a tensor."""
     return isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), torch.Tensor)
 
 

@@ -24,7 +24,7 @@ from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-# Operators that hand on their first argument's value.
+# Operators that return the value of their first argument.
 _TRANSPARENT = (
     aten.clone.default,
     aten.alias.default,

@@ -1,4 +1,4 @@
-"""Distances in packed sequences, of which no table needs to be read.
+"""Distances in packed sequences, for which no table must be read.
 
 Local positions of packed queries and keys come from tables. Where both sides are cut alike, the
 key's is that of the query plus kv_idx - q_idx, held inside of the sequence by `bounded`, which

@@ -39,7 +39,7 @@ def emit_decode(
         call: what all kernels of the call share.
         operands: query, key, value.
         lists: block lists of the queries.
-        output: the result; lse is written beside it, and max_scores if they are asked for.
+        output: the result. lse is also written, and max_scores if the call asks for them.
     """
     count = kernels.num_splits(call.problem, call.options)
     statistics = output.written

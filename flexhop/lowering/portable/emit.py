@@ -59,7 +59,7 @@ _GRIDS = {
     "grad_query": _query_grid,
     "grad_key_value": _key_grid,
 }
-# Two launches of one template, each of which writes one gradient.
+# Two launches of one template; each writes one gradient.
 _FILES = {"grad_key": "grad_key_value", "grad_value": "grad_key_value"}
 
 
