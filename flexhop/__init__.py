@@ -16,6 +16,7 @@ from flexhop.ops.eager_kernels import eager_kernels
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.plugin import install
 from flexhop.reports.explain import Report, explain
+from flexhop.reports.verify import Verification, verify
 from flexhop.sdpa import scaled_dot_product_attention
 from flexhop.sequences.nested_mask import create_nested_block_mask
 from flexhop.varlen import varlen_attention
@@ -33,6 +34,7 @@ __all__ = [
     "Report",
     "Tile",
     "TileRequest",
+    "Verification",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -52,6 +54,7 @@ __all__ = [
     "or_masks",
     "scaled_dot_product_attention",
     "varlen_attention",
+    "verify",
 ]
 
 install()
