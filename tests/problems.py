@@ -9,7 +9,7 @@ import torch
 
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.tiles import Kernel
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import Device, GradFacts, ModFacts, Problem
 from flexhop.options import KernelOptions
 
@@ -69,7 +69,7 @@ def launched_kernels(of: Problem) -> tuple[Kernel, ...]:
 
 def usual_problem(kernel: Kernel, **facts: Any) -> Problem:
     """A problem whose passes launch `kernel`."""
-    if kernel == "jvp_forward":
+    if kernel.startswith("jvp_"):
         return problem(tangents=("query", "key", "value"), **facts)
     short = {"query_len": 1} if kernel == "decode" else {}
     for head_dim in (64, 256):

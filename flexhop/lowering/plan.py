@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 from flexhop import debug
 
 # What a kernel computes: "grad_key_value" or "grad_key" and "grad_value" beside "grad_query", or
-# "backward", which is all of them; "jvp_forward" pushes tangents as well.
+# "backward", which is all of them; "jvp_forward" pushes tangents as well, and
+# "jvp_grad_*" are tangents of gradients.
 Role = Literal[
     "forward",
     "decode",
@@ -18,6 +19,9 @@ Role = Literal[
     "grad_key_value",
     "grad_key",
     "grad_value",
+    "jvp_grad_query",
+    "jvp_grad_key",
+    "jvp_grad_value",
     "backward",
 ]
 

@@ -54,6 +54,7 @@ class KernelOptions:
         decode: tile of the decode kernel, whose rows are the queries of all query heads that share
             a key head.
         jvp_forward: tile of the kernel that computes output and tangent.
+        jvp_gradients: tile of the kernels that compute second derivatives.
         short_queries: "auto" chooses the decode kernel if a group has at most 128 queries and many
             keys; "decode" for any number of keys; "forward" never.
         splits: splits of the keys in the decode kernel, 1 to 256. None lets flexhop choose.
@@ -78,6 +79,7 @@ class KernelOptions:
     forward: Tile | TileRequest | None = None
     decode: Tile | TileRequest | None = None
     jvp_forward: Tile | TileRequest | None = None
+    jvp_gradients: Tile | TileRequest | None = None
     short_queries: Literal["auto", "decode", "forward"] = "auto"
     splits: int | None = None
     grad_query: Tile | TileRequest | None = None
@@ -91,7 +93,7 @@ class KernelOptions:
     def __post_init__(self) -> None:
         for name, rule in {"backend": Rule(*backends()), **_FIELD_RULES}.items():
             check(name, getattr(self, name), rule)
-        for name in (*PASSES, "jvp_forward"):
+        for name in (*PASSES, "jvp_forward", "jvp_gradients"):
             # One form for one meaning, so that equal options compare equal and share kernels.
             object.__setattr__(self, name, _normal_tile(name, getattr(self, name)))
 

@@ -318,6 +318,8 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
             f"The {_scatters(found.plans)} kernel adds gradients of captured tensors atomically: "
             "their last bits differ from run to run."
         )
+    if found.second:
+        notes.append(found.second)
     if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
         notes.append(
             "The gradient of query is summed in fp32, in the order of the keys."

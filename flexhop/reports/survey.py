@@ -19,6 +19,7 @@ from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
+from flexhop.lowering.tangents import describe_second
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.subgraphs import (
     Joint,
@@ -51,6 +52,7 @@ class Survey(NamedTuple):
     plans: tuple[KernelPlan, ...]
     tables: Tabulated | None = None
     failures: tuple[str, ...] = ()
+    second: str = ""  # what computes second derivatives
 
 
 def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
@@ -79,7 +81,8 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     if has_kernels:
         plans = (*plan("forward", problem, options), *plan("backward", problem, options))
     failures = known_failures(problem)
-    return Survey(problem, options, score, mask, joint, plans, tables, failures)
+    second = describe_second(problem) if has_kernels and joint is not None else ""
+    return Survey(problem, options, score, mask, joint, plans, tables, failures, second)
 
 
 def _survey_cached(args: CachedArgs, device: Device) -> Survey:

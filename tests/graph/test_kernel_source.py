@@ -30,6 +30,10 @@ MARKS = {
 DECODE_MARKS = {"decode": "attend_share", "decode_combine": "weigh_share"}
 CACHED_MARKS = {"cached_decode": "key_mod"}
 TANGENT_MARKS = {"jvp_forward": "push_blocks"}
+SECOND_MARKS = {
+    "jvp_grad_query": "push_grad_query_blocks",
+    "jvp_grad_key_value": "push_grad_key_value_blocks",
+}
 # 2.15 prints what is triton_helpers.maximum(a, b) before.
 EXTREME_OF_2_15 = re.compile(r"tl\.(maximum|minimum)\((\w+, \w+), tl\.PropagateNan\.ALL\)")
 
@@ -97,7 +101,24 @@ def _pushed() -> Generated:
     return generate_code(lambda *x: torch.func.jvp(attend, x, x), *inputs)
 
 
-@pytest.mark.parametrize("kernel", [*MARKS, *DECODE_MARKS, *CACHED_MARKS, *TANGENT_MARKS])
+@functools.cache
+def _second() -> Generated:
+    """A Hessian of causal, capped attention times a vector: what query and key get of it."""
+    inputs = [torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3)]
+    mask = flexhop.create_block_mask(causal, None, None, 256, 256, "cpu")
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        out = flexhop.flex_attention(*x, lambda s, b, h, q, k: 2 * (s / 2).tanh(), mask)
+        return out.float().square().sum()
+
+    gradient = torch.func.grad(lambda q, k: loss(q, k, inputs[2]), argnums=(0, 1))
+    return generate(lambda q, k: torch.func.jvp(gradient, (q, k), (q, k))[1], *inputs[:2])
+
+
+KERNELS = (*MARKS, *DECODE_MARKS, *CACHED_MARKS, *TANGENT_MARKS, *SECOND_MARKS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel(kernel: str):
     is_hopper = kernel.startswith("hopper")
     if is_hopper and versions.obstacle():
@@ -108,9 +129,11 @@ def test_kernel(kernel: str):
         generated = _decoded()
     elif kernel in TANGENT_MARKS:
         generated = _pushed()
+    elif kernel in SECOND_MARKS:
+        generated = _second()
     else:
         generated = _generated("hopper" if is_hopper else "triton")
-    marks = MARKS | DECODE_MARKS | CACHED_MARKS | TANGENT_MARKS
+    marks = MARKS | DECODE_MARKS | CACHED_MARKS | TANGENT_MARKS | SECOND_MARKS
     text = generated.kernel_with(marks[kernel]).text()
     text = EXTREME_OF_2_15.sub(r"triton_helpers.\1(\2)", text)
     file = HERE / f"{kernel}.expected"

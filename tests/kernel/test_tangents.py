@@ -119,3 +119,38 @@ def test_default_tiles_do_not_spill(architecture: int, width: int):
     found = cubin(architecture, width, torch.bfloat16)
     assert (found.spills, found.stack) == (0, 0)
     assert found.mma + found.wgmma + found.tcgen05 > 0
+
+
+def test_packed_sequences():
+    """Forward mode of varlen_attention: each sequence as by itself."""
+    lengths = [19, 0, 33]
+    offsets = torch.tensor([0, 19, 19, 52])
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexhop.varlen_attention(
+            q, k, v, offsets, score_mod=factor_of_score, is_causal=True, kernel_options=OPTIONS
+        )  # fmt: skip
+
+    def apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+        whole = [
+            flexhop.flex_attention(
+                *(t.movedim(0, 1)[None] for t in part), factor_of_score,
+                flexhop.create_block_mask(causal, None, None, len(part[0]), len(part[0]), "cpu"),
+            )[0].movedim(1, 0)
+            for part in parts if len(part[0])
+        ]  # fmt: skip
+        return torch.cat(whole)
+
+    inputs = [torch.randn(52, 2, 16) for _ in range(6)]
+    found = interpret(
+        lambda *x: torch.func.jvp(packed, x[:3], x[3:]), *inputs,
+        memory=Memory(poison=True, check_bounds=True),
+    )  # fmt: skip
+    assert any("push_blocks" in kernel.functions for kernel in found.templates)
+    expected = torch.func.jvp(apart, tuple(inputs[:3]), tuple(inputs[3:]))
+    torch.testing.assert_close(found.result, expected, rtol=1e-4, atol=1e-4)
+
+
+def factor_of_score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (s * 0.7).tanh() * 2 - 0.1 * (i - j)

@@ -13,7 +13,7 @@ import flexhop
 from flexhop import errors
 from flexhop.errors import OptionValueError
 from flexhop.lowering.hopper import versions
-from flexhop.lowering.portable.tiles import Kernel
+from flexhop.lowering.portable.names import Kernel
 from flexhop.masks import causal
 from flexhop.offline import generate
 from flexhop.reports.page import estimate
@@ -274,6 +274,22 @@ def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
     )  # fmt: skip
     assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
     assert "determinism is on" in report.backward[0].reason
+
+
+def test_the_report_says_what_computes_second_derivatives():
+    query, key, value = operands()
+    query.requires_grad_()
+
+    def note(*x: torch.Tensor, **more: object) -> str:
+        notes = flexhop.explain(*x, **more).notes
+        return next(note for note in notes if note.startswith("Second derivatives"))
+
+    assert "by the kernels jvp_forward, jvp_grad_query" in note(query, key, value)
+    assert "because weights are dropped" in note(query, key, value, dropout_p=0.1)
+    wide = operands(width=256)
+    assert "to 128, and this is 256" in note(wide[0].requires_grad_(), *wide[1:])
+    bias = torch.zeros(2, 511, requires_grad=True)
+    assert "captured tensors need" in note(query, key, value, score_mod=with_bias(bias))
 
 
 def test_the_docstring_of_passes_names_every_kernel():

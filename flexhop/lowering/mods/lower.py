@@ -168,7 +168,7 @@ def _output(graph: fx.GraphModule) -> Any:
     result = graph.graph.output_node().args[0]
     if isinstance(result, (tuple, list)):
         (result,) = result
-    return _value_of(result)
+    return value_of(result)
 
 
 def joint_outputs(joint: Any) -> Sequence[Any]:
@@ -176,7 +176,7 @@ def joint_outputs(joint: Any) -> Sequence[Any]:
     return cast("Sequence[Any]", kernel_graph(joint, JOINT).graph.output_node().args[0])
 
 
-def _value_of(result: Any) -> Any:
+def value_of(result: Any) -> Any:
     """The node that computes what `result` hands on."""
     while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
         result = result.args[0]
@@ -190,7 +190,7 @@ def is_identity(graph: fx.GraphModule) -> bool:
 
 def _is_additive(joint: fx.GraphModule) -> bool:
     """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
-    result = _value_of(joint_outputs(joint)[0])
+    result = value_of(joint_outputs(joint)[0])
     return result is joint.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from flexhop.compat import inductor, inline, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges
+from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges, value_of
 from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import float_positions
 from flexhop.ops.smooth import smooth
@@ -41,6 +41,63 @@ def lower_push(
         float_positions(safe), [*inputs, *captures, *tangents], "the tangent of score_mod"
     )
     return buffer
+
+
+def is_additive(score: Any) -> bool:
+    """Whether the tangent of a score_mod is that of its score."""
+    graph = trace_push(graph_of(score), ())
+    return value_of(graph.graph.output_node().args[0]) is _placeholder(graph, NUM_SCORE_INPUTS)
+
+
+def _placeholder(graph: fx.GraphModule, position: int) -> fx.Node:
+    return graph.graph.find_nodes(op="placeholder")[position]
+
+
+def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any:
+    """Lower the second derivative of score_mod for its score, times two numbers.
+
+    Args: as for `lower_push`.
+    """
+    names = ("score", *INDEX_NAMES, "score_dot", "grad_score")
+    inputs = [
+        inductor.placeholder(n, torch.int32 if n in INDEX_NAMES else torch.float32, device)
+        for n in names
+    ]
+    graph = smooth(graph_of(score))
+    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+
+    def bent(*values: Any) -> Tensor:
+        score, *index = values[:NUM_SCORE_INPUTS]
+        score_dot, grad, *held = values[NUM_SCORE_INPUTS:]
+
+        def once(score: Tensor) -> Tensor:
+            with IndexMode():
+                return graph(score, *index, *held)
+
+        def slope(score: Tensor) -> Tensor:
+            return transforms.jvp(once, (score,), (grad,))[1]
+
+        return transforms.jvp(slope, (score,), (score_dot,))[1].to(torch.float32)
+
+    first = examples[:NUM_SCORE_INPUTS]
+    traced = inline.trace_fresh(bent, [*first, first[0], first[0], *examples[NUM_SCORE_INPUTS:]])
+    _write_zeros(traced)
+    safe = wrap_reads(traced, position_ranges(1))
+    (buffer,) = inductor.lower_pointwise(
+        float_positions(safe), [*inputs, *captures[: len(examples) - NUM_SCORE_INPUTS]],
+        "the second derivative of score_mod",
+    )  # fmt: skip
+    return buffer
+
+
+def _write_zeros(graph: fx.GraphModule) -> None:
+    """Forward mode has a tensor of its own for tangents that are 0; kernels know numbers."""
+    zeros = torch.ops.aten._efficientzerotensor.default
+    for node in graph.graph.find_nodes(op="call_function", target=zeros):
+        node.target = torch.ops.aten.full.default
+        node.args = (node.args[0], 0.0)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("dtype", "device")}
+    graph.recompile()
 
 
 def trace_push(graph: fx.GraphModule, moved: Sequence[int]) -> fx.GraphModule:

@@ -15,8 +15,8 @@ from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.forward import NO_TILE
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
-from flexhop.lowering.portable.tiles import Kernel
 from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.options import KernelOptions

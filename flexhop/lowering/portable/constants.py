@@ -133,3 +133,36 @@ class GradKeyValueConstants(SharedConstants):
     CHECK_RANGE: bool
     SUBTRACT_FIRST: bool
     LSE_SCALE: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JvpGradQueryConstants(SharedConstants):
+    """Constants of portable/jvp_grad_query.py.jinja."""
+
+    HEADS_PER_SECTION: int
+    HAS_SCORE_GRAD: bool
+    CHECK_RANGE: bool
+    SUBTRACT_FIRST: bool
+    LSE_SCALE: float
+    HAS_Q_DOT: bool
+    HAS_K_DOT: bool
+    HAS_V_DOT: bool
+    HAS_DO_DOT: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JvpGradKeyValueConstants(SharedConstants):
+    """Constants of portable/jvp_grad_key_value.py.jinja."""
+
+    HAS_SCORE_GRAD: bool
+    KV_HEADS: int
+    WRITES_KEY: bool
+    OUT_HEAD_DIM: int
+    OUT_HEAD_DIM_ROUNDED: int
+    CHECK_RANGE: bool
+    SUBTRACT_FIRST: bool
+    LSE_SCALE: float
+    HAS_Q_DOT: bool
+    HAS_K_DOT: bool
+    HAS_V_DOT: bool
+    HAS_DO_DOT: bool

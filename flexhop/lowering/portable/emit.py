@@ -13,8 +13,8 @@ from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_plan
 from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
-from flexhop.lowering.portable.tiles import Kernel
 from flexhop.ops.dropout import threshold
 from flexhop.templates import portable
 
@@ -58,9 +58,14 @@ _GRIDS = {
     "jvp_forward": _query_grid,
     "grad_query": _query_grid,
     "grad_key_value": _key_grid,
+    "jvp_grad_query": _query_grid,
+    "jvp_grad_key_value": _key_grid,
 }
 # Two launches of one template; each writes one gradient.
-_FILES = {"grad_key": "grad_key_value", "grad_value": "grad_key_value"}
+_FILES = {
+    "grad_key": "grad_key_value", "grad_value": "grad_key_value",
+    "jvp_grad_key": "jvp_grad_key_value", "jvp_grad_value": "jvp_grad_key_value",
+}  # fmt: skip
 
 
 @functools.cache

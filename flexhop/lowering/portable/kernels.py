@@ -5,11 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from flexhop.errors import OptionConflictError, TileError, TileResourceError
 from flexhop.lowering.portable import caches, splits
@@ -20,19 +17,23 @@ from flexhop.lowering.portable.constants import (
     GradKeyValueConstants,
     GradQueryConstants,
     JvpForwardConstants,
+    JvpGradKeyValueConstants,
+    JvpGradQueryConstants,
     KeyConstants,
 )
 from flexhop.lowering.portable.memory import shared_memory
-from flexhop.lowering.portable.tiles import Kernel, search_tiles, smaller_tiles, table_tile
+from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.search import search_tiles
+from flexhop.lowering.portable.shared import LOG2_E, exponent, heads_per_section, is_float32
+from flexhop.lowering.portable.shared import shared as shared_constants
+from flexhop.lowering.portable.tiles import smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
-
-LOG2_E = math.log2(math.e)
 
 
 def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> ForwardConstants:
     """Constants of the forward kernel."""
-    shared = _prescaled(_shared(problem, options, tile), options)
+    shared = _prescaled(shared_constants(problem, options, tile), options)
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
@@ -47,20 +48,18 @@ def jvp_forward_constants(
     problem: Problem, options: KernelOptions, tile: Tile
 ) -> JvpForwardConstants:
     """Constants of the kernel for the output and its tangent."""
-    shared = _shared(problem, options, tile)
+    shared = shared_constants(problem, options, tile)
     return JvpForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
-        HAS_Q_DOT="query" in problem.tangents,
-        HAS_K_DOT="key" in problem.tangents,
-        HAS_V_DOT="value" in problem.tangents,
+        **_tangents(problem),
         LN_2=_ln_2(problem, dataclasses.replace(options, prescale_qk=False), shared),
     )
 
 
 def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> DecodeConstants:
     """Constants of the kernel for short queries."""
-    shared = _prescaled(_shared(problem, options, tile), options)
+    shared = _prescaled(shared_constants(problem, options, tile), options)
     del shared["TILES_PER_Q_BLOCK"], shared["CHECK_Q"]
     if problem.blocks is None:
         shared["SPARSE_Q_BLOCK_SIZE"] = splits.MAX_ROWS
@@ -95,7 +94,7 @@ def combine_constants(problem: Problem, options: KernelOptions) -> DecodeCombine
         V_HEAD_DIM_ROUNDED=width,
         RETURN_MAX=problem.returns_max,
         OFFSET_DTYPE="tl.int64" if problem.large_output else "tl.int32",
-        LN_2=_ln_2(problem, options, _prescaled(_exponent(problem), options)),
+        LN_2=_ln_2(problem, options, _prescaled(exponent(problem), options)),
     )
 
 
@@ -121,7 +120,7 @@ def grad_query_constants(
     problem: Problem, options: KernelOptions, tile: Tile
 ) -> GradQueryConstants:
     """Constants of the kernel for the gradient of query."""
-    shared = _shared(problem, options, tile)
+    shared = shared_constants(problem, options, tile)
     # Rows that do not exist have weight 0 by their lse, unless a mod makes a NaN of their score.
     check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.mods.has_score_mod)
     return GradQueryConstants(
@@ -130,8 +129,8 @@ def grad_query_constants(
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
-        SUBTRACT_FIRST=_is_float32(problem),
-        LSE_SCALE=1.0 if _is_float32(problem) else LOG2_E,
+        SUBTRACT_FIRST=is_float32(problem),
+        LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
 
 
@@ -139,7 +138,7 @@ def grad_key_value_constants(
     kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
 ) -> GradKeyValueConstants:
     """Constants of the kernel for the gradients of key, of value, or of both."""
-    shared = _shared(problem, options, tile)
+    shared = shared_constants(problem, options, tile)
     width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
     return GradKeyValueConstants(
         **shared,
@@ -150,9 +149,34 @@ def grad_key_value_constants(
         OUT_HEAD_DIM=width,
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
         CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
-        SUBTRACT_FIRST=_is_float32(problem),
-        LSE_SCALE=1.0 if _is_float32(problem) else LOG2_E,
+        SUBTRACT_FIRST=is_float32(problem),
+        LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
+
+
+def _tangents(problem: Problem) -> dict[str, bool]:
+    names = {"HAS_Q_DOT": "query", "HAS_K_DOT": "key", "HAS_V_DOT": "value"}
+    return {constant: operand in problem.tangents for constant, operand in names.items()}
+
+
+def jvp_grad_query_constants(
+    problem: Problem, options: KernelOptions, tile: Tile
+) -> JvpGradQueryConstants:
+    """Constants of the kernel for the tangent of the gradient of query."""
+    values = dataclasses.asdict(grad_query_constants(problem, options, tile))
+    del values["HAS_CAPTURED_GRADS"]
+    has_do_dot = "out" in problem.tangents
+    return JvpGradQueryConstants(**values, **_tangents(problem), HAS_DO_DOT=has_do_dot)
+
+
+def jvp_grad_key_value_constants(
+    kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
+) -> JvpGradKeyValueConstants:
+    """Constants of the kernel for the tangent of the gradient of key, or of value."""
+    values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
+    del values["WRITES_VALUE"]
+    has_do_dot = "out" in problem.tangents
+    return JvpGradKeyValueConstants(**values, **_tangents(problem), HAS_DO_DOT=has_do_dot)
 
 
 _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
@@ -163,6 +187,9 @@ _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
     "grad_key_value": functools.partial(grad_key_value_constants, "grad_key_value"),
     "grad_key": functools.partial(grad_key_value_constants, "grad_key"),
     "grad_value": functools.partial(grad_key_value_constants, "grad_value"),
+    "jvp_grad_query": jvp_grad_query_constants,
+    "jvp_grad_key": functools.partial(jvp_grad_key_value_constants, "grad_key"),
+    "jvp_grad_value": functools.partial(jvp_grad_key_value_constants, "grad_value"),
 }
 
 
@@ -212,81 +239,16 @@ def _as_source(name: str, value: Any) -> Any:
     return repr(value) if name == "FLOAT32_PRECISION" else value
 
 
-def _exponent(problem: Problem) -> dict[str, Any]:
-    """How scores become exponents of 2.
-
-    exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
-    between; the running maximum then needs a positive factor.
-    """
-    scale_scores = problem.mods.has_score_mod or problem.scale <= 0 or _is_float32(problem)
-    return {
-        "SCALE_SCORES": scale_scores,
-        "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
-    }
+# Kernels whose tile one option says together.
+_OPTIONS: dict[str, str] = {
+    **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), "grad_key_value"),
+    **dict.fromkeys(("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"), "jvp_gradients"),
+}
 
 
-def _shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
-    blocks = problem.blocks or MaskBlocks(tile.block_m, tile.block_n, has_full=False)
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_size,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_size,
-        "TILES_PER_Q_BLOCK": _cdiv(blocks.q_size, tile.block_m),
-        "TILES_PER_KV_BLOCK": _cdiv(blocks.kv_size, tile.block_n),
-        "HAS_BLOCKS": problem.blocks is not None,
-        "HAS_RANGES": blocks.has_ranges,
-        "HAS_FULL_BLOCKS": blocks.has_full,
-        "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.mods.has_mask_mod,
-        "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),
-        "CHECK_KV": not _is_aligned(blocks.kv_size, tile.block_n, problem.is_key_multiple),
-        "QK_HEAD_DIM": problem.head_dim,
-        "QK_HEAD_DIM_ROUNDED": round_head_dim(problem.head_dim),
-        "V_HEAD_DIM": problem.value_head_dim,
-        "V_HEAD_DIM_ROUNDED": round_head_dim(problem.value_head_dim),
-        "Q_HEADS": problem.query_heads,
-        "GQA_GROUP": problem.group,
-        "KV_BATCH_SHARED": problem.kv_batch_shared,
-        "HAS_SCORE_MOD": problem.mods.has_score_mod,
-        "ISOLATE_SCORE_MOD": problem.mods.has_score_mod and problem.mods.reads_per_element,
-        **_exponent(problem),
-        "SM_SCALE": problem.scale,
-        "FLOAT32_PRECISION": _float32_precision(options),
-        "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
-    }
-
-
-def _is_float32(problem: Problem) -> bool:
-    return problem.itemsize > 2
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _is_aligned(block: int, tile: int, is_multiple: Any) -> bool:
-    """Whether every row of every tile exists: tiles divide blocks, blocks divide the length."""
-    return block % tile == 0 and is_multiple(block)
-
-
-def _float32_precision(options: KernelOptions) -> str:
-    if options.float32_precision is not None:
-        return options.float32_precision
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def heads_per_section(problem: Problem) -> int:
-    """Query heads whose keys and values fill half of the L2 cache together.
-
-    16 of packed sequences: their tiles are unequal, and few last heads leave programs idle.
-    """
-    per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
-    kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
-    heads = max(kv_heads * problem.group, 16 if problem.is_packed else 0)
-    return min(heads, max(1, problem.batch * problem.query_heads))
-
-
-_KEY_VALUE = ("grad_key_value", "grad_key", "grad_value")
+def option_of(kernel: Kernel) -> str:
+    """The field of KernelOptions that says a kernel's tile."""
+    return _OPTIONS.get(kernel, kernel)
 
 
 def choose_tiles(
@@ -299,7 +261,7 @@ def choose_tiles(
         TileResourceError: the user's tile does not fit the device.
     """
     default = _fit(kernel, problem, table_tile(kernel, problem))
-    wanted = getattr(options, "grad_key_value" if kernel in _KEY_VALUE else kernel)
+    wanted = getattr(options, option_of(kernel))
     if wanted is not None:
         tile = wanted.fill(default)
         _check_user_tile(kernel, problem, tile)

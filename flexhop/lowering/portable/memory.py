@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexhop.lowering.portable import caches
-from flexhop.lowering.portable.tiles import Kernel
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -31,6 +31,10 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         # Tangents beside all operands, and of the weights.
         loop = 2 * columns * both * item * tile.num_stages
         return max(2 * rows * qk * item + loop + 2 * scores, 2 * rows * v * 4) + slack
+    if kernel in ("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"):
+        # Tangents beside all operands; two gradients of scores on their way to a product.
+        own, other = (rows, columns) if kernel == "jvp_grad_query" else (columns, rows)
+        return 2 * both * item * (own + other * tile.num_stages) + 2 * scores + slack
     if kernel == "grad_query":
         # Exact sums take numbers of 64 bits through it on their way to memory.
         scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0

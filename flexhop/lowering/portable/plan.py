@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels, splits
-from flexhop.lowering.portable.tiles import Kernel, table_rule, table_tile
+from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.tiles import table_rule, table_tile
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
 
-_OVER_KEYS = ("grad_key_value", "grad_key", "grad_value")  # whose programs own keys
+_OVER_KEYS = (
+    "grad_key_value",
+    "grad_key",
+    "grad_value",
+    "jvp_grad_key",
+    "jvp_grad_value",
+)  # whose programs own keys
 
 
 def plan_kernel(
@@ -43,8 +50,7 @@ def plan_kernel(
 
 
 def _reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
-    # One choice speaks to the gradients of key and value, in however many kernels.
-    if getattr(options, "grad_key_value" if kernel in _OVER_KEYS else kernel) is not None:
+    if getattr(options, kernels.option_of(kernel)) is not None:
         return "your kernel_options; open fields come from the table"
     first, rule = table_tile(kernel, problem), table_rule(kernel, problem)
     major, minor = problem.device.capability

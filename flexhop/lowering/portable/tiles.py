@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from flexhop.lowering.portable import caches, splits
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
-
-Kernel = Literal[
-    "forward", "decode", "jvp_forward", "grad_query", "grad_key_value", "grad_key", "grad_value"
-]
 
 Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
 
@@ -34,6 +31,19 @@ def _with_both(tiles: Tiles) -> Tiles:
     """Kernels of one of two gradients have the tiles of both unless they have their own."""
     both = tiles["grad_key_value"]
     return {"grad_key": both, "grad_value": both, **tiles}
+
+
+def _second_order(narrow: tuple[Tile, ...], wide: tuple[Tile, ...]) -> Tiles:
+    """Tiles of the kernels of second orders, chosen by their machine code so that none spills.
+
+    narrow, wide: to 64 columns and to 128, of query, key and value. Calls with more columns have
+    no such kernels.
+    """
+    last = Tile(16, 16, 8, 1)
+    query, key, value = (
+        {64: near, 128: far, 256: last, 512: last} for near, far in zip(narrow, wide, strict=True)
+    )
+    return {"jvp_grad_query": query, "jvp_grad_key": key, "jvp_grad_value": value}
 
 
 def _is_wgmma(problem: Problem) -> bool:
@@ -87,6 +97,7 @@ RULES: tuple[Rule, ...] = (
                     256: Tile(16, 16, 8, 1),
                     512: Tile(16, 16, 8, 1),
                 },
+                **_second_order((Tile(16, 16, 4, 1),) * 3, (Tile(16, 16, 8, 1),) * 3),
                 "decode": {
                     64: Tile(32, 32, 4, 2),
                     128: Tile(32, 32, 4, 2),
@@ -152,6 +163,7 @@ RULES: tuple[Rule, ...] = (
         {
             "forward": {128: Tile(128, 64, 8, 3)},
             "jvp_forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2)},
+            "jvp_grad_query": {128: Tile(64, 32, 8, 1)},
             "grad_query": {128: Tile(64, 64, 8, 2)},
         },
         measured=False,
@@ -256,6 +268,10 @@ RULES: tuple[Rule, ...] = (
                     256: Tile(32, 32, 8, 1),
                     512: Tile(16, 16, 8, 1),
                 },
+                **_second_order(
+                    (Tile(64, 64, 8, 1), Tile(32, 64, 8, 1), Tile(64, 64, 8, 1)),
+                    (Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+                ),
                 "decode": {
                     64: Tile(128, 128, 4, 3),
                     128: Tile(64, 64, 4, 3),
@@ -297,6 +313,10 @@ RULES: tuple[Rule, ...] = (
                     256: Tile(32, 16, 8, 1),
                     512: Tile(16, 16, 8, 1),
                 },
+                **_second_order(
+                    (Tile(32, 32, 4, 1),) * 3,
+                    (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
+                ),
                 "decode": {
                     64: Tile(64, 64, 4, 3),
                     128: Tile(64, 32, 4, 3),
@@ -320,46 +340,6 @@ RULES: tuple[Rule, ...] = (
         measured=False,
     ),
 )
-# What `mode="max-autotune"` adds to the table's choice.
-_SEARCH: dict[Kernel, tuple[Tile, ...]] = {
-    "forward": (
-        Tile(128, 128, 8, 2),
-        Tile(128, 128, 8, 3),
-        Tile(128, 64, 8, 3),
-        Tile(128, 64, 4, 3),
-        Tile(64, 64, 4, 3),
-        Tile(64, 32, 4, 3),
-    ),
-    "jvp_forward": (
-        Tile(128, 64, 8, 1),
-        Tile(128, 32, 8, 2),
-        Tile(64, 64, 4, 2),
-        Tile(64, 32, 4, 2),
-        Tile(64, 32, 4, 3),
-    ),
-    "decode": (
-        Tile(64, 128, 4, 3),
-        Tile(64, 128, 8, 3),
-        Tile(64, 64, 2, 4),
-        Tile(64, 64, 4, 3),
-        Tile(64, 64, 4, 4),
-        Tile(64, 32, 4, 4),
-    ),
-    "grad_query": (
-        Tile(128, 64, 8, 2),
-        Tile(128, 32, 8, 3),
-        Tile(64, 64, 4, 2),
-        Tile(64, 64, 8, 2),
-        Tile(64, 32, 4, 3),
-    ),
-    "grad_key_value": (
-        Tile(64, 128, 8, 2),
-        Tile(64, 64, 4, 2),
-        Tile(64, 64, 8, 2),
-        Tile(32, 128, 8, 2),
-        Tile(32, 64, 4, 2),
-    ),
-}
 
 
 def table_rule(kernel: Kernel, problem: Problem) -> Rule:
@@ -376,11 +356,6 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
 def table_width(problem: Problem) -> int:
     """Width of the wider head, as the rules have it."""
     return max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
-
-
-def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:
-    """Further tiles worth measuring when the user asks for a search."""
-    return _SEARCH.get(kernel, _SEARCH["grad_key_value"])
 
 
 def smaller_tiles(tile: Tile) -> Iterator[Tile]:

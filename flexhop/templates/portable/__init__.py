@@ -10,6 +10,7 @@ BLOCKS = (*LISTS, "portable/tile", "portable/sections", "mods/mods")
 _BY_QUERY = ("portable/key_blocks", *BLOCKS)
 _BY_KEY = ("portable/query_blocks", *BLOCKS)
 _ATTEND = ("portable/attend", "portable/keys", *_BY_QUERY)
+_BENT = ("mods/mod_push", "mods/mod_bend")
 _CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
 KERNELS = {
     "forward": ("portable/forward", *_ATTEND),
@@ -20,6 +21,12 @@ KERNELS = {
     "cached_forward": ("portable/forward", *_CACHED_ATTEND),
     "cached_decode": ("portable/decode", *_CACHED_ATTEND),
     "decode_combine": ("portable/decode_combine",),
+    "jvp_grad_query": (
+        "portable/jvp_grad_query", "portable/push_grad_tile", *_BY_QUERY, *_BENT,
+    ),
+    "jvp_grad_key_value": (
+        "portable/jvp_grad_key_value", "portable/push_grad_tile", *_BY_KEY, *_BENT,
+    ),
     "grad_query": ("portable/grad_query", "portable/grad_tile", *_BY_QUERY, "mods/mod_grads"),
     "grad_key_value": (
         "portable/grad_key_value", "portable/grad_tile", *_BY_KEY, "mods/mod_grads",

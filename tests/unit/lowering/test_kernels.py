@@ -106,8 +106,7 @@ def test_sections_of_packed_sequences_hold_many_heads():
 
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_a_users_tile_is_taken_and_filled(kernel):
-    own = ("forward", "decode", "jvp_forward", "grad_query")
-    field = kernel if kernel in own else "grad_key_value"
+    field = kernels.option_of(kernel)
     options = KernelOptions(**{field: Tile(32, 16, num_warps=8, num_stages=1)})
     (tile,) = kernels.choose_tiles(kernel, usual_problem(kernel), options, search=True)
     assert tile == Tile(32, 16, num_warps=8, num_stages=1)

@@ -1,0 +1,89 @@
+"""What the constants of several kernels follow from: pure functions of Problem."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
+from flexhop.options import KernelOptions, Tile
+
+LOG2_E = math.log2(math.e)
+
+
+def exponent(problem: Problem) -> dict[str, Any]:
+    """How scores become exponents of 2.
+
+    exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
+    between; the running maximum then needs a positive factor.
+    """
+    scale_scores = problem.mods.has_score_mod or problem.scale <= 0 or is_float32(problem)
+    return {
+        "SCALE_SCORES": scale_scores,
+        "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
+    }
+
+
+def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
+    """Constants of every kernel."""
+    blocks = problem.blocks or MaskBlocks(tile.block_m, tile.block_n, has_full=False)
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_size,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_size,
+        "TILES_PER_Q_BLOCK": _cdiv(blocks.q_size, tile.block_m),
+        "TILES_PER_KV_BLOCK": _cdiv(blocks.kv_size, tile.block_n),
+        "HAS_BLOCKS": problem.blocks is not None,
+        "HAS_RANGES": blocks.has_ranges,
+        "HAS_FULL_BLOCKS": blocks.has_full,
+        "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.mods.has_mask_mod,
+        "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),
+        "CHECK_KV": not _is_aligned(blocks.kv_size, tile.block_n, problem.is_key_multiple),
+        "QK_HEAD_DIM": problem.head_dim,
+        "QK_HEAD_DIM_ROUNDED": round_head_dim(problem.head_dim),
+        "V_HEAD_DIM": problem.value_head_dim,
+        "V_HEAD_DIM_ROUNDED": round_head_dim(problem.value_head_dim),
+        "Q_HEADS": problem.query_heads,
+        "GQA_GROUP": problem.group,
+        "KV_BATCH_SHARED": problem.kv_batch_shared,
+        "HAS_SCORE_MOD": problem.mods.has_score_mod,
+        "ISOLATE_SCORE_MOD": problem.mods.has_score_mod and problem.mods.reads_per_element,
+        **exponent(problem),
+        "SM_SCALE": problem.scale,
+        "FLOAT32_PRECISION": _float32_precision(options),
+        "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
+    }
+
+
+def is_float32(problem: Problem) -> bool:
+    """Whether products are of fp32 numbers."""
+    return problem.itemsize > 2
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _is_aligned(block: int, tile: int, is_multiple: Any) -> bool:
+    """Whether every row of every tile exists: tiles divide blocks, blocks divide the length."""
+    return block % tile == 0 and is_multiple(block)
+
+
+def _float32_precision(options: KernelOptions) -> str:
+    if options.float32_precision is not None:
+        return options.float32_precision
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def heads_per_section(problem: Problem) -> int:
+    """Query heads whose keys and values fill half of the L2 cache together.
+
+    16 of packed sequences: their tiles are unequal, and few last heads leave programs idle.
+    """
+    per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
+    kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
+    heads = max(kv_heads * problem.group, 16 if problem.is_packed else 0)
+    return min(heads, max(1, problem.batch * problem.query_heads))

@@ -1,0 +1,145 @@
+"""Kernels of second orders: interpreted against fp64, and compiled for three architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp
+
+import flexhop
+from flexhop import AuxRequest, KernelOptions
+from flexhop.masks import causal
+from flexhop.offline import generate
+from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.interpret import Memory, interpret
+from tests.kernel.test_tangents import gaps
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+OPTIONS = KernelOptions(backend="triton")
+QKV = (0, 1, 2)
+MARK = "push_grad_tile"
+
+
+def alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    return s + t[h, 0] * (j - i)
+
+
+def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """With a second derivative of its own."""
+    return 2 * (s * t[h, 1]).tanh() + t[h, 2] * torch.clamp(i - j, 0, 8)
+
+
+def weighed(results: Any) -> Tensor:
+    """A number that depends on out and lse."""
+    out, aux = results
+    lse = torch.where(torch.isinf(aux.lse), 0.0, aux.lse)
+    return out.float().sin().sum() + lse.square().sum()
+
+
+def twice(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of a product of gradients."""
+
+    def product(*x: Tensor) -> Tensor:
+        q, k, v, *along = x
+        grads = grad(lambda *y: weighed(attend(*y)), QKV)(q, k, v)
+        return sum((g * a).sum() for g, a in zip(grads, along, strict=True))
+
+    return lambda *x: grad(product, QKV)(*x)
+
+
+def of_tangent(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of a loss on out and its tangent, for inputs and tangents."""
+
+    def loss(*x: Tensor) -> Tensor:
+        def out(*y: Tensor) -> Tensor:
+            return attend(*y)[0]
+
+        found, moved = jvp(out, x[:3], x[3:])
+        return (found - moved).square().sum()
+
+    return lambda *x: grad(loss, tuple(range(6)))(*x)
+
+
+def of_gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """A Hessian times a vector in forward mode, beside the gradient."""
+    return lambda *x: jvp(grad(lambda *y: weighed(attend(*y)), QKV), x[:3], x[3:])
+
+
+# name: derivative, score_mod, mask_mod, dtype
+CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
+    "twice": (twice, None, None, torch.float32),
+    "twice-alibi-mask": (twice, alibi, gaps, torch.bfloat16),
+    "twice-capped": (twice, capped, gaps, torch.float32),
+    "of_tangent": (of_tangent, None, gaps, torch.float32),
+    "of_tangent-capped": (of_tangent, capped, None, torch.float16),
+    "of_gradient": (of_gradient, alibi, gaps, torch.float32),
+}
+
+
+def derivative(name: str) -> Callable[..., Any]:
+    """Of three inputs and three tangents, and the table of the mods."""
+    make, score, mask_mod, _ = CASES[name]
+    mask = None
+    if mask_mod is not None:
+        mask = flexhop.create_block_mask(mask_mod, None, 4, 37, 45, "cpu", BLOCK_SIZE=32)
+
+    def run(*x: Tensor) -> Any:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flexhop.flex_attention(
+                q, k, v, None if score is None else lambda *y: score(*y, x[6]), mask,
+                enable_gqa=True, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True),
+            )  # fmt: skip
+
+        return make(attend)(*x[:6])
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str):
+    dtype = CASES[name][3]
+    shapes = [(2, 4, 37, 20), (2, 2, 45, 20), (2, 2, 45, 24)]
+    inputs = [torch.randn(shape, dtype=dtype) for shape in (*shapes * 2, (4, 9))]
+    gold = derivative(name)(*(t.double() for t in inputs))
+    plain = derivative(name)(*inputs)
+    memory = Memory(poison=True, check_bounds=True)
+    generated = interpret(derivative(name), *inputs, memory=memory)
+    assert len([k for k in generated.templates if MARK in k.functions]) >= 3
+    flat = [torch.utils._pytree.tree_leaves(r) for r in (generated.result, gold, plain)]
+    for found, exact, rounded in zip(*flat, strict=True):
+        assert found.dtype == rounded.dtype
+        # The definition computes in fp32 and rounds once; kernels round weights and gradients.
+        unit = 6 * torch.finfo(found.dtype if dtype == torch.float32 else dtype).eps
+        error = (found.double() - exact).abs().max()
+        budget = 2 * (rounded.double() - exact).abs().max() + unit * exact.abs().max()
+        assert error <= budget, (float(error), float(budget))
+
+
+def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
+    inputs = [torch.zeros(1, 2, 1024, width, dtype=dtype) for _ in range(3)]
+    mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
+
+    def attend(*x: Tensor) -> Any:
+        return flexhop.flex_attention(
+            *x, block_mask=mask, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True)
+        )
+
+    generated = generate(
+        twice(attend), *inputs, *inputs, capability=(architecture // 10, architecture % 10)
+    )
+    found = [k for k in generated.templates if MARK in k.functions]
+    assert len(found) == 3
+    return [compile_kernel(kernel, architecture) for kernel in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("width", [64, 128])
+def test_default_tiles_do_not_spill(architecture: int, width: int):
+    for found in cubins(architecture, width, torch.bfloat16):
+        assert (found.spills, found.stack) == (0, 0)
+        assert found.mma + found.wgmma + found.tcgen05 > 0
