@@ -112,7 +112,7 @@ def _second() -> Generated:
         return out.float().square().sum()
 
     gradient = torch.func.grad(lambda q, k: loss(q, k, inputs[2]), argnums=(0, 1))
-    return generate(lambda q, k: torch.func.jvp(gradient, (q, k), (q, k))[1], *inputs[:2])
+    return generate_code(lambda q, k: torch.func.jvp(gradient, (q, k), (q, k))[1], *inputs[:2])
 
 
 KERNELS = (*MARKS, *DECODE_MARKS, *CACHED_MARKS, *TANGENT_MARKS, *SECOND_MARKS)

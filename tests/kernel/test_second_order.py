@@ -13,7 +13,7 @@ from torch.func import grad, jvp
 import flexhop
 from flexhop import AuxRequest, KernelOptions
 from flexhop.masks import causal
-from flexhop.offline import generate
+from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Memory, interpret
 from tests.kernel.test_tangents import gaps
@@ -128,7 +128,7 @@ def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
             *x, block_mask=mask, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True)
         )
 
-    generated = generate(
+    generated = generate_code(
         twice(attend), *inputs, *inputs, capability=(architecture // 10, architecture % 10)
     )
     found = [k for k in generated.templates if MARK in k.functions]

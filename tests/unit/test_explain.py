@@ -287,7 +287,7 @@ def test_the_report_says_what_computes_second_derivatives():
     assert "by the kernels jvp_forward, jvp_grad_query" in note(query, key, value)
     assert "because weights are dropped" in note(query, key, value, dropout_p=0.1)
     wide = operands(width=256)
-    assert "to 128, and this is 256" in note(wide[0].requires_grad_(), *wide[1:])
+    assert "head size of 256 is more than the 128" in note(wide[0].requires_grad_(), *wide[1:])
     bias = torch.zeros(2, 511, requires_grad=True)
     assert "captured tensors need" in note(query, key, value, score_mod=with_bias(bias))
 

@@ -155,7 +155,8 @@ def _constants(kernel: str) -> set[str]:
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
     of = problem(cache=Cache(16, torch.int8, torch.int8) if kernel in CACHED else None)
-    name = CACHED.get(kernel, kernel)
+    # Its launches write one gradient each.
+    name = {**CACHED, "jvp_grad_key_value": "jvp_grad_key"}.get(kernel, kernel)
     return set(kernels.constants(name, of, KernelOptions(), tile))  # type: ignore[arg-type]
 
 
