@@ -32,6 +32,7 @@ __all__ = [
     "jvp",
     "register_grad",
     "register_jvp",
+    "write_zeros",
 ]
 
 _AUTOGRAD = (
@@ -182,3 +183,13 @@ def dual_results(push: Push, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Results with tangents, of operands that have some and need no gradient."""
     primals, tangents = _split(operands)
     return _duals(push(primals, tangents))
+
+
+def write_zeros(graph: torch.fx.GraphModule) -> None:
+    """Forward mode has a tensor of its own for tangents that are 0; kernels know numbers."""
+    zeros = torch.ops.aten._efficientzerotensor.default
+    for node in graph.graph.find_nodes(op="call_function", target=zeros):
+        node.target = torch.ops.aten.full.default
+        node.args = (node.args[0], 0.0)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("dtype", "device")}
+    graph.recompile()

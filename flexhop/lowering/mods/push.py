@@ -81,23 +81,13 @@ def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any
 
     first = examples[:NUM_SCORE_INPUTS]
     traced = inline.trace_fresh(bent, [*first, first[0], first[0], *examples[NUM_SCORE_INPUTS:]])
-    _write_zeros(traced)
+    transforms.write_zeros(traced)
     safe = wrap_reads(traced, position_ranges(1))
     (buffer,) = inductor.lower_pointwise(
         float_positions(safe), [*inputs, *captures[: len(examples) - NUM_SCORE_INPUTS]],
         "the second derivative of score_mod",
     )  # fmt: skip
     return buffer
-
-
-def _write_zeros(graph: fx.GraphModule) -> None:
-    """Forward mode has a tensor of its own for tangents that are 0; kernels know numbers."""
-    zeros = torch.ops.aten._efficientzerotensor.default
-    for node in graph.graph.find_nodes(op="call_function", target=zeros):
-        node.target = torch.ops.aten.full.default
-        node.args = (node.args[0], 0.0)
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("dtype", "device")}
-    graph.recompile()
 
 
 def trace_push(graph: fx.GraphModule, moved: Sequence[int]) -> fx.GraphModule:
