@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexhop import compat, debug, mods
+from flexhop.block_mask.operator import block_lists
 from flexhop.compat.imports import after_import
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.trackers import announce
@@ -56,14 +57,20 @@ def _place_checks() -> None:
 
 
 def _install_trackers() -> None:
-    operators = (attention, attention_backward, attention_derivative, cached_attention)
+    operators = (
+        attention,
+        attention_backward,
+        attention_derivative,
+        cached_attention,
+        block_lists,
+    )
     announce([operator.name() for operator in operators], _load_trackers)
 
 
 @functools.cache
 def _load_trackers() -> dict[str, type]:
     # They import Dynamo, which takes seconds: not before somebody compiles.
-    from flexhop.compat import dynamo, dynamo_cached
+    from flexhop.compat import dynamo, dynamo_cached, dynamo_masks
 
     dynamo.AttentionVariable.rules = dynamo.ModRules(
         prepare=_prepare,
@@ -79,6 +86,7 @@ def _load_trackers() -> dict[str, type]:
         attention_backward.name(): dynamo.BackwardVariable,
         attention_derivative.name(): dynamo.BackwardVariable,
         cached_attention.name(): dynamo_cached.CachedVariable,
+        block_lists.name(): dynamo_masks.BlockListsVariable,
     }
 
 

@@ -21,6 +21,7 @@ from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
 from flexhop.analysis.graph import Mod, read_graph
+from flexhop.analysis.graph_tables import GraphTables
 from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.magnitudes import with_magnitudes
 from flexhop.analysis.spans import Span, find_span
@@ -41,6 +42,7 @@ __all__ = [
     "Facts",
     "Form",
     "Forms",
+    "GraphTables",
     "Interval",
     "Leaf",
     "Mod",

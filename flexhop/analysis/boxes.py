@@ -83,9 +83,15 @@ def _capture(node: fx.Node, tensor: Tensor | None) -> Any:
         return unknown(torch.int64, frozenset())  # a symbolic size
     if not is_number(node):
         return Table(tensor, dtype)
+    static = node.meta.get("bounds")
     if tensor is None:
-        return unknown(dtype, frozenset())
-    return point(tensor.long() if is_int(dtype) else tensor, dtype)
+        return unknown(dtype, frozenset()) if static is None else _between(dtype, static)
+    return point(tensor.long() if is_int(dtype) else tensor, dtype, static)
+
+
+def _between(dtype: torch.dtype, static: tuple[int, int]) -> Interval:
+    """One number, the same for all scores, of which bounds are known."""
+    return Interval(*static, dtype, False, static, frozenset())
 
 
 def _evaluate(

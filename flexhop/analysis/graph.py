@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.analysis.operators import TRANSPARENT, packet_of
+from flexhop.compat.stand_in import is_traced
 
 aten = torch.ops.aten
 
@@ -126,6 +127,8 @@ def _beside(tensor: Tensor | None, device: torch.device | None) -> Tensor | None
         return tensor
     if device.type == "cpu":
         return tensor
+    if is_traced(tensor):
+        return tensor.to(device)
     return torch.full((), tensor.item(), dtype=tensor.dtype, device=device)
 
 

@@ -11,6 +11,7 @@ waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,28 +54,35 @@ class _NoSpan(Exception):
     """The mask is no stretch by these rules."""
 
 
-def find_span(forms: Forms, device: torch.device) -> Span | None:
+def find_span(
+    forms: Forms,
+    device: torch.device,
+    places: Mapping[str, Tensor] | None = None,
+) -> Span | None:
     """The stretch of each query; None if the operators of the mask do not prove one.
 
     Args:
-        forms: of a mask with captured tensors, and its sizes of b, h, q and k.
+        forms: of a mask with captured tensors, and bounds on its sizes of b, h, q and k.
         device: where the numbers will be.
+        places: int32 vectors of the b, h, q and k that are asked for, k being all of them in
+            order; by default all that are within the bounds.
     """
     try:
-        finder = _Finder(forms, device)
+        finder = _Finder(forms, device, places)
         return finder.of(truth_of(forms, forms.mod.result))
     except (_NoSpan, NotReproducible):
         return None
 
 
 class _Finder:
-    def __init__(self, forms: Forms, device: torch.device) -> None:
+    def __init__(
+        self, forms: Forms, device: torch.device, places: Mapping[str, Tensor] | None
+    ) -> None:
         self.forms, self.device = forms, device
-        self.queries, self.keys = forms.sizes["q"], forms.sizes["k"]
-        counts = {}
+        counts = dict(places or _all_places(forms.sizes, device))
+        self.queries, self.keys = counts["q"].shape[0], counts["k"].shape[0]
         for axis, name in enumerate("bhqk"):
-            count = torch.arange(forms.sizes[name], device=device, dtype=torch.int32)
-            counts[name] = count.view([-1 if n == min(axis, 2) else 1 for n in range(3)])
+            counts[name] = counts[name].view([-1 if n == min(axis, 2) else 1 for n in range(3)])
         self.values = Values(forms.mod, counts, device)
 
     def of(self, truth: Truth) -> Span:
@@ -88,9 +96,9 @@ class _Finder:
                 found = _meet(found, span) if isinstance(truth, All) else _join(found, span)
             return found
         if isinstance(truth, AtLeast):
-            return self._search(aten.ge, *self._sides(truth.form))
+            return self._compared(aten.ge, truth.form)
         if isinstance(truth, Equals):
-            return self._search(aten.eq if truth.is_equal else aten.ne, *self._sides(truth.form))
+            return self._compared(aten.eq if truth.is_equal else aten.ne, truth.form)
         if isinstance(truth, Choice):
             return self._choice(truth)
         return self._leaf(truth)
@@ -160,6 +168,25 @@ class _Finder:
             of_key = torch.zeros_like(of_query[..., :1])
         return of_query, of_key, agreed(signs)
 
+    def _compared(self, packet: Any, form: Form) -> Span:
+        """Keys for which form >= 0, or form == 0."""
+        key = self.forms.mod.inputs["k"]
+        slope = form.terms.get(key, 0)
+        rest = form.plus(Form({key: 1}, 0), -slope)
+        if packet is aten.ge and slope and "k" not in self.forms.of_all(rest.terms):
+            return self._divided(self._sides(rest)[0], slope)
+        return self._search(packet, *self._sides(form))
+
+    def _divided(self, of_query: Tensor, slope: int) -> Span:
+        """Keys for which of_query + slope * key >= 0: from a quotient on, or up to one."""
+        lead = torch.broadcast_shapes(of_query.shape, (1, 1, self.queries))
+        quotient = torch.div(of_query, abs(slope), rounding_mode="floor").expand(lead)
+        if slope < 0:
+            found = (quotient + 1).clamp(0, self.keys)
+            return Span(torch.zeros_like(found), found, starts=True)
+        found = (-quotient).clamp(0, self.keys)
+        return Span(found, torch.full_like(found, self.keys), stops=True)
+
     def _search(self, packet: Any, of_query: Tensor, of_key: Tensor, sign: int | None) -> Span:
         """Keys for which of_query <packet> of_key. sign: how of_key grows."""
         if sign is None or packet is aten.ne:
@@ -185,9 +212,13 @@ class _Finder:
 
     def _constant(self, truth: Tensor) -> Span:
         """All keys, or none, by the query."""
-        end = torch.where(truth, self.keys, 0)
+        end = truth.long() * self.keys
         end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, self.queries)))
         return Span(torch.zeros_like(end), end, starts=True)
+
+
+def _all_places(sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    return {n: torch.arange(sizes[n], device=device, dtype=torch.int32) for n in "bhqk"}
 
 
 def _meet(a: Span, b: Span) -> Span:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,16 +70,28 @@ class Tables:
             raise Unsupported
         if table.numel() == 0:
             raise Unsupported
-        held = [_inside(lift(i), size) for i, size in zip(indices, table.shape, strict=True)]
+        held = [
+            self._inside(lift(i), size, positions)
+            for i, size in zip(indices, table.shape, strict=True)
+        ]
         if table.device.type == "cpu":  # elsewhere, looking would wait for the device
-            _refuse(zip(indices, table.shape, strict=True))
+            for index, size in zip(indices, table.shape, strict=True):
+                self._refuse(lift(index), size)
         return _occurring(self._read(table, indices, positions, held), held)
+
+    def _inside(self, index: Interval, size: Any, positions: Sequence[Any]) -> Interval:
+        return inside(index, size)
+
+    def _refuse(self, index: Interval, size: Any) -> None:
+        outside = out_of_range(index, size)
+        if bool(torch.as_tensor(outside).any()):
+            raise OutOfRange
 
     def _read(self, table: Tensor, indices: Any, positions: Any, held: list[Interval]) -> Interval:
         wide = [axis for axis, index in enumerate(held) if not index.is_point]
         if not wide:
-            low = _carried(table[tuple(_place(index.low) for index in held)])
-            return _interval(low, low, table)
+            low = carried(table[tuple(place(index.low) for index in held)])
+            return as_interval(low, low, table)
         is_position = [any(held[axis] is p for p in positions) for axis in wide]
         if self.block is not None and all(is_position):
             return self._tiles(table, indices, held, wide, positions)
@@ -88,6 +100,13 @@ class Tables:
         found = self._stretches(table, held, wide)
         is_reduced = any(table.shape[axis] > LONG for axis in wide)
         return dataclasses.replace(found, tight=not is_reduced)
+
+    def log2(self, length: Number, _: int) -> Number:
+        """Floor of the binary logarithm of a positive integer, which is below a number."""
+        if not isinstance(length, Tensor):
+            return max(1, int(length)).bit_length() - 1
+        # The exponent of a double is exact for integers below 2^53.
+        return torch.frexp(length.clamp(min=1).double()).exponent.to(torch.int64) - 1
 
     def _is_small(self, table: Tensor, wide: list[int]) -> bool:
         levels = math.prod(table.shape[axis].bit_length() for axis in wide)
@@ -98,14 +117,14 @@ class Tables:
         """Reduce along one or two axes between two places."""
         found: list[Tensor] = []
         for reduce, combine in ((torch.amin, torch.minimum), (torch.amax, torch.maximum)):
-            made, grains = self._sparse(table, wide, reduce, combine)
-            found.append(_look_up(made, grains, held, wide, combine))
-        return _interval(found[0], found[1], table)
+            sparse = self._sparse(table, wide, reduce, combine)
+            found.append(self._look_up(sparse, held, wide, combine))
+        return as_interval(found[0], found[1], table)
 
     def _sparse(self, table: Tensor, wide: list[int], reduce: Any, combine: Any) -> Any:
         key = (id(table), tuple(wide), reduce)
         if key not in self.made:
-            current, grains = _carried(table), list[int]()
+            current, grains = carried(table), list[int]()
             for axis in wide:
                 grains.append(GRAIN if current.shape[axis] > LONG else 1)
                 current = _reduced(current, axis, grains[-1], reduce)
@@ -113,6 +132,26 @@ class Tables:
                 current = _doubled(current, axis + number, combine)
             self.made[key] = (current, grains, table)  # which keeps the identity of the key alive
         return self.made[key][:2]
+
+    def _look_up(
+        self, sparse: tuple[Tensor, list[int]], held: list[Interval], wide: list[int], combine: Any
+    ) -> Tensor:
+        """Two overlapping stretches along each wide axis."""
+        made, grains = sparse
+        choices: list[list[Any]] = [[index.low] for index in held]
+        levels: list[Any] = []
+        for grain, axis in zip(grains, wide, strict=True):
+            low, high = (e // grain if grain > 1 else e for e in (held[axis].low, held[axis].high))
+            level = self.log2(high - low + 1, made.shape[len(wide) - 1 - len(levels)])
+            levels.insert(0, level)  # the axis that was doubled last stands first
+            size = 1 << level if not isinstance(level, Tensor) else torch.ones_like(level) << level
+            choices[axis] = [low, high - size + 1]
+        result = None
+        for places in _product(choices):
+            found = made[tuple(place(p) for p in (*levels, *places))]
+            result = found if result is None else combine(result, found)
+        assert result is not None
+        return result
 
     def _tiles(
         self, table: Tensor, indices: Any, held: list[Interval], wide: list[int], positions: Any
@@ -131,27 +170,27 @@ class Tables:
             key = (id(table), tuple(wide), reduce, *sizes, *lengths)
             if key not in self.made:
                 self.made[key] = (_tiled(table, held, wide, sizes, reduce), table)
-            found.append(self.made[key][0][tuple(map(_place, places))])
-        return _interval(found[0], found[1], table)
+            found.append(self.made[key][0][tuple(map(place, places))])
+        return as_interval(found[0], found[1], table)
 
     def _anywhere(self, table: Tensor, held: list[Interval], wide: list[int]) -> Interval:
         """Reduce along whole axes."""
-        places = tuple(_place(index.low) for axis, index in enumerate(held) if axis not in wide)
+        places = tuple(place(index.low) for axis, index in enumerate(held) if axis not in wide)
         found: list[Tensor] = []
         for reduce in (torch.amin, torch.amax):
             key = (id(table), tuple(wide), "anywhere", reduce)
             if key not in self.made:
-                self.made[key] = (reduce(_carried(table), dim=wide), table)
+                self.made[key] = (reduce(carried(table), dim=wide), table)
             made = self.made[key][0]
             found.append(made[places] if places else made)
-        return dataclasses.replace(_interval(found[0], found[1], table), tight=False)
+        return dataclasses.replace(as_interval(found[0], found[1], table), tight=False)
 
 
 def _tiled(table: Tensor, held: list[Interval], wide: list[int], sizes: list[int], reduce: Any):
     current = table
     for axis in wide:  # no entry behind the last position
         current = current.narrow(axis, 0, held[axis].static[1] + 1)
-    current = _carried(current)
+    current = carried(current)
     for axis, size in zip(wide, sizes, strict=True):
         current = _reduced(current, axis, size, reduce)
     return current
@@ -169,7 +208,7 @@ def _occurring(found: Interval, indices: list[Interval]) -> Interval:
     return dataclasses.replace(found, some=some, miss=miss, decided=tight)
 
 
-def _inside(index: Interval, size: int) -> Interval:
+def inside(index: Interval, size: int) -> Interval:
     """An index as Python means it: negative ones count from the end."""
     if not is_int(index.dtype) or index.dtype == torch.uint8:  # bytes are a mask
         raise Unsupported
@@ -193,26 +232,27 @@ def _inside(index: Interval, size: int) -> Interval:
     return Interval(low, high, torch.int64, False, (0, size - 1), index.uses)
 
 
-def _refuse(indices: Iterable[tuple[Any, int]]) -> None:
-    for value, size in indices:
-        index = lift(value)
-        if index.tight and not (-size <= index.static[0] and index.static[1] < size):
-            if bool(torch.as_tensor(either(index.low < -size, index.high >= size)).any()):
-                raise OutOfRange
+def out_of_range(index: Interval, size: Any) -> Number:
+    """Whether some score of a box reads behind the ends of an axis."""
+    if not index.tight or (-size <= index.static[0] and index.static[1] < size):
+        return False
+    return either(index.low < -size, index.high >= size)
 
 
-def _place(value: Number) -> Any:
+def place(value: Number) -> Any:
+    """A number as an index takes it."""
     return value if isinstance(value, Tensor) else int(value)
 
 
-def _carried(table: Tensor) -> Tensor:
+def carried(table: Tensor) -> Tensor:
     """A table in a dtype that has minima and maxima everywhere."""
     if table.dtype == torch.bool:
         return table.to(torch.int8)
     return table.to(torch.int64) if is_int(table.dtype) and table.dtype != torch.int32 else table
 
 
-def _interval(low: Tensor, high: Tensor, table: Tensor) -> Interval:
+def as_interval(low: Tensor, high: Tensor, table: Tensor) -> Interval:
+    """What lies between two entries of a table, which are some score's."""
     dtype = table.dtype
     is_one = low is high
     static = extent(dtype)
@@ -254,36 +294,8 @@ def _doubled(table: Tensor, axis: int, combine: Any) -> Tensor:
     return torch.stack(levels)
 
 
-def _look_up(
-    made: Tensor, grains: list[int], held: list[Interval], wide: list[int], combine: Any
-) -> Tensor:
-    """Two overlapping stretches along each wide axis."""
-    choices: list[list[Any]] = [[index.low] for index in held]
-    levels: list[Any] = []
-    for grain, axis in zip(grains, wide, strict=True):
-        low, high = (e // grain if grain > 1 else e for e in (held[axis].low, held[axis].high))
-        level = _log2(high - low + 1)
-        levels.insert(0, level)  # the axis that was doubled last stands first
-        size = 1 << level if not isinstance(level, Tensor) else torch.ones_like(level) << level
-        choices[axis] = [low, high - size + 1]
-    result = None
-    for places in _product(choices):
-        found = made[tuple(_place(p) for p in (*levels, *places))]
-        result = found if result is None else combine(result, found)
-    assert result is not None
-    return result
-
-
 def _product(choices: list[list[Any]]) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = [()]
     for options in choices:
         found = [(*places, option) for places in found for option in options]
     return found
-
-
-def _log2(length: Number) -> Number:
-    """Floor of the binary logarithm of a positive integer."""
-    if not isinstance(length, Tensor):
-        return max(1, int(length)).bit_length() - 1
-    # The exponent of a double is exact for integers below 2^53.
-    return torch.frexp(length.clamp(min=1).double()).exponent.to(torch.int64) - 1

@@ -1,4 +1,4 @@
-"""The graph of a mod, from one call on placeholders for its arguments.
+"""The graph of a mod by calling it once, on tensors that stand for its arguments.
 
 Nothing is compiled and no number is looked at: a call takes as long as its operators take to be
 named. What cannot be traced this way raises `Untraceable`, and is evaluated score by score.
@@ -6,6 +6,7 @@ named. What cannot be traced this way raises `Untraceable`, and is evaluated sco
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,18 +16,21 @@ from torch import Tensor, fx
 from flexhop.analysis.graph import Builder, Mod
 from flexhop.analysis.interval import INDICES
 from flexhop.analysis.operators import packet_of
+from flexhop.compat.hop import without_modes
 from flexhop.compat.indexing import IndexMode
+from flexhop.compat.sizes import bound_of
 from flexhop.compat.stand_in import (
     StandIn,
     Watch,
     is_plain,
     is_random,
+    is_traced,
     reads_or_writes,
 )
 
 aten = torch.ops.aten
 _CONSTANTS = (aten.full, aten.zeros, aten.ones)
-_REMEMBERED = 4096  # results of operators whose shape and dtype are known
+_REMEMBERED = 4096  # results of operators, of which shape and dtype are known
 _known: dict[Any, tuple[torch.dtype, tuple[int, ...]]] = {}
 
 
@@ -40,63 +44,94 @@ class _Value(StandIn):
     node: Any
 
 
-def trace(mask_mod: Callable[..., Any], device: torch.device) -> Mod:
+def trace(mask_mod: Callable[..., Any], device: torch.device, *, in_graph: bool = False) -> Mod:
     """The graph of mask_mod(b, h, q_idx, kv_idx).
+
+    Args:
+        mask_mod: the mask.
+        device: of the indices.
+        in_graph: whether a graph is being traced: captured tensors have no numbers yet, and their
+            sizes may be symbols.
 
     Raises:
         Untraceable: it branches on an index, writes in place, captures fake tensors, or returns
             anything but a bool tensor without dimensions.
     """
-    examples = [torch.empty((), dtype=torch.int32, device="meta") for _ in INDICES]
-    builder = Builder(INDICES, examples)
-    values = [_stand(node, device) for node in builder.inputs.values()]
-
-    def record(func: Any, args: Any, kwargs: Any) -> Any:
-        return _record(builder, device, (func, args, kwargs))
-
-    with torch.no_grad(), IndexMode(), Watch(record):
+    tracer = _Tracer(device, in_graph)
+    values = [tracer.stand(node) for node in tracer.builder.inputs.values()]
+    with torch.no_grad(), IndexMode(), Watch(tracer.record):
         result = mask_mod(*values)
     if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
         raise Untraceable
-    return builder.mod([_node_of(builder, device, result)])
+    return tracer.builder.mod([tracer.node_of(result)])
 
 
-def _stand(node: fx.Node, device: torch.device) -> _Value:
-    example = node.meta["val"]
-    made = _Value(tuple(example.shape), example.dtype, device)
-    made.node = node
-    return made
+class _Tracer:
+    def __init__(self, device: torch.device, in_graph: bool) -> None:
+        self.device, self.in_graph = device, in_graph
+        examples = [self._example((), torch.int32) for _ in INDICES]
+        self.builder = Builder(INDICES, examples)
+        self.symbols: dict[str, Any] = {}  # captured numbers that are symbols, by their formula
 
+    def _aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Where nothing is recorded in the graph that is being traced."""
+        return without_modes() if self.in_graph else contextlib.nullcontext()
 
-def _node_of(builder: Builder, device: torch.device, value: Any) -> Any:
-    """The placeholder of an argument in the graph."""
-    if isinstance(value, _Value):
-        return value.node
-    if isinstance(value, Tensor):
-        if not is_plain(value):
+    def _example(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        plain = tuple(1 if isinstance(size, torch.SymInt) else size for size in shape)
+        with self._aside():
+            return torch.empty(plain, dtype=dtype, device="meta")
+
+    def stand(self, node: fx.Node) -> _Value:
+        """What a mod sees of a node."""
+        example = node.meta["val"]
+        with self._aside():
+            made = _Value(tuple(example.shape), example.dtype, self.device)
+        made.node = node
+        return made
+
+    def node_of(self, value: Any) -> Any:
+        """What stands for an argument in the graph."""
+        if isinstance(value, _Value):
+            return value.node
+        if isinstance(value, Tensor):
+            if not is_plain(value) and not (self.in_graph and is_traced(value)):
+                raise Untraceable
+            return self.builder.capture(
+                self._example(value.shape, value.dtype), value, self.device
+            )
+        if isinstance(value, (tuple, list)):
+            return [self.node_of(v) for v in value]
+        return self._symbol(value) if isinstance(value, torch.SymInt) else value
+
+    def _symbol(self, value: torch.SymInt) -> fx.Node:
+        """A captured number that is no constant of the graph, as a captured tensor."""
+        last = bound_of(value)
+        if not self.in_graph or last is None:
             raise Untraceable
-        example = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return builder.capture(example, value, device)
-    if isinstance(value, (tuple, list)):
-        return [_node_of(builder, device, v) for v in value]
-    return value
+        name = str(value.node.expr)
+        if name not in self.symbols:
+            tensor = torch.full((), value, dtype=torch.int32, device=self.device)
+            node = self.builder.capture(self._example((), torch.int32), tensor, self.device)
+            node.meta["bounds"] = (-last, last)
+            self.symbols[name] = node
+        return self.symbols[name]
 
-
-def _record(builder: Builder, device: torch.device, call: tuple[Any, Any, Any]) -> Any:
-    """What an operator gives: a value of the mod, or a tensor that no index decides."""
-    func, args, kwargs = call
-    is_value = any(isinstance(a, _Value) for a in _flat((args, tuple(kwargs.values()))))
-    if not is_value and not _is_constant(func, args):
-        if is_random(func):
+    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives: a value of the mod, or a tensor that no index decides."""
+        is_value = any(isinstance(a, _Value) for a in _flat((args, tuple(kwargs.values()))))
+        if not is_value and not _is_constant(func, args):
+            if is_random(func):
+                raise Untraceable
+            return func(*args, **kwargs)
+        if reads_or_writes(func) or is_random(func):
             raise Untraceable
-        return func(*args, **kwargs)
-    if reads_or_writes(func) or is_random(func):
-        raise Untraceable
-    dtype, shape = _result_form(func, args, kwargs)
-    example = torch.empty(shape, dtype=dtype, device="meta")
-    nodes = tuple(_node_of(builder, device, a) for a in args)
-    options = {name: _node_of(builder, device, v) for name, v in kwargs.items()}
-    return _stand(builder.call(func, nodes, options, example), device)
+        with self._aside():
+            dtype, shape = _result_form(func, args, kwargs)
+        example = self._example(shape, dtype)
+        nodes = tuple(self.node_of(a) for a in args)
+        options = {name: self.node_of(v) for name, v in kwargs.items()}
+        return self.stand(self.builder.call(func, nodes, options, example))
 
 
 def _is_constant(func: Any, args: Any) -> bool:
@@ -111,7 +146,7 @@ def _result_form(
     """Shape and dtype of what an operator gives, remembered."""
     if packet_of(func) is aten.index and all(i is not None and i.dim() == 0 for i in args[1]):
         table, indices = args
-        return table.dtype, tuple(table.shape[len(indices) :])
+        return table.dtype, _plain(table.shape[len(indices) :])
     key = (func, _form(args), _form(tuple(sorted(kwargs.items()))), torch.get_default_dtype())
     if key not in _known:
         if len(_known) >= _REMEMBERED:
@@ -124,9 +159,22 @@ def _result_form(
     return _known[key]
 
 
+def _plain(shape: Any) -> tuple[int, ...]:
+    """A shape that a value of a mod may have.
+
+    Raises:
+        Untraceable: some size of it is a symbol.
+    """
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        raise Untraceable
+    return tuple(shape)
+
+
 def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
+        return value.dtype, _plain(value.shape)
+    if isinstance(value, torch.SymInt):  # any number of its kind
+        return "int", 1
     if isinstance(value, (tuple, list)):
         return tuple(map(_form, value))
     return type(value).__name__, value
@@ -137,7 +185,7 @@ def _meta(value: Any) -> Any:
         return [_meta(v) for v in value]
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value
+    return 1 if isinstance(value, torch.SymInt) else value
 
 
 def _flat(values: Any) -> Any:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from flexhop import analysis
-from flexhop.analysis import Interval, Mod, Tables
+from flexhop.analysis import Mod, Tables
+from flexhop.block_mask.boxes import Boxes, ends_of, sizes_of
 from flexhop.block_mask.scores import (
     CHUNK_ELEMENTS,
     MAPPED,
@@ -49,11 +50,11 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
     mod = _traced(mask_mod, grid.device)
     if mod is None:
         return coverage_by_chunks(keep, grid)
-    forms = analysis.Forms(mod, _sizes(grid))
+    forms = analysis.Forms(mod, sizes_of(grid))
     depends = forms.depends_on(mod.result)
     batch, heads = (grid.batch if "b" in depends else 1), (grid.heads if "h" in depends else 1)
     reduced = grid._replace(batch=batch, heads=heads)
-    forms.sizes |= _sizes(reduced)
+    forms.sizes |= sizes_of(reduced)
     span = analysis.find_span(forms, grid.device)
     if span is not None:
         return blocks_of_span(span, reduced)
@@ -75,10 +76,6 @@ def _searched(mod: Mod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor] | No
         return _Search(mod, keep, grid).find()
     except (analysis.OutOfRange, _WouldWait):
         return None
-
-
-def _sizes(grid: Grid) -> dict[str, int]:
-    return {"b": grid.batch, "h": grid.heads, "q": grid.q_len, "k": grid.kv_len}
 
 
 def _may_wait(device: torch.device) -> bool:
@@ -144,15 +141,6 @@ def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tenso
 # Intervals, and then scores.
 
 
-class _Found(NamedTuple):
-    """Of boxes: is the mask True everywhere; somewhere perhaps; known to be True and False."""
-
-    always: Tensor
-    maybe: Tensor
-    mixed: Tensor
-    is_decided: bool
-
-
 class _Step(NamedTuple):
     """look(blocks [U, 4]) -> (kept, missed, decided), [U] bool each.
 
@@ -167,6 +155,7 @@ class _Search:
     def __init__(self, mod: Mod, keep: MaskMod, grid: Grid) -> None:
         self.mod, self.keep, self.grid = mod, keep, grid
         self.tables = Tables(grid.block)
+        self.boxes = Boxes(mod, grid)
         self.can_compute = analysis.can_compute(mod)
         shape = (grid.batch, grid.heads, grid.rows, grid.columns)
         self.some = torch.empty(shape, dtype=torch.bool, device=grid.device)
@@ -186,49 +175,9 @@ class _Search:
             left = self._settle(step, left, must=step is steps[-1])
         return self.some, self.every
 
-    def _ask(
-        self,
-        b: Tensor,
-        h: Tensor,
-        q: tuple[Tensor, Tensor],
-        k: tuple[Tensor, Tensor],
-        tables: Tables | None = None,
-    ) -> _Found:
-        """The mask on boxes: of one batch and head each, and queries and keys between two."""
-        grid = self.grid
-        inputs = {
-            "b": analysis.point(b, torch.int32, (0, grid.batch - 1), "b"),
-            "h": analysis.point(h, torch.int32, (0, grid.heads - 1), "h"),
-        }
-        for name, ends, length in (("q", q, grid.q_len), ("k", k, grid.kv_len)):
-            static, uses = (0, length - 1), frozenset((name,))
-            inputs[name] = Interval(*ends, torch.int32, False, static, uses, True, True)
-        found = analysis.evaluate_result(self.mod, inputs, tables or self.tables)
-        some = found.high if found.decided else found.some
-        miss = ~found.low if isinstance(found.low, Tensor) else not found.low
-        mixed = some & (miss if found.decided else found.miss)
-        flags = (found.low, found.high, mixed)
-        device = grid.device
-        flags = (f if isinstance(f, Tensor) else torch.full((), f, device=device) for f in flags)
-        return _Found(*flags, found.decided)
-
-    def _ends(self, start: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-        return start.clamp(max=length - 1), (start + size - 1).clamp(max=length - 1)
-
-    def _over_grid(self, block: tuple[int, int], tables: Tables) -> _Found:
-        """Intervals over all blocks of a size, which broadcast."""
-        grid, device = self.grid, self.grid.device
-        rows, columns = -(-grid.q_len // block[0]), -(-grid.kv_len // block[1])
-        row, column = (torch.arange(n, device=device) for n in (rows, columns))
-        q = self._ends(row[:, None] * block[0], block[0], grid.q_len)
-        k = self._ends(column * block[1], block[1], grid.kv_len)
-        b = torch.arange(grid.batch, device=device)[:, None, None, None]
-        h = torch.arange(grid.heads, device=device)[:, None, None]
-        return self._ask(b, h, q, k, tables)
-
     def _one_grid(self) -> Tensor:
         """Intervals over all blocks; gives those that are unknown, [U, 4]."""
-        found = self._over_grid(self.grid.block, self.tables)
+        found = self.boxes.over_grid(self.grid.block, self.tables)
         self.some.copy_(found.maybe)
         self.every.copy_(found.always)
         if found.is_decided:
@@ -248,7 +197,7 @@ class _Search:
         """The same through a coarse grid: most blocks are settled many at a time."""
         grid, device = self.grid, self.grid.device
         large = (grid.block[0] * COARSE, grid.block[1] * COARSE)
-        found = self._over_grid(large, Tables(large))
+        found = self.boxes.over_grid(large, Tables(large))
         rows, columns = -(-grid.rows // COARSE), -(-grid.columns // COARSE)
         shape = (grid.batch, grid.heads, rows, columns)
         left = self._listed((found.maybe & ~found.always).expand(shape))
@@ -263,9 +212,9 @@ class _Search:
             b, h, r, c = part.unbind(1)
             row = r[:, None, None] * COARSE + within[:, None]
             column = c[:, None, None] * COARSE + within
-            q = self._ends(row * grid.block[0], grid.block[0], grid.q_len)
-            k = self._ends(column * grid.block[1], grid.block[1], grid.kv_len)
-            found = self._ask(b[:, None, None], h[:, None, None], q, k)
+            q = ends_of(row * grid.block[0], grid.block[0], grid.q_len)
+            k = ends_of(column * grid.block[1], grid.block[1], grid.kv_len)
+            found = self.boxes.ask(b[:, None, None], h[:, None, None], q, k, self.tables)
             maybe[b, h, r, :, c], always[b, h, r, :, c] = (
                 flag.expand(len(part), COARSE, COARSE) for flag in (found.maybe, found.always)
             )
@@ -338,7 +287,7 @@ class _Search:
             b, h, r, c = (index[:, None, None] for index in part.unbind(1))
             q = _within(r * grid.block[0], row[:, None], side, (grid.block[0], grid.q_len))
             k = _within(c * grid.block[1], column, side, (grid.block[1], grid.kv_len))
-            found = self._ask(b, h, q, k, tables)
+            found = self.boxes.ask(b, h, q, k, tables)
             shape = (len(part), len(row), len(column))
             always, maybe, mixed = (flag.expand(shape).flatten(1) for flag in found[:3])
             settled = (always | ~maybe).all(1)

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from flexhop.block_mask.coverage import coverage
 from flexhop.block_mask.fields import block_size_pair
+from flexhop.block_mask.graphed import Mask, graph_coverage
+from flexhop.block_mask.listing import all_lists, listed
 from flexhop.block_mask.lists import dense_to_lists
 from flexhop.block_mask.mask import BlockMask
+from flexhop.block_mask.operator import block_lists
 from flexhop.block_mask.scores import (
     Grid,
     compiled_coverage,
@@ -24,6 +27,7 @@ from flexhop.block_mask.scores import (
     evaluate_mod,
     whole_blocks,
 )
+from flexhop.compat.symbols import is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
     ModLoweringError,
@@ -116,7 +120,7 @@ def create_mask(
     if is_score_mod(mod_fn):
         keep = _keep_of_scores(cast(ScoreMod, mod_fn))
     else:
-        keep = _checked(cast(MaskMod, mod_fn))
+        keep = checked(cast(MaskMod, mod_fn))
     sizes = (grid.batch, grid.heads, Q_LEN, KV_LEN)
     return evaluate_mod(keep, *(count_up(size, grid.device) for size in sizes))
 
@@ -146,12 +150,25 @@ def _check_mask_mod(mask_mod: MaskMod) -> None:
 def _block_mask(
     mask_mod: MaskMod, grid: Grid, separate_full_blocks: bool, compute_q_blocks: bool
 ) -> BlockMask:
-    keep = _checked(mask_mod)
-    if not torch.compiler.is_compiling():
-        return _listed(
-            mask_mod, grid, coverage(mask_mod, keep, grid), separate_full_blocks, compute_q_blocks
-        )
-    some, every = compiled_coverage(keep, grid)
+    is_open = is_symbolic(grid.q_len) or is_symbolic(grid.kv_len)
+    if torch.compiler.is_compiling() and (is_open or not torch.compiler.is_dynamo_compiling()):
+        return _by_every_score(mask_mod, grid, separate_full_blocks, compute_q_blocks)
+    sides = (separate_full_blocks, compute_q_blocks)
+    if torch.compiler.is_dynamo_compiling():
+        probe = torch.empty(0, device=grid.device)
+        fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
+    else:
+        fields = _lists(mask_mod, grid, sides, in_graph=False)
+    lists = all_lists(fields, sides)
+    lengths = (grid.q_len, grid.kv_len)
+    return BlockMask(lengths, *lists, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
+
+
+def _by_every_score(
+    mask_mod: MaskMod, grid: Grid, separate_full_blocks: bool, compute_q_blocks: bool
+) -> BlockMask:
+    """In graphs of lengths that are symbols, and those that do not come through Dynamo."""
+    some, every = compiled_coverage(checked(mask_mod), grid)
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if separate_full_blocks:
         full_blocks = every & whole_blocks(grid)
@@ -170,43 +187,19 @@ def _block_mask(
     return mask
 
 
-def _listed(
-    mask_mod: MaskMod,
-    grid: Grid,
-    covered: tuple[Tensor, Tensor],
-    separate_full_blocks: bool,
-    compute_q_blocks: bool,
-) -> BlockMask:
-    """The mask of some blocks; those of all batches and heads are listed once."""
-    some, every = covered
-    full = every & whole_blocks(grid) if separate_full_blocks else None
-    partial = some if full is None else some & ~full
-
-    def lists(dense: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dense is None:
-            return None, None
-        return tuple(_for_all(t, grid) for t in dense_to_lists(dense))
-
-    sides: list[Any] = [*lists(partial), *lists(full)]
-    if compute_q_blocks:
-        sides += [*lists(partial.mT), *lists(None if full is None else full.mT)]
-    else:
-        sides += [None] * 4
-    lengths = (grid.q_len, grid.kv_len)
-    return BlockMask(lengths, *sides, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
+def _lists(
+    mask: MaskMod | Mask, grid: Grid, sides: tuple[bool, bool], *, in_graph: bool
+) -> tuple[Tensor, ...]:
+    """The lists of a mask; sides: whether of full blocks, and of the query side."""
+    find = graph_coverage if in_graph else coverage
+    covered = find(mask, checked(mask), grid)
+    return listed(covered, grid, sides, in_graph=in_graph)
 
 
-def _for_all(listed: Tensor, grid: Grid) -> Tensor:
-    """Lists for every batch and head of the grid, in memory of their own.
-
-    Never a view, not even of the same shape: a package of AOTInductor that held views of other
-    tensors as its constants read the wrong memory.
-    """
-    shape = (grid.batch, grid.heads, *listed.shape[2:])
-    return listed.expand(shape).clone(memory_format=torch.contiguous_format)
+block_lists.find = _lists
 
 
-def _checked(mask_mod: MaskMod) -> MaskMod:
+def checked(mask_mod: MaskMod) -> MaskMod:
     """mask_mod with its result, and its attempts to branch, checked."""
 
     def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -121,19 +121,18 @@ def _ceil(value: Tensor, block: int) -> Tensor:
     return _floor(value + block - 1, block)
 
 
-def dense_to_lists(dense: Tensor) -> tuple[Tensor, Tensor]:
+def dense_to_lists(dense: Tensor, *, in_graph: bool = False) -> tuple[Tensor, Tensor]:
     """List the marked columns of each row, ascending, then the unmarked ones, ascending.
 
     Args:
         dense: [..., R, C] bool.
+        in_graph: whether a graph is being traced; Dynamo says so itself.
 
     Returns:
         num_blocks [..., R] and indices [..., R, C], both int32 and contiguous.
     """
     num_blocks = dense.sum(-1, dtype=torch.int32)
-    if torch.compiler.is_compiling():
-        return num_blocks, _order_by_counting(dense, num_blocks)
-    if dense.numel() <= LISTED_AT_ONCE:
+    if in_graph or torch.compiler.is_compiling() or dense.numel() <= LISTED_AT_ONCE:
         return num_blocks, _order_by_running_sums(dense, num_blocks)
     order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
     step = max(1, LISTED_AT_ONCE * dense.shape[-2] // dense.numel())
@@ -150,21 +149,6 @@ def _order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
     place = torch.where(dense, ahead - 1, num_blocks[..., None] + column - ahead)
     order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
     return order.scatter_(-1, place.long(), column.expand_as(place))
-
-
-def _order_by_counting(dense: Tensor, num_blocks: Tensor) -> Tensor:
-    """The indices of `dense_to_lists` by a sum and a scatter, for compiled code.
-
-    The sum is C times the size of `dense` and never stored. It is cheap beside evaluating the
-    mask, while Triton unrolls a sort, which took a minute to compile for 128 columns, and Inductor
-    (2.11) cannot generate a running sum fused with a scatter.
-    """
-    column = torch.arange(dense.shape[-1], device=dense.device, dtype=torch.int32)
-    is_earlier = column < column[:, None]
-    earlier = (dense[..., None, :] & is_earlier).sum(-1, dtype=torch.int32)
-    place = torch.where(dense, earlier, num_blocks[..., None] + column - earlier)
-    order = torch.zeros_like(place)
-    return order.scatter(-1, place.long(), column.expand_as(place))
 
 
 def transpose_lists(num_blocks: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -96,9 +96,9 @@ def python_value(tx: Any, variable: VariableTracker) -> Any:
     if isinstance(variable, FrozenDataClassVariable):
         kind = variable.python_type()
         names = [field.name for field in dataclasses.fields(kind)]
-        return kind(**{n: _static_value(tx, _attribute(tx, variable, n)) for n in names})
+        return kind(**{n: static_value(tx, _attribute(tx, variable, n)) for n in names})
     if isinstance(variable, ConstDictVariable):
-        return {k.vt.as_python_constant(): _static_value(tx, v) for k, v in variable.items.items()}
+        return {k.vt.as_python_constant(): static_value(tx, v) for k, v in variable.items.items()}
     return variable.as_python_constant()
 
 
@@ -108,11 +108,13 @@ def _attribute(tx: Any, variable: VariableTracker, name: str) -> VariableTracker
     return read(tx, name)
 
 
-def _static_value(tx: Any, variable: VariableTracker) -> Any:
+def static_value(tx: Any, variable: VariableTracker) -> Any:
     """A value that chooses code: a number that Dynamo made symbolic is guarded on instead."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()
+    if isinstance(variable, BaseListVariable):
+        return tuple(static_value(tx, item) for item in variable.items)
     return python_value(tx, variable)
 
 

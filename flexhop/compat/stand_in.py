@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _REFUSED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
@@ -57,3 +59,8 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor holds numbers of its own: it is not fake, batched or of a subclass."""
     is_known = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return is_known and not is_functorch_wrapped_tensor(tensor) and not tensor.is_meta
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a trace of PyTorch's: it has no numbers yet."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) and not tensor.is_meta

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flexhop.block_mask.unknown import unknown_blocks
 from flexhop.compat import inductor, tanh, views
 from flexhop.compat.refusal import raised_by_graph
 from flexhop.debug.progress import PROGRESS
@@ -18,6 +19,7 @@ from flexhop.lowering.derivative import lower_attention_derivative
 from flexhop.lowering.dialect import dialects
 from flexhop.lowering.forward import lower_attention
 from flexhop.lowering.mods.relative import lower_bounded
+from flexhop.lowering.open_blocks import lower_unknown_blocks
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.derivative import attention_derivative
@@ -36,6 +38,7 @@ def register() -> None:
         (cached_attention, lower_cached_attention),
         (attention_backward, lower_attention_backward),
         (attention_derivative, lower_attention_derivative),
+        (unknown_blocks, lower_unknown_blocks),
     ):
         inductor.register_lowering(operator, type_promotion_kind=None)(
             raised_by_graph(_reported(lower))

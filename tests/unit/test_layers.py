@@ -33,6 +33,7 @@ LAW: dict[str, set[str]] = {
     "templates": set(),
     "lowering": {
         "analysis",
+        "block_mask",
         "ops",
         "options",
         "mods",
@@ -44,7 +45,16 @@ LAW: dict[str, set[str]] = {
     },
     "reports": {"attention", "sequences", "cache", "block_mask", "ops", "lowering", "mods"}
     | {"options", "debug", "compat", "errors"},
-    "plugin": {"distributed", "ops", "lowering", "mods", "errors", "debug", "compat"},
+    "plugin": {
+        "distributed",
+        "block_mask",
+        "ops",
+        "lowering",
+        "mods",
+        "errors",
+        "debug",
+        "compat",
+    },
     "offline": {"errors", "compat"},
     "nn": {"attention", "block_mask", "mods", "errors"},
     "integrations": {"attention", "block_mask", "mods", "sdpa", "compat"},

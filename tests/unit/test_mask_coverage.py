@@ -11,7 +11,7 @@ from flexhop import create_block_mask, masks
 from flexhop.analysis import Forms, evaluate, trace
 from flexhop.analysis.interval import Interval
 from flexhop.block_mask import coverage as intervals
-from flexhop.block_mask.creation import _checked
+from flexhop.block_mask.creation import checked
 from flexhop.block_mask.scores import Grid, coverage_by_chunks
 from tests.mask_programs import Program
 
@@ -28,7 +28,7 @@ def outcome(find):
 
 
 def assert_equal(mask, grid):
-    keep = _checked(mask)
+    keep = checked(mask)
     expected = outcome(lambda: coverage_by_chunks(keep, grid))
     found = outcome(lambda: intervals.coverage(mask, keep, grid))
     if isinstance(expected, type):

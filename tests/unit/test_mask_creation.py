@@ -189,14 +189,14 @@ def buffer_sizes(code: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mod", [causal, many_reads])
-def test_inductor_does_not_store_the_mask(mod):
+@pytest.mark.parametrize(("mod", "most"), [(causal, 8 * 320), (many_reads, 1 << 15)])
+def test_inductor_does_not_store_the_mask(mod, most):
     from torch._inductor.utils import run_and_get_code
 
     compiled = torch.compile(create_block_mask, fullgraph=True)
     mask, code = run_and_get_code(compiled, mod, 2, 1, 300, 300, "cpu", 32)
     assert_same_lists(mask, create_block_mask(mod, 2, 1, 300, 300, "cpu", 32))
-    assert 0 < max(buffer_sizes(code[0])) <= 2 * 10 * 11
+    assert 0 < max(buffer_sizes(code[0])) <= most
 
 
 def test_other_sizes_recompile_once():

@@ -1,0 +1,77 @@
+"""Captured tensors in a graph: their sizes may be symbols, and nothing looks at a number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.analysis.interval import Interval, Unsupported, negate, select
+from flexhop.analysis.tables import Tables, as_interval, carried, inside, out_of_range, place
+from flexhop.compat.sizes import assert_all, bound_of, is_known
+
+
+class GraphTables(Tables):
+    """The captured tensors of a graph that is being traced.
+
+    Args:
+        block: of queries and keys.
+        lengths: numbers of queries and of keys.
+    """
+
+    def __init__(self, block: tuple[int, int], lengths: tuple[Any, Any]) -> None:
+        super().__init__(block)
+        self.lengths = lengths
+
+    def _inside(self, index: Interval, size: Any, positions: Sequence[Any]) -> Interval:
+        for position, length in zip(positions, self.lengths, strict=True):
+            if index is position and is_known(length <= size):
+                return index
+        if isinstance(size, int):
+            return inside(index, size)
+        last = bound_of(size)
+        if not index.is_point or last is None:
+            raise Unsupported
+        low = torch.as_tensor(index.low)
+        low = select(low < 0, low + size, low).clamp(min=0).minimum(low.new_full((), size - 1))
+        return dataclasses.replace(index, low=low, high=low, static=(0, last - 1))
+
+    def _refuse(self, index: Interval, size: Any) -> None:
+        if not isinstance(size, int):
+            return  # a guard of the graph would be needed
+        outside = out_of_range(index, size)
+        if outside is not False:
+            message = f"an index of a captured tensor is out of range for a dimension of {size}"
+            assert_all(negate(torch.as_tensor(outside)), message)
+
+    def log2(self, length: Any, end: int) -> Any:
+        """As in Tables; Inductor (2.11 to 2.13) writes no C++ for vectors of `frexp`."""
+        if not isinstance(length, Tensor):
+            return super().log2(length, end)
+        return sum((length >= 2**power).long() for power in range(1, end)) + length * 0
+
+    def _tiles(
+        self, table: Tensor, indices: Any, held: list[Interval], wide: list[int], positions: Any
+    ) -> Interval:
+        """Reduce the entries that each block reads, without a table of them."""
+        assert self.block is not None
+        places = [place(index.low) for index in held]
+        for number, axis in enumerate(wide):
+            low, high = held[axis].low, held[axis].high
+            size = self.block[0] if held[axis] is positions[0] else self.block[1]
+            within = torch.arange(size, device=table.device)
+            behind = len(wide) - 1 - number
+            places[axis] = torch.minimum(low[..., None] + within, high[..., None])
+            for _ in range(behind):
+                places[axis] = places[axis][..., None]
+            for _ in range(number):
+                places[axis] = places[axis].unsqueeze(-2 - behind)
+        for axis, value in enumerate(places):
+            if axis not in wide and isinstance(value, Tensor):
+                places[axis] = value[(..., *[None] * len(wide))]
+        read = carried(table[tuple(places)])
+        dims = list(range(-len(wide), 0))
+        return as_interval(read.amin(dims), read.amax(dims), table)

@@ -1,0 +1,91 @@
+"""A mask on boxes of scores: True everywhere, somewhere perhaps, or certainly both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop import analysis
+from flexhop.analysis import Interval, Mod, Tables
+from flexhop.block_mask.scores import Grid, count_up
+
+
+class Found(NamedTuple):
+    """Of boxes: is the mask True everywhere; somewhere perhaps; known to be True and False."""
+
+    always: Tensor
+    maybe: Tensor
+    mixed: Tensor
+    is_decided: bool
+
+
+class Boxes:
+    """Asks a mask about boxes of scores.
+
+    Args:
+        mod: the mask.
+        grid: the matrix.
+        bounds: numbers that the sizes of b, h, q and k do not exceed, where sizes are symbols.
+        count: gives the numbers below a size.
+    """
+
+    def __init__(
+        self,
+        mod: Mod,
+        grid: Grid,
+        bounds: dict[str, int] | None = None,
+        count: Callable[[int, torch.device], Tensor] = count_up,
+    ) -> None:
+        self.mod, self.grid, self.count = mod, grid, count
+        self.bounds = sizes_of(grid) if bounds is None else bounds
+
+    def ask(
+        self,
+        b: Tensor,
+        h: Tensor,
+        q: tuple[Tensor, Tensor],
+        k: tuple[Tensor, Tensor],
+        tables: Tables,
+    ) -> Found:
+        """The mask on boxes: of one batch and head each, and queries and keys between two."""
+        inputs = {
+            name: analysis.point(index, torch.int32, (0, self.bounds[name] - 1), name)
+            for name, index in (("b", b), ("h", h))
+        }
+        for name, ends in (("q", q), ("k", k)):
+            static, uses = (0, self.bounds[name] - 1), frozenset((name,))
+            inputs[name] = Interval(*ends, torch.int32, False, static, uses, True, True)
+        found = analysis.evaluate_result(self.mod, inputs, tables)
+        some = found.high if found.decided else found.some
+        miss = ~found.low if isinstance(found.low, Tensor) else not found.low
+        mixed = some & (miss if found.decided else found.miss)
+        return Found(*map(self._flag, (found.low, found.high, mixed)), found.decided)
+
+    def _flag(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        return torch.full((), value, dtype=torch.bool, device=self.grid.device)
+
+    def over_grid(self, block: tuple[int, int], tables: Tables) -> Found:
+        """The mask on all blocks of a size: flags that broadcast to [B, H, rows, columns]."""
+        grid, device = self.grid, self.grid.device
+        rows, columns = -(-grid.q_len // block[0]), -(-grid.kv_len // block[1])
+        row, column, b, h = (
+            self.count(n, device).long() for n in (rows, columns, grid.batch, grid.heads)
+        )
+        q = ends_of(row[:, None] * block[0], block[0], grid.q_len)
+        k = ends_of(column * block[1], block[1], grid.kv_len)
+        return self.ask(b[:, None, None, None], h[:, None, None], q, k, tables)
+
+
+def sizes_of(grid: Grid) -> dict[str, Any]:
+    """The sizes of b, h, q and k."""
+    return {"b": grid.batch, "h": grid.heads, "q": grid.q_len, "k": grid.kv_len}
+
+
+def ends_of(start: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
+    """The first and the last position of blocks, none of which is behind the sequence."""
+    return start.clamp(max=length - 1), (start + size - 1).clamp(max=length - 1)

@@ -1,0 +1,43 @@
+"""Blocks that intervals leave open in a graph: the kernel that asks the mask about them."""
+
+import pytest
+import torch
+
+from flexhop import create_block_mask
+from flexhop.block_mask.fields import TENSOR_FIELDS
+from flexhop.offline import generate
+from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.interpret import Memory, interpret
+
+IDS = torch.sort(torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(0))).values
+
+
+def documents(b, h, q_idx, kv_idx):
+    return (IDS[q_idx] == IDS[kv_idx]) & (q_idx >= kv_idx)
+
+
+def residues(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() * (h + 1) % 7 > 2 + b
+
+
+@pytest.mark.parametrize(
+    ("mask", "block"), [(documents, (128, 64)), (residues, (48, 20)), (residues, (64, 128))]
+)
+def test_lists_of_interpreted_kernels(mask, block):
+    def create(like):
+        return create_block_mask(mask, 2, 3, like.shape[0], like.shape[1], "cpu", block)
+
+    like = torch.empty(290, 300)
+    found = interpret(create, like, memory=Memory(poison=True, check_bounds=True))
+    assert len(found.templates) == 1
+    expected = create(like)
+    for name in TENSOR_FIELDS:
+        a, b = getattr(found.result, name), getattr(expected, name)
+        assert (a is None and b is None) or torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_it_compiles_without_spills(architecture):
+    found = generate(lambda: create_block_mask(documents, 1, 1, 300, 300, "cpu"))
+    cubin = compile_kernel(found.kernel_with("look_at_block"), architecture)
+    assert cubin.spills == 0 and cubin.registers <= 128

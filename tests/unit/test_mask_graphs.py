@@ -1,0 +1,88 @@
+"""Block masks in graphs are those of eager calls, bit by bit."""
+
+import functools
+import os
+import random
+import secrets
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from flexhop import BlockMask, create_block_mask
+from flexhop.block_mask import graphed
+from flexhop.block_mask.creation import _lists, checked
+from flexhop.block_mask.fields import TENSOR_FIELDS
+from flexhop.block_mask.graphed import Mask
+from flexhop.block_mask.listing import listed
+from flexhop.block_mask.scores import Grid, coverage_by_chunks
+from tests.mask_programs import Program
+from tests.unit.test_mask_coverage import NAMED, PROGRAMS, outcome
+
+CPU = torch.device("cpu")
+GRAPHS = int(os.environ.get("FLEXHOP_MASK_GRAPHS", str(PROGRAMS)))
+SIDES = [(True, True), (True, False), (False, True)]
+
+
+def assert_same(found: BlockMask, expected: BlockMask) -> None:
+    for name in TENSOR_FIELDS:
+        a, b = getattr(found, name), getattr(expected, name)
+        assert (a is None and b is None) or torch.equal(a, b), name
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_random_programs():
+    """FLEXHOP_MASK_GRAPHS says how many; seeds are fresh, and named by a failure."""
+    first = secrets.randbelow(2**30)
+    for seed in range(first, first + GRAPHS):
+        rng = random.Random(seed)
+        lengths = rng.choice([(200, 200), (257, 130), (64, 300), (384, 384)])
+        block = rng.choice([(16, 16), (32, 64), (128, 128), (48, 20)])
+        mask = Program(seed, max(lengths), rng.choice([4, 8, 14, 25]))
+        size, sides = rng.choice([1, 2]), rng.choice(SIDES)
+        grid = Grid(size, size, *lengths, block, CPU)
+        covered = outcome(lambda m=mask, g=grid: coverage_by_chunks(checked(m), g))
+        if isinstance(covered, type):
+            continue  # the mask itself fails for some score
+        expected = listed(covered, grid, sides, in_graph=False)
+        found = _lists(Mask(mask, ()), grid, sides, in_graph=True)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b), f"seed {seed}: lengths {lengths}, block {block}"
+
+
+@pytest.mark.parametrize("name", ["causal", "document", "by head", "dilated", "short table"])
+def test_compiled(name):
+    """Through Dynamo and AOTAutograd."""
+    create = functools.partial(
+        create_block_mask, NAMED[name], 2, 3, 289, 300, "cpu", BLOCK_SIZE=(16, 32)
+    )
+    torch._dynamo.reset()
+    assert_same(torch.compile(create, fullgraph=True, backend="aot_eager")(), create())
+
+
+def no_scores(*_):
+    raise AssertionError("a score was looked at")
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "by head", "nothing"])
+def test_stretches_look_at_no_score(name, monkeypatch):
+    for function in ("compiled_coverage", "unknown_blocks"):
+        monkeypatch.setattr(graphed, function, no_scores)
+    largest = elements_of(NAMED[name], 4096)
+    assert largest <= 64 * 4096  # vectors of positions, and grids of blocks; not 4096 ** 2
+
+
+def elements_of(mask, length: int) -> int:
+    """The most elements that a tensor has in the graph of a mask in blocks of 64."""
+    sizes: list[int] = []
+
+    def look(graph, inputs):
+        found = [node.meta.get("val") for node in graph.graph.nodes]
+        sizes.extend(value.numel() for value in found if isinstance(value, torch.Tensor))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    create = functools.partial(create_block_mask, mask, 1, 3, length, length, "cpu", 64)
+    torch.compile(create, fullgraph=True, backend=aot_autograd(fw_compiler=look))()
+    return max(sizes)
