@@ -256,20 +256,31 @@ class _Maker:
         if node not in known:
             split = self._split(node)
             if split is not None and split.coordinate in table.axes:
-                total = split.factor * self._along(table, split.coordinate, torch.int64)
-                total = total + split.rest.offset
-                for atom, coefficient in split.rest.terms.items():
-                    total = total + coefficient * self._value(table, known, atom)
-                known[node] = total.to(node.meta["val"].dtype)
+                known[node] = self._from_sum(node, self._sum(table, known, split))
             else:
                 known[node] = self._call(table, known, node)
         return known[node]
 
     def _split(self, node: fx.Node) -> Any:
-        """A node that is a sum of a coordinate and others, and does not only see one."""
+        """A node that is a sum of a coordinate and others, or compares two parts of one."""
         forms = self._found.forms
-        is_sum = forms.depends_on(node) >= {"q", "k"} and forms.form(node) is not None
-        return forms.split(node) if is_sum else None
+        is_sum = forms.form(node) is not None
+        compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
+        sees_both = forms.depends_on(node) >= {"q", "k"}
+        return forms.split(node) if sees_both and (is_sum or compares_two) else None
+
+    def _sum(self, table: Table, known: dict[fx.Node, Any], split: Any) -> Tensor:
+        total = split.factor * self._along(table, split.coordinate, torch.int64)
+        total = total + split.rest.offset
+        for atom, coefficient in split.rest.terms.items():
+            total = total + coefficient * self._value(table, known, atom)
+        return total
+
+    def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
+        """The sum itself, or for a comparison the difference of its sides held against 0."""
+        if self._found.forms.form(node) is not None:
+            return total.to(node.meta["val"].dtype)
+        return node.target(total, torch.zeros_like(total))  # type: ignore[operator]
 
     def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
         """The operator itself."""

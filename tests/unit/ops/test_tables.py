@@ -47,6 +47,20 @@ def log_distance(s, b, h, q, k, slopes):
     return s - slopes[h] * torch.log(1.0 + q - k)
 
 
+def one_sided(s, b, h, q, k, slopes):
+    """Comparisons of both positions, which see their distance only."""
+    root = torch.where(q >= k, q - k, 0).double().sqrt()
+    return s + slopes[h] * torch.where(k > q + h, torch.exp(-((k - q).abs() / 8)), root)
+
+
+def nearer_row(s, b, h, q, k, slopes):
+    """A comparison of quotients, and one of a difference with a number."""
+    far = (q // SIDE - k // SIDE).abs() > 2
+    return s + slopes[h] * torch.where(
+        (q // SIDE <= k // SIDE) & ~far, torch.sin(q // SIDE - k // SIDE + 0.5), 0.3
+    )
+
+
 def waves(s, b, h, q, k, factors):
     return s + torch.sin(k * factors[h]) * torch.cos(q * factors[h])
 
@@ -65,6 +79,8 @@ MADE: dict[Any, tuple[torch.Tensor, list[tuple[int, ...]]]] = {
     t5_spelled_otherwise: (T5, [(HEADS, DISTANCES)]),
     decay: (FACTORS, [(HEADS, DISTANCES)]),
     log_distance: (SLOPES, [(DISTANCES,)]),
+    one_sided: (SLOPES, [(HEADS, DISTANCES)]),
+    nearer_row: (SLOPES, [(HEADS, ROWS)]),
 }
 
 
