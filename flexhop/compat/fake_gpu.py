@@ -180,7 +180,7 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     # These start CUDA before they look at what kind of tensor they have.
     yield mock.patch.object(torch.Tensor, "copy_", fake_methods.copy)
     yield mock.patch.object(torch.Tensor, "__invert__", fake_methods.invert)
-    yield mock.patch.object(torch.Tensor, "__getitem__", fake_methods.getitem)
+    yield fake_methods.Slices()
 
 
 def _answer(

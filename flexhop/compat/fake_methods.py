@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["copy", "getitem", "invert"]
-
-_plain_getitem = torch.Tensor.__getitem__
+__all__ = ["Slices", "copy", "invert"]
 
 
 def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -20,10 +19,24 @@ def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
     return torch.ops.aten.copy_.default(into, source, non_blocking)
 
 
-def getitem(values: torch.Tensor, items: Any) -> torch.Tensor:
+class Slices(TorchFunctionMode):
+    """Indexing of tensors on the GPU.
+
+    A mode, because `__getitem__` cannot be patched: once it is set in the class and taken away
+    again, CPython holds tensors for sequences, and torch.tensor([a, b]) fails.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Take over what indexes a tensor on the GPU."""
+        if function is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
+            return _getitem(*args)
+        return function(*args, **(kwargs or {}))
+
+
+def _getitem(values: torch.Tensor, items: Any) -> torch.Tensor:
     """Slices, None, `...`, numbers and index tensors, one dimension after the other."""
-    if values.device.type != "cuda":
-        return _plain_getitem(values, items)
     spelled = list(items) if isinstance(items, tuple) else [items]
     named = sum(item is not None and item is not Ellipsis for item in spelled)
     if Ellipsis not in [item for item in spelled if not isinstance(item, torch.Tensor)]:
