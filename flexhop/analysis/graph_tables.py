@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexhop.analysis.interval import Interval, Unsupported, negate, select
-from flexhop.analysis.tables import Tables, as_interval, carried, inside, out_of_range, place
+from flexhop.analysis.tables import Tables, as_interval, carried, entries_at, inside, out_of_range
 from flexhop.compat.sizes import assert_all, bound_of, is_known
 
 
@@ -58,7 +58,7 @@ class GraphTables(Tables):
     ) -> Interval:
         """Reduce the entries that each block reads, without a table of them."""
         assert self.block is not None
-        places = [place(index.low) for index in held]
+        places: list[Any] = [index.low for index in held]
         for number, axis in enumerate(wide):
             low, high = held[axis].low, held[axis].high
             size = self.block[0] if held[axis] is positions[0] else self.block[1]
@@ -72,6 +72,6 @@ class GraphTables(Tables):
         for axis, value in enumerate(places):
             if axis not in wide and isinstance(value, Tensor):
                 places[axis] = value[(..., *[None] * len(wide))]
-        read = carried(table[tuple(places)])
+        read = carried(entries_at(table, places))
         dims = list(range(-len(wide), 0))
         return as_interval(read.amin(dims), read.amax(dims), table)

@@ -90,7 +90,7 @@ class Tables:
     def _read(self, table: Tensor, indices: Any, positions: Any, held: list[Interval]) -> Interval:
         wide = [axis for axis, index in enumerate(held) if not index.is_point]
         if not wide:
-            low = carried(table[tuple(place(index.low) for index in held)])
+            low = carried(entries_at(table, [index.low for index in held]))
             return as_interval(low, low, table)
         is_position = [any(held[axis] is p for p in positions) for axis in wide]
         if self.block is not None and all(is_position):
@@ -148,7 +148,7 @@ class Tables:
             choices[axis] = [low, high - size + 1]
         result = None
         for places in _product(choices):
-            found = made[tuple(place(p) for p in (*levels, *places))]
+            found = entries_at(made, [*levels, *places])
             result = found if result is None else combine(result, found)
         assert result is not None
         return result
@@ -170,19 +170,18 @@ class Tables:
             key = (id(table), tuple(wide), reduce, *sizes, *lengths)
             if key not in self.made:
                 self.made[key] = (_tiled(table, held, wide, sizes, reduce), table)
-            found.append(self.made[key][0][tuple(map(place, places))])
+            found.append(entries_at(self.made[key][0], places))
         return as_interval(found[0], found[1], table)
 
     def _anywhere(self, table: Tensor, held: list[Interval], wide: list[int]) -> Interval:
         """Reduce along whole axes."""
-        places = tuple(place(index.low) for axis, index in enumerate(held) if axis not in wide)
+        places = [index.low for axis, index in enumerate(held) if axis not in wide]
         found: list[Tensor] = []
         for reduce in (torch.amin, torch.amax):
             key = (id(table), tuple(wide), "anywhere", reduce)
             if key not in self.made:
                 self.made[key] = (reduce(carried(table), dim=wide), table)
-            made = self.made[key][0]
-            found.append(made[places] if places else made)
+            found.append(entries_at(self.made[key][0], places))
         return dataclasses.replace(as_interval(found[0], found[1], table), tight=False)
 
 
@@ -239,9 +238,17 @@ def out_of_range(index: Interval, size: Any) -> Number:
     return either(index.low < -size, index.high >= size)
 
 
-def place(value: Number) -> Any:
-    """A number as an index takes it."""
-    return value if isinstance(value, Tensor) else int(value)
+def entries_at(table: Tensor, places: Sequence[Number]) -> Tensor:
+    """The entries at places that broadcast, one for each dimension.
+
+    `table[places]` would ask for the number of a tensor without dimensions, which a graph has not.
+    """
+    if not any(isinstance(p, Tensor) for p in places):
+        return table[tuple(int(p) for p in places)]
+    indices = [
+        p if isinstance(p, Tensor) else torch.full((), int(p), device=table.device) for p in places
+    ]
+    return torch.ops.aten.index.Tensor(table, indices)
 
 
 def carried(table: Tensor) -> Tensor:
