@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexhop.block_mask.graphed import Mask
 from flexhop.block_mask.scores import Grid
-from flexhop.compat import hop
+from flexhop.compat import hop, transforms
 from flexhop.compat.composite import register_composite
 from flexhop.mods.functions import MaskMod
 
@@ -69,6 +69,7 @@ def _traced(*operands: Any) -> tuple[Tensor, ...]:
 
 
 hop.register_checkpoint(block_lists)
+transforms.register_constant(block_lists)
 
 
 @hop.register_autograd(block_lists)

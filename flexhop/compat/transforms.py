@@ -30,6 +30,7 @@ __all__ = [
     "has_tangents",
     "is_forward_mode",
     "jvp",
+    "register_constant",
     "register_grad",
     "register_jvp",
     "write_zeros",
@@ -153,6 +154,19 @@ def register_jvp(op: Any, push: Push, nested: Callable[[Sequence[Any]], Any] = t
         return nested(_duals(Pushed(*_wrapped(tuple(pushed), level))))
 
     op.py_impl(TransformType.Jvp)(rule)
+
+
+def register_constant(op: Any) -> None:
+    """torch.func.grad and jvp of an operator whose results have neither gradient nor tangent."""
+
+    def rule(interpreter: Any, *operands: Any) -> Any:
+        primals, _ = _split(operands)
+        values = _unwrapped(primals, interpreter.level())
+        with interpreter.lower():
+            return op(*values)
+
+    for transform in (TransformType.Grad, TransformType.Jvp):
+        op.py_impl(transform)(rule)
 
 
 def _split(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor | None]]:

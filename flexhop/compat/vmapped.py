@@ -73,9 +73,12 @@ def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     for item, size in zip(indices, sizes, strict=True):
         place = place * size + item + (item < 0) * size
     rows = tensor.flatten(0, count - 1) if count > 1 else tensor
-    if is_batchedtensor(tensor):
-        return rows.index_select(0, place.reshape(1)).squeeze(0)
-    return torch.ops.aten.index.Tensor(rows, [place])  # holds for symbolic sizes too
+    # aten.index alone knows symbolic sizes. Where it is differentiated twice, Inductor's C++ loses
+    # the second derivative, so only what has no gradient is read by it.
+    is_symbolic = any(isinstance(size, torch.SymInt) for size in tensor.shape)
+    if is_symbolic and not (tensor.is_floating_point() or is_batchedtensor(tensor)):
+        return torch.ops.aten.index.Tensor(rows, [place])
+    return rows.index_select(0, place.reshape(1)).squeeze(0)
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
