@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexhop import analysis
 from flexhop.block_mask.boxes import Boxes, sizes_of
-from flexhop.block_mask.scores import Grid, compiled_coverage
+from flexhop.block_mask.scores import Grid, compiled_coverage, hidden_count
 from flexhop.block_mask.unknown import EVERY, NONE, SOME, UNKNOWN, unknown_blocks
 from flexhop.compat.sizes import bound_of
 from flexhop.mods.functions import MaskMod
@@ -75,16 +75,6 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
     operands = (mask.function, (batch, heads, grid.q_len, grid.kv_len), grid.block, mask.captures)
     (states,) = unknown_blocks(states, lengths, *operands)
     return states != NONE, states == EVERY
-
-
-def hidden_count(size: int, device: torch.device) -> Tensor:
-    """0 to size - 1, int32, of which Inductor does not know that they are loop counters.
-
-    It writes sums and quotients of counters as formulas, which is slow for as many as there are
-    here, fails for some (2.13), and leaves out the rest of a length that is no multiple of a
-    divisor (2.11 to 2.15, on a CPU).
-    """
-    return torch.arange(size, device=device, dtype=torch.int32).bitwise_or(0)
 
 
 def _blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:

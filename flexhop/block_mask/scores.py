@@ -159,3 +159,13 @@ def evaluate_mod(
 def count_up(size: int, device: torch.device) -> Tensor:
     """0 to size - 1, as kernels count: int32."""
     return torch.arange(size, device=device, dtype=torch.int32)
+
+
+def hidden_count(size: int, device: torch.device) -> Tensor:
+    """0 to size - 1, int32, of which Inductor does not know that they are loop counters.
+
+    It writes sums and quotients of counters as formulas, which is slow for many of them, fails for
+    some (2.13), and leaves out the rest of a length that is no multiple of a divisor (2.11 to
+    2.15, on a CPU).
+    """
+    return count_up(size, device).bitwise_or(0)

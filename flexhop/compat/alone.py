@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.compat.hop import Operator, pytree
+from flexhop.compat.kept import remember
 from flexhop.compat.lift import own_code
 from flexhop.compat.transforms import above_autograd
 from flexhop.compat.wrapped import apart
@@ -97,9 +98,7 @@ class Alone:
             known = _decision(plain, results, self.latest)
             self.latest = None
         if known is not None:
-            if len(self.known) >= _MOST:
-                del self.known[next(iter(self.known))]
-            self.known[key] = known
+            remember(self.known, key, known, _MOST)
         return results
 
     def _run(self, plain: Sequence[Any]) -> Sequence[Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-__all__ = ["is_marked", "keeping", "kept", "mark"]
+__all__ = ["is_marked", "keeping", "kept", "mark", "remember"]
 
 _KEY = "flexhop_kept"
 F = TypeVar("F", bound=Callable[..., Any])
+V = TypeVar("V")
 
 
 def mark(function: F) -> F:
@@ -36,3 +37,11 @@ def keeping(key: Hashable, function: Any, make: Callable[[], Any]) -> Any:
     if key not in known:
         known[key] = make()
     return known[key]
+
+
+def remember(known: dict[Hashable, V], key: Hashable, value: V, most: int) -> V:
+    """Enter a value among at most so many; the oldest makes room."""
+    if len(known) >= most:
+        del known[next(iter(known))]
+    known[key] = value
+    return value

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from flexhop.compat.hop import Operator
-from flexhop.compat.kept import mark
+from flexhop.compat.kept import mark, remember
 from flexhop.compat.wrapped import Exchange, apart, is_filled, is_transformed
 from flexhop.errors import FlexhopError
 
@@ -61,9 +61,7 @@ def _traced(operator: Operator, meet: Any, key: Hashable, inputs: tuple[Any, ...
 
     has_history = key in _known
     if not has_history:
-        if len(_known) >= _MOST:
-            del _known[next(iter(_known))]
-        _known[key] = _compiled(operator, meet)
+        remember(_known, key, _compiled(operator, meet), _MOST)
     try:
         return _known[key](*inputs)
     except (FailOnRecompileLimitHit, FlexhopError):

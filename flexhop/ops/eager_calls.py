@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.kept import remember
 from flexhop.compat.lift import Lifted, lift
 from flexhop.compat.wrapped import apart, is_bare
 from flexhop.mods.keys import noop_key
@@ -81,9 +82,7 @@ def _choices(
         return _with_kernels(*check())
     found = _checked.get(key)
     if found is None:
-        if len(_checked) >= _MOST:
-            del _checked[next(iter(_checked))]
-        found = _checked[key] = _with_kernels(*check())
+        found = remember(_checked, key, _with_kernels(*check()), _MOST)
     return found
 
 
@@ -125,9 +124,7 @@ def _lifted(operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any
         lifted = lift(operator, meet, _stand_in(device, dtype), mods)
         places = described.places(lifted.captures)
         if places is not None:
-            if len(_fixed) >= _MOST:
-                del _fixed[next(iter(_fixed))]
-            _fixed[key] = lifted.graphs, places
+            remember(_fixed, key, (lifted.graphs, places), _MOST)
         return lifted
     graphs, places = known
     return Lifted(graphs, described.at(places))

@@ -6,7 +6,7 @@ kernels against it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +40,7 @@ def widened(args: AttentionArgs) -> AttentionArgs:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return value.detach().double() if is_float else value
 
-    return args._replace(
-        query=wide(args.query), key=wide(args.key), value=wide(args.value),
-        score_captures=tuple(map(wide, args.score_captures)),
-        mask_captures=tuple(map(wide, args.mask_captures)),
-    )  # fmt: skip
+    return _with_operands(args, wide)
 
 
 def query_rows(args: AttentionArgs, rows: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
@@ -144,8 +140,13 @@ def _detached(args: AttentionArgs) -> AttentionArgs:
     def plain(value: Any) -> Any:
         return value.detach() if isinstance(value, Tensor) else value
 
+    return _with_operands(args, plain)
+
+
+def _with_operands(args: AttentionArgs, change: Callable[[Any], Any]) -> AttentionArgs:
+    """The call with other operands and captures."""
     return args._replace(
-        query=plain(args.query), key=plain(args.key), value=plain(args.value),
-        score_captures=tuple(map(plain, args.score_captures)),
-        mask_captures=tuple(map(plain, args.mask_captures)),
+        query=change(args.query), key=change(args.key), value=change(args.value),
+        score_captures=tuple(map(change, args.score_captures)),
+        mask_captures=tuple(map(change, args.mask_captures)),
     )  # fmt: skip

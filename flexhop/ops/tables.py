@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.analysis import Analysis, Coordinate, analyse, instructions_of, name_of, rate
+from flexhop.block_mask.scores import hidden_count
 from flexhop.compat import hop
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.subgraphs import trace_score
@@ -245,9 +246,7 @@ class _Maker:
     def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
         """The values of an axis, in its dimension."""
         first, size = _extent(self._found, axis)
-        # A bare counter would be wrong where the mod divides it: Inductor's C++ backend (2.11 to
-        # 2.15) splits a loop by the divisor, and leaves out the rest of its length.
-        values = torch.arange(first, first + size, device=self._device, dtype=dtype) | 0
+        values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
         return values.view([-1 if axis == other else 1 for other in table.axes])
 
     def _value(self, table: Table, known: dict[fx.Node, Any], node: Any) -> Any:
