@@ -479,8 +479,10 @@ IGNORANT = [
 ]  # fmt: skip
 
 WIDTHS = [
-    *(Case(f"head_dim_{d}", score=plain(alibi_8), shape=width(d), stock=d >= 16, lse=d < 16,
-           grown=Shape(2, 4, 2, 513, 513, d, d)) for d in (1, 8, 17, 24, 40, 94, 96, 121)),
+    *(Case(f"head_dim_{d}", score=plain(alibi_8), shape=width(d), stock=16 <= d <= 128, lse=d < 16,
+           grown=Shape(2, 4, 2, 513, 513, d, d)) for d in (1, 3, 8, 17, 24, 40, 72, 94, 96, 121, 130)),
+    *(Case(f"head_dim_{d}", mask=plain(causal), shape=width(d, length=19), dtype=BF16, stock=False,
+           grown=Shape(1, 2, 1, 257, 257, d, d)) for d in (80, 257, 300, 320)),
     Case("head_dim_64", mask=plain(causal), shape=width(64, length=127), dtype=BF16),
     Case("head_dim_128", mask=plain(causal), shape=width(128, length=127), dtype=FP16),
     Case("head_dim_192", mask=plain(causal), shape=width(192), dtype=BF16,

@@ -36,7 +36,12 @@ class HeadDimError(FlexhopError, ValueError):
 class HeadDimRangeError(FlexhopError, ValueError):
     """A head size that no kernel can hold."""
 
-    message = "The head size of {argument} is {dim}; flexhop's kernels support 1 to {maximum}."
+    message = (
+        "The head size of {argument} is {dim}; flexhop supports 1 to {maximum}. Of a wider value, "
+        "pass at most {maximum} columns to each of several calls and concatenate their outputs. "
+        "Project a wider query and key to at most {maximum} columns, or divide them among more "
+        "heads."
+    )
 
 
 class LengthMismatchError(FlexhopError, ValueError):

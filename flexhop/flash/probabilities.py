@@ -23,7 +23,7 @@ def signed_probabilities(
     """Weights of the softmax, negative where dropout drops them.
 
     Args:
-        weigh: attention, without dropout, to values [N, at most 512]: [B, Hq, M, as many].
+        weigh: attention, without dropout, to values [N, at most 576]: [B, Hq, M, as many].
         like: gives dtype and device of the values.
         sizes: B, Hq, M, N.
         drop: of the call, with its seed.

@@ -121,6 +121,8 @@ class GradFacts(NamedTuple):
     captured_reads: tuple[ReadBy, ...] = ()
 
 
+# Columns of the widest tile in one piece.
+_LARGEST_WIDTH = 512
 # Of a call whose joint graph nobody asked for.
 UNREAD = GradFacts()
 
@@ -170,6 +172,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a head is wider than the largest tile of a power of two columns."""
+        return max(self.head_dim, self.value_head_dim) > _LARGEST_WIDTH
 
     @property
     def is_packed(self) -> bool:

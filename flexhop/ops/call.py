@@ -19,7 +19,7 @@ from flexhop.ops.fingerprint import source_fingerprint
 from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 PROBABILITIES = "a number from 0 on and below 1, which would drop everything"
 Wire = dict[str, int | str | bool | float]
 

@@ -94,6 +94,18 @@ def test_fp64_and_a_shared_key(chunks: str):
     assert_compiled_agrees(attend, inputs, tolerance=1e-12)
 
 
+def test_heads_of_latent_attention():
+    """576 columns, of which value is a view of the first 512."""
+    query, latent = torch.randn(1, 4, 3, 576), torch.randn(1, 1, 30, 576)
+
+    def attend(query: Tensor, latent: Tensor) -> Tensor:
+        return flexhop.flex_attention(query, latent, latent[..., :512], enable_gqa=True)
+
+    expected = attend(query.double(), latent.double()).float()
+    found = torch.compile(attend, fullgraph=True)(query, latent)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
 def test_bf16_in_permuted_order(chunks: str):
     inputs = [
         torch.randn(1, 40, 2, 16).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)

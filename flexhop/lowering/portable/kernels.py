@@ -286,6 +286,8 @@ def all_tiles(kernel: Kernel, problem: Problem, options: KernelOptions) -> list[
 
 def has_tile(kernel: Kernel, problem: Problem) -> bool:
     """Whether the smallest tile fits the device; otherwise the call is computed in chunks."""
+    if problem.is_wide:
+        return False
     tile = _fit(kernel, problem, table_tile(kernel, problem))
     return shared_memory(kernel, problem, tile) <= problem.device.shared_memory
 

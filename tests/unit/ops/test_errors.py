@@ -66,8 +66,12 @@ OPERANDS = {
     "value heads": (changed(2, tensor(2, 1, 24, 8)), {}, errors.KeyValueHeadsError, ["2", "1"]),
     "head dim": (changed(1, tensor(2, 2, 24, 16)), {}, errors.HeadDimError, ["8", "16"]),
     "large head dim": (
-        (tensor(1, 1, 4, 513), tensor(1, 1, 4, 513), tensor(1, 1, 4, 8)), {},
-        errors.HeadDimRangeError, ["query", "513", "512"],
+        (tensor(1, 1, 4, 577), tensor(1, 1, 4, 577), tensor(1, 1, 4, 8)), {},
+        errors.HeadDimRangeError, ["query", "577", "576", "Project"],
+    ),
+    "large value": (
+        (tensor(1, 1, 4, 8), tensor(1, 1, 4, 8), tensor(1, 1, 4, 577)), {},
+        errors.HeadDimRangeError, ["value", "577", "576", "concatenate"],
     ),
     "length": (changed(2, tensor(2, 2, 25, 8)), {}, errors.LengthMismatchError, ["24", "25"]),
     "no tokens": (changed(0, tensor(2, 2, 0, 8)), {}, errors.SequenceLengthError, ["query", "0"]),
