@@ -337,12 +337,12 @@ def _seed_of_all(
 def _cache_mistake() -> Mistake:
     return note_mistake(
         errors.ShardedCallError, argument="page_table, k_mod or v_mod", found="is given",
-        expected="caches are divided by flexhop.distributed.decode_attention",
+        expected="sharded caches need flexhop.distributed.decode_attention",
     )  # fmt: skip
 
 
 def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
-    wanted = f"a floating point tensor of shape [{query.size(1)}] on {query.device}"
+    wanted = f"a floating-point tensor of shape [{query.size(1)}] on {query.device}"
     if isinstance(sinks, Tensor):
         fits = sinks.dim() == 1 and sinks.size(0) == query.size(1)
         if fits and sinks.is_floating_point() and sinks.device == query.device:

@@ -127,7 +127,7 @@ def _nested(
     if mistake is None and attn_mask is not None:
         mistake = note_mistake(
             errors.NestedOperandError, argument="attn_mask", found="is given with nested operands",
-            expected="these support none: use flex_attention with create_nested_block_mask",
+            expected="these need flex_attention with create_nested_block_mask",
         )  # fmt: skip
     if mistake is not None:
         return _attend(operands, (None, None), choices, mistake)

@@ -144,7 +144,9 @@ def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | Non
             return _mistake(argument, *fault)
     sequences = packing.offsets_q.size(0) - 1
     if sequences < 1:
-        return _mistake("cu_seqlens_q", "has no sequence", "needs at least two entries, 0 and T")
+        return _mistake(
+            "cu_seqlens_q", "has no sequence", "must have at least two entries, 0 and T"
+        )
     if packing.offsets_k.size(0) != sequences + 1:
         found = f"has {packing.offsets_k.size(0)} entries"
         return _mistake("cu_seqlens_k", found, f"cu_seqlens_q has {sequences + 1}")

@@ -205,7 +205,7 @@ def checked(mask_mod: MaskMod) -> MaskMod:
     def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         result = _call("mask_mod", mask_mod, (b, h, q_idx, kv_idx))
         if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
-            raise _result_error("mask_mod", mask_mod, "a bool tensor of no dimensions", result)
+            raise _result_error("mask_mod", mask_mod, "a 0-d bool tensor", result)
         return result
 
     return keep

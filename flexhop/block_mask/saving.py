@@ -33,9 +33,9 @@ class SavedMask(MaskFields):
         if isinstance(mod, types.FunctionType) and not _is_found(mod):
             raise UnsupportedFeatureError(
                 feature=f"Saving a BlockMask whose mask_mod is {mod.__qualname__!r}",
-                reason=f"module {mod.__module__!r} has nothing of this name",
-                mend="Define it at the top of a module, with functools.partial for what it "
-                "captures; or save mask.state_dict() and give mask_mod to "
+                reason=f"module {mod.__module__!r} has no such name",
+                mend="Define it at module level and bind captured values with "
+                "functools.partial, or save mask.state_dict() and pass mask_mod to "
                 "BlockMask.from_state_dict",
             )
         data = to_data(mod) if protocol == 2 else None
@@ -74,16 +74,16 @@ def from_data(data: list[Any]) -> Any:
     found = _find(module, name)
     if not isinstance(found, types.FunctionType):
         raise UnsupportedFeatureError(
-            feature=f"Loading a mask whose mask_mod {name!r} is not there",
-            reason=f"module {module!r} is not imported or lacks it",
+            feature=f"Loading a mask whose mask_mod {name!r} cannot be found",
+            reason=f"module {module!r} is not imported or does not define it",
             mend=f"Import {module} before loading",
         )
     if kind == "function":
         return found
     if kind != "ready" or not _is_formula(found):
         raise UnsupportedFeatureError(
-            feature=f"Loading a mask_mod of the kind {kind!r} named {module}.{name}",
-            reason="this version of flexhop has no such ready mask",
+            feature=f"Loading a mask_mod of kind {kind!r} named {module}.{name}",
+            reason="this version of flexhop has no such built-in mask",
             mend="Load it with the version that saved it",
         )
     return functools.partial(found, *(_part_from_data(*part) for part in parts))
@@ -132,8 +132,8 @@ def dump_context(context: tuple[Any, ...]) -> list[Any]:
     if data is None or _holds_tensor(data):
         raise UnsupportedFeatureError(
             feature=f"Saving an exported program with the mask_mod {key.mask_mod!r}",
-            reason="it cannot be found again by a name" if data is None else "it holds tensors",
-            mend="Define it at the top of a module, and put what it captures into globals",
+            reason="loading could not find it by name" if data is None else "it holds tensors",
+            mend="Define it at module level, with captured tensors as globals",
         )
     return [list(lengths), list(block_size), data, spt, list(absent)]
 

@@ -111,7 +111,7 @@ class TensorLikeMask(MaskFields):
             if own != other:
                 _refuse(name, f"it is {other} in the source and {own} in the target")
         if self.full_kv_num_blocks is None and source.full_kv_num_blocks is not None:
-            _refuse("full_kv_num_blocks", "the source lists full blocks, the target does not")
+            _refuse("full_kv_num_blocks", "the source lists full blocks, but the target does not")
         pairs = [self._matched_list(name, source) for name in TENSOR_FIELDS]
         return [pair for pair in pairs if pair is not None]
 
@@ -122,7 +122,7 @@ class TensorLikeMask(MaskFields):
         if own is None or (other is None and name.startswith("full_")):  # that becomes empty
             return None
         if other is None:
-            _refuse(name, "the target has it and the source has not")
+            _refuse(name, "the target has it, but the source does not")
         if name.endswith("_indices") and other.size(-1) < own.size(-1):
             own = own[..., : other.size(-1)]
         if own.shape != other.shape:
@@ -134,7 +134,9 @@ class TensorLikeMask(MaskFields):
         if self.mask_mod is source.mask_mod:
             return []
         if _without_tensors(self.mask_mod) != _without_tensors(source.mask_mod):
-            _refuse("mask_mod", "the source has another function, or other numbers in it")
+            _refuse(
+                "mask_mod", "the source has a different function, or captures different numbers"
+            )
         own, other = captured_tensors(self.mask_mod), captured_tensors(source.mask_mod)
         for mine, theirs in zip(own, other, strict=True):
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:

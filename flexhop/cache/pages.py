@@ -61,7 +61,7 @@ def table_mistake(table: PageTable, query: Tensor) -> tuple[str, str]:
     """
     batch = query.size(0)
     for name, tensor, rank in (("pages", table.pages, 2), ("lengths", table.lengths, 1)):
-        expected = f"int32 with {rank} dimensions, the first of size {batch} as in query"
+        expected = f"int32 with {rank} dimensions, the first of size {batch}, query's batch"
         if tensor.dtype != torch.int32:
             return f"has {name} of {tensor.dtype}", f"they must be {expected}"
         if tensor.dim() != rank or tensor.size(0) != batch:
@@ -71,7 +71,7 @@ def table_mistake(table: PageTable, query: Tensor) -> tuple[str, str]:
     if table.pages.size(1) == 0:
         return (
             f"has pages of shape {list(table.pages.shape)}",
-            "a sequence needs room for one page",
+            "each sequence needs at least one column",
         )
     return "", ""
 

@@ -238,14 +238,14 @@ def _speculate(
 def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
     """What Dynamo could not trace, in our words: its first line is the operation."""
     if "body output unsupported" in str(error) or "should output a" in str(error):
-        wanted = "a bool tensor" if kind == "mask_mod" else "a floating point tensor"
+        wanted = "a bool tensor" if kind == "mask_mod" else "a floating-point tensor"
         return ModResultError(mod=kind, name=kind, expected=wanted, found="no tensor")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explanations = [line for line in lines if line.startswith("Explanation:")]
     reason = (
         explanations[0].removeprefix("Explanation:").strip()
         if explanations
-        else "it breaks the trace"
+        else "torch.compile cannot trace it"
     )
     return ModLoweringError(
         mod=kind,

@@ -63,19 +63,19 @@ class _Rank:
             noted = getattr(block_mask, "mistake", None)
             return noted or note_mistake(
                 errors.ShardedCallError,
-                argument="block_mask", found="is none of the plan's masks",
-                expected="make_plan must be given every mask that layers use, None included",
+                argument="block_mask", found="is not one of the plan's masks",
+                expected="make_plan must get every mask that layers use, None included",
             )  # fmt: skip
         for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
             if tensor.dim() == 4 and tensor.size(2) != self.tokens:
                 return note_mistake(
                     errors.ShardedCallError, argument=name, found=f"has {tensor.size(2)} tokens",
-                    expected=f"the plan gives {self.tokens} to every rank; shard the batch first",
+                    expected=f"the plan gives each rank {self.tokens}; shard the batch first",
                 )  # fmt: skip
         if args.query.size(1) % view.heads or args.key.size(1) % (view.heads * view.groups):
             return note_mistake(
                 errors.ShardedCallError, argument="key", found=f"has {args.key.size(1)} heads",
-                expected=f"they are shared out to {view.heads} ranks in {view.groups} groups",
+                expected=f"{view.heads} ranks x {view.groups} groups must divide them",
             )  # fmt: skip
         return None
 
@@ -83,7 +83,7 @@ class _Rank:
         """See ops.sharding.Context."""
         known = getattr(packing.offsets_q, VIEW, None)
         if known is None:
-            return _unknown(packing, "cu_seqlens_q", "is not of the plan's PackedSequences")
+            return _unknown(packing, "cu_seqlens_q", "is not from the plan's PackedSequences")
         if packing.offsets_k is not packing.offsets_q or packing.used_k is not None:
             return _unknown(packing, "cu_seqlens_k or seqused_k", "is given")
         if packing.window != known.window or (mask_mod is None) != known.is_all:
@@ -265,7 +265,7 @@ def _unknown(packing: Packing, argument: str, found: str) -> tuple[RowTables, _P
     """Tables of the right form, and a mask that says what is wrong."""
     mistake = note_mistake(
         errors.ShardedCallError, argument=argument, found=found,
-        expected="the plan knows PackedSequences(cu_seqlens, total, ...), and calls repeat them",
+        expected="calls must repeat the plan's PackedSequences(cu_seqlens, total, ...)",
     )  # fmt: skip
     empty = packing.offsets_q[:0].int()
     tables = RowTables(empty, empty, empty, empty, empty, empty)
@@ -282,13 +282,13 @@ def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
     wanted = (plan.groups, plan.heads)
     if mesh.ndim > 2 or (mesh.ndim == 2 and tuple(mesh.shape) != wanted):
         raise PlanError(
-            argument="mesh", found=f"has the shape {tuple(mesh.shape)}",
-            expected=f"it needs one dimension, or the two of {wanted}",
+            argument="mesh", found=f"has shape {tuple(mesh.shape)}",
+            expected=f"must have one dimension, or shape {wanted}",
         )  # fmt: skip
     if both and mesh.ndim == 1:
         raise PlanError(
             argument="mesh", found="has one dimension",
-            expected=f"a plan by sequence and heads needs two, of {wanted} ranks",
+            expected=f"a plan by sequence and heads needs a mesh of shape {wanted}",
         )  # fmt: skip
 
 
@@ -296,7 +296,9 @@ def _rank_of(mesh: DeviceMesh) -> int:
     place = mesh.get_coordinate()
     if place is None:
         raise PlanError(
-            argument="mesh", found="does not hold this rank", expected="every rank of it enters"
+            argument="mesh",
+            found="does not contain this rank",
+            expected="only its ranks may enter",
         )
     rank = 0
     for coordinate, size in zip(place, mesh.shape, strict=True):

@@ -84,7 +84,7 @@ def decode_mask(block_mask: BlockMask | Any, mesh: DeviceMesh, chunk: int) -> Bl
     if keys % (chunk * ranks):
         raise PlanError(
             argument="block_mask", found=f"has {keys} keys",
-            expected=f"{ranks} ranks with chunks of {chunk} have a multiple of {chunk * ranks}",
+            expected=f"{ranks} ranks with chunks of {chunk} need a multiple of {chunk * ranks}",
         )  # fmt: skip
     own = torch.arange(block_count(keys, columns), device=mask.device)
     own = own.view(-1, ranks, chunk // columns)[:, mesh.get_local_rank()].flatten()
@@ -168,11 +168,13 @@ def _chunk(chunk: int | None, page_table: PageTable | None) -> int:
     if chunk is None and page is None:
         raise PlanError(
             argument="chunk", found="is missing",
-            expected="mods need to know which keys of a sequence are on which rank",
+            expected="mods must know which keys of a sequence each rank holds",
         )  # fmt: skip
     if chunk is not None and page is not None and chunk != page:
         raise PlanError(
-            argument="chunk", found=f"is {chunk}", expected=f"a page has {page} keys, and is one"
+            argument="chunk",
+            found=f"is {chunk}",
+            expected=f"a chunk is a page, and pages have {page} keys",
         )
     return int(page if chunk is None else chunk)  # type: ignore[arg-type]
 

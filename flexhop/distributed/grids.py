@@ -86,13 +86,15 @@ def read_masks(masks: Any, length: int | None) -> dict[str, MaskGrid]:
     """
     named = masks if isinstance(masks, Mapping) else {"": masks}
     if not named:
-        raise PlanError(argument="masks", found="is empty", expected="a plan needs one")
+        raise PlanError(argument="masks", found="is empty", expected="a plan needs at least one")
     lengths = {name: _length(name, mask) for name, mask in named.items() if mask is not None}
     if length is None:
         length = next(iter(lengths.values()), None)
     if length is None:
         raise PlanError(
-            argument="length", found="is missing", expected="no mask says how long the sequence is"
+            argument="length",
+            found="is missing",
+            expected="no mask gives the length of the sequence",
         )
     for name, found in lengths.items():
         if found != length:
@@ -122,7 +124,7 @@ def _length(name: str, mask: Any) -> int:
     if queries != keys:
         raise PlanError(
             argument=_words(name), found=f"has {queries} queries and {keys} keys",
-            expected="context parallelism divides self-attention, where both are the same tokens",
+            expected="context parallelism needs self-attention, with as many keys as queries",
         )  # fmt: skip
     return int(queries)
 

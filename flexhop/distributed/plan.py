@@ -202,7 +202,7 @@ def make_plan(
 
 def _check(ranks: int, layout: str, method: str) -> None:
     if ranks < 1:
-        raise PlanError(argument="ranks", found=f"is {ranks}", expected="a mesh has at least one")
+        raise PlanError(argument="ranks", found=f"is {ranks}", expected="must be at least 1")
     for name, value, known in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
         if value not in (*known, "auto"):
             allowed = ", ".join(map(repr, (*known, "auto")))
@@ -215,7 +215,7 @@ def _head_counts(heads: int | str, ranks: int, shape: AttentionShape | None) -> 
         if shape is None:
             raise PlanError(
                 argument="shape", found="is missing",
-                expected='heads="auto" needs to know the number of heads',
+                expected='heads="auto" needs the number of heads',
             )  # fmt: skip
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.kv_heads % n == 0]
     if not isinstance(heads, int) or heads < 1 or ranks % heads:
@@ -239,7 +239,7 @@ def _candidates(plan: Plan, heads: int, layout: str, chunk: int | None) -> list[
     if chunk < 1 or chunk % plan.unit:
         raise PlanError(
             argument="chunk", found=f"is {chunk}",
-            expected=f"chunks are whole units, of {plan.unit} tokens here",
+            expected=f"must be a multiple of the plan's unit of {plan.unit} tokens",
         )  # fmt: skip
     return list(dict.fromkeys((n, chunk // plan.unit) for n, _ in named))
 

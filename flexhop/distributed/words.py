@@ -11,7 +11,7 @@ _OWN, _NEEDED, _NOTHING = "█", "▒", "·"
 _METHODS = {
     "gather": "all keys to all ranks",
     "blocks": "needed units only, one call of attention",
-    "stages": "needed units only, own keys first, merged by lse",
+    "stages": "needed units only, own keys first, results merged by lse",
 }
 
 
@@ -62,21 +62,21 @@ def _layout_lines(plan: Plan) -> list[str]:
     padding = plan.tokens * plan.ranks - plan.length
     chunks = len(plan.own[0]) // plan.chunk
     lines = [
-        f"{plan.length} tokens on {plan.ranks} ranks: {plan.tokens} each, {padding} of all are "
-        "padding",
+        f"{plan.length} tokens on {plan.ranks} ranks: {plan.tokens} each, {padding} of padding "
+        "in total",
         f"layout: {plan.layout}, {chunks} chunk{'s' if chunks > 1 else ''} of "
         f"{plan.chunk * plan.unit} tokens per {'rank' if plan.heads == 1 else 'group'}; units of "
         f"{plan.unit} tokens",
     ]
     if plan.heads > 1:
-        lines.append(f"heads: {plan.heads} neighbouring ranks share their tokens by heads")
+        lines.append(f"heads: {plan.heads} neighbouring ranks split their tokens by heads")
     return lines
 
 
 def _mask_lines(plan: Plan, name: str) -> list[str]:
     cost = plan.masks[name].cost
     title = f"mask {name!r}" if name else "mask"
-    lines = [f"{title}: work of the slowest rank {imbalance(cost):.2f} of the mean"]
+    lines = [f"{title}: the slowest rank has {imbalance(cost):.2f} times the mean work"]
     if plan.groups > 1:
         lines.append(f"  exchange: {cost.method}, {_METHODS[cost.method]}{_in_groups(cost)}")
         tokens = max(cost.received) * plan.unit
@@ -84,7 +84,7 @@ def _mask_lines(plan: Plan, name: str) -> list[str]:
             f"  the busiest rank receives {tokens} tokens, {_bytes(cost.bytes)} forward; all keys "
             f"would be {(plan.groups - 1) * plan.group_tokens} tokens"
         )
-    lines.append(f"  expected: {1e3 * cost.seconds:.3g} ms for a layer, forward and backward")
+    lines.append(f"  estimate: {1e3 * cost.seconds:.3g} ms per layer, forward and backward")
     return lines
 
 

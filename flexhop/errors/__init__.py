@@ -285,7 +285,7 @@ class CaptureDeviceError(FlexhopError, RuntimeError, ValueError):
 
     message = (
         "Captured tensor {index} of {mod} is on {capture_device}, but query is on "
-        "{query_device}. Buffers cannot be created by the kernel, so move the tensor first."
+        "{query_device}. Move the tensor first: buffers cannot be created by the kernel."
     )
 
 

@@ -14,7 +14,7 @@ class PlanError(FlexhopError, ValueError):
 class ShardedCallError(FlexhopError, ValueError, RuntimeError):
     """A call inside of context_parallel that the plan does not cover."""
 
-    message = "Inside of context_parallel, {argument} {found}, but {expected}."
+    message = "Inside context_parallel, {argument} {found}, but {expected}."
 
 
 class RankDisagreementError(FlexhopError, RuntimeError, ValueError):

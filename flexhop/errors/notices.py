@@ -24,8 +24,8 @@ class KernelFallbackWarning(FlexhopWarning):
     """A kernel that does not compile, so that another one, or none, serves."""
 
     message = (
-        "A kernel of flexhop does not compile here, and another serves the call, maybe slower. "
-        "Please report this, with the mod and the shapes: {candidate}. FLEXHOP_STRICT=1 makes it "
+        "A flexhop kernel failed to compile, so another one runs instead, perhaps more slowly. "
+        "Please report this with the mod and the shapes: {candidate}. FLEXHOP_STRICT=1 makes it "
         "an error."
     )
 

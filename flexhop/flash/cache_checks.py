@@ -99,7 +99,7 @@ def _sizes(call: CacheCall) -> Mistake | None:
     for name, tensor in _indices(call).items():
         rank = 2 if name == "block_table" else 1
         if tensor.dim() != rank or tensor.size(0) != batch:
-            expected = f"must have {rank} dimensions, the first of size {batch} as in q"
+            expected = f"must have {rank} dimensions, the first of size {batch}, q's batch"
             return argument_mistake(name, f"has shape {tuple(tensor.shape)}", expected)
     if call.k_cache.shape[:3] != call.v_cache.shape[:3]:
         found = f"has shape {tuple(call.v_cache.shape)}"
@@ -118,7 +118,9 @@ def _new_tokens(call: CacheCall) -> Mistake | None:
         missing, given = ("k", "v") if call.k is None else ("v", "k")
         return argument_mistake(missing, "is None", f"{given} was given")
     if call.cache_seqlens is None:
-        return argument_mistake("cache_seqlens", "is None", "k and v need a place in the cache")
+        return argument_mistake(
+            "cache_seqlens", "is None", "it must say where k and v go in the cache"
+        )
     batch, count = call.q.size(0), call.k.size(1)
     pairs = (("k", call.k, call.k_cache), ("v", call.v, call.v_cache))
     for name, tensor, cache in pairs:
@@ -138,12 +140,14 @@ def _rotary(call: CacheCall) -> Mistake | None:
         missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
         return argument_mistake(f"rotary_{missing}", "is None", f"rotary_{given} was given")
     if call.k is None:
-        return argument_mistake("rotary_cos", "was given", "there are no k and v to append")
+        return argument_mistake(
+            "rotary_cos", "was given", "k and v are None: there is nothing to append"
+        )
     if cos.dim() != 2 or cos.shape != sin.shape:
         found = f"have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
         return argument_mistake("rotary_cos and rotary_sin", found, "must both be [N, R / 2]")
     if 2 * cos.size(1) > call.q.size(3):
-        found = f"turns {2 * cos.size(1)} columns"
+        found = f"rotates {2 * cos.size(1)} columns"
         return argument_mistake("rotary_cos", found, f"the head size is {call.q.size(3)}")
     if cos.size(0) < call.length:
         found = f"has {cos.size(0)} positions"
@@ -162,7 +166,9 @@ def _pool(call: CacheCall) -> Mistake | None:
         return None
     for name, cache in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if cache.size(0) > 1 and cache.stride(0) != cache.size(1) * cache.stride(1):
-            expected = "must lie row behind row to be shared; call contiguous() once, at creation"
+            expected = (
+                "must be contiguous across rows to be shared; call contiguous() when you create it"
+            )
             return argument_mistake(name, "has gaps between its rows", expected)
     return None
 

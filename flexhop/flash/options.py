@@ -72,7 +72,7 @@ def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mist
     mistake = note_rank(rank, **{argument: packed})
     if mistake is None and packed.size(-3) != parts:
         found = f"has {packed.size(-3)} tensors in dimension {rank - 3}"
-        return argument_mistake(argument, found, f"needs {parts}")
+        return argument_mistake(argument, found, f"must have {parts}")
     return mistake
 
 
@@ -88,7 +88,7 @@ def _slopes_mistake(slopes: Tensor | None, heads: int, sequences: int) -> Mistak
     if slopes is None:
         return None
     if not slopes.is_floating_point():
-        return argument_mistake("alibi_slopes", f"is {slopes.dtype}", "must be floating point")
+        return argument_mistake("alibi_slopes", f"is {slopes.dtype}", "must be floating-point")
     fits = slopes.dim() in (1, 2) and slopes.size(-1) == heads
     if not fits or (slopes.dim() == 2 and slopes.size(0) != sequences):
         found = f"has shape {tuple(slopes.shape)}"

@@ -42,7 +42,7 @@ def paged_mistake(call: PagedCall) -> Mistake | None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in call[:3]):
         return unsupported(
             "A gradient of flash_attn_varlen_func with block_table",
-            "it reads a cache, which is filled without one", "Call it under torch.no_grad()",
+            "it reads a cache, which is filled without gradients", "Call it under torch.no_grad()",
         )  # fmt: skip
     sequences = call.offsets_q.size(0) - 1
     sizes = {"cu_seqlens_k": call.offsets_k.size(0) - 1, "block_table": call.block_table.size(0)}

@@ -181,11 +181,11 @@ def _reason_against(
 ) -> str:
     """Why a dialect does not serve a call; empty if it does."""
     if options.backend not in ("auto", dialect.name) and not is_last:
-        return f"kernel_options say {options.backend!r}"
+        return f"kernel_options select backend {options.backend!r}"
     if not is_made_for(dialect, problem.device):
         made_for = " and ".join(map(_architecture, dialect.architectures or ()))
         gpu = _architecture(problem.device.capability)
-        return f"it is made for {made_for}, and the GPU is {gpu}"
+        return f"it supports {made_for}, and the GPU is {gpu}"
     kernels: Kernels = dialect.forward if direction == "forward" else dialect.backward
     reason = next(kernels.obstacles(problem, options), "")
     if not reason and options.backend == "auto":

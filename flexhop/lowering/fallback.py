@@ -88,7 +88,7 @@ def check_compiles(choice: Any, problem: Problem) -> None:
     needed = machine_code.shared_memory(choice)
     if needed > problem.device.shared_memory:
         raise NoRoom(
-            f"it needs {needed} bytes of shared memory, and there are "
+            f"it needs {needed} bytes of shared memory, but the GPU has "
             f"{problem.device.shared_memory}"
         )
 

@@ -194,11 +194,9 @@ def second_obstacle(problem: Problem) -> str:
     if problem.has_captured_grads:
         return "captured tensors need gradients"
     if problem.dropout_p > 0.0:
-        return "weights are dropped"
+        return "there is dropout"
     if width > most:
-        return (
-            f"a head size of {width} is more than the {most} that the kernels have registers for"
-        )
+        return f"the head size is {width}, and the kernels have registers for at most {most}"
     if not all(kernels.has_tile(k, problem) for k in ("jvp_forward", *_SECOND.values())):
         return "the device has too little shared memory"
     return ""
@@ -209,11 +207,11 @@ def describe_second(problem: Problem) -> str:
     obstacle = second_obstacle(problem)
     if obstacle:
         return (
-            "Second derivatives are computed by the definition, some queries at a time, because "
+            "Second derivatives run the reference implementation, in chunks of queries, because "
             f"{obstacle}."
         )
     names = ", ".join(("jvp_forward", *_SECOND.values()))
-    return f"Second derivatives are computed by the kernels {names}."
+    return f"Second derivatives run the kernels {names}."
 
 
 def _rows(pushed: _Pushed, grads: Mapping[str, Any], dots: Mapping[str, Any]) -> _Rows:

@@ -34,7 +34,7 @@ class ScoreMod(Protocol):
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /
     ) -> Tensor:
-        """The new score, a floating point tensor of the shape of `score`."""
+        """The new score, a floating-point tensor of the shape of `score`."""
         ...
 
 
@@ -207,18 +207,18 @@ def check_mask_result(result: object, name: str = "mask_mod") -> None:
 
 
 def check_score_result(result: object, name: str = "score_mod", kind: str = "score_mod") -> None:
-    """Refuse what a score_mod, k_mod or v_mod returned if it is no floating point tensor.
+    """Refuse what a score_mod, k_mod or v_mod returned if it is no floating-point tensor.
 
     Args: as in check_mask_result. kind: which of the three.
 
     Raises:
-        ModResultError: the result is not a floating point tensor.
+        ModResultError: the result is not a floating-point tensor.
     """
     if not isinstance(result, Tensor) or not result.is_floating_point():
         raise ModResultError(
             mod=kind,
             name=name,
-            expected="a floating point tensor",
+            expected="a floating-point tensor",
             found=_described(result),
         )
 

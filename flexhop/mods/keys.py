@@ -24,7 +24,7 @@ class KeyMod(Protocol):
     """Changes one number of a key or value: (x, b, h, kv_idx) -> x."""
 
     def __call__(self, x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, /) -> Tensor:
-        """The new number, a floating point tensor of the shape of `x`."""
+        """The new number, a floating-point tensor of the shape of `x`."""
         ...
 
 
@@ -99,6 +99,6 @@ def dequantize(scale: Tensor | float, page_table: PageTable | None = None) -> De
     if not scale.is_floating_point():
         raise ModArgumentError(
             mod="dequantize", argument="the dtype of scale", value=scale.dtype,
-            allowed="floating point",
+            allowed="floating-point",
         )  # fmt: skip
     return Dequantize(scale, page_table)

@@ -198,10 +198,10 @@ def _head_dim(
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise _error("kv_heads", kv_heads, f"a divisor of {heads}, the number of heads")
     if head_dim is None and width % heads:
-        raise _error("heads", heads, f"a divisor of the width {width}, or head_dim given")
+        raise _error("heads", heads, f"a divisor of the width {width}, unless head_dim is given")
     size = width // heads if head_dim is None else head_dim
     if rotary_base is not None and size % 2:
-        raise _error("head_dim", size, "even, because rotation needs pairs")
+        raise _error("head_dim", size, "even, because rotary embedding needs pairs")
     return size
 
 

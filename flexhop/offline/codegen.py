@@ -65,7 +65,7 @@ class Generated:
     def _only(self, found: list[Kernel], what: str) -> Kernel:
         if len(found) != 1:
             names = [kernel.name for kernel in self.kernels]
-            raise LookupError(f"{len(found)} kernels have {what}: {names}.")
+            raise LookupError(f"{len(found)} kernels have {what}, expected 1. Kernels: {names}.")
         return found[0]
 
 

@@ -35,8 +35,8 @@ def agree(subject: str, text: str, group: str, mend: str) -> None:
     if missing:
         raise RankDisagreementError(
             subject=subject, mend=mend,
-            found=f"rank {collectives.rank_in(group)} has {text}, and ranks {missing} did not "
-            f"come within {collectives.timeout_of(group)}",
+            found=f"rank {collectives.rank_in(group)} has {text}, but ranks {missing} did not "
+            f"call within {collectives.timeout_of(group)}",
         )  # fmt: skip
     if len(set(texts)) > 1:
         raise RankDisagreementError(subject=subject, found=_by_text(texts), mend=mend)

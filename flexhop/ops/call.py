@@ -20,7 +20,7 @@ from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 576
-PROBABILITIES = "a number from 0 on and below 1, which would drop everything"
+PROBABILITIES = "at least 0 and below 1, which would drop everything"
 Wire = dict[str, int | str | bool | float]
 
 

@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 
 
 def widened(args: AttentionArgs) -> AttentionArgs:
-    """The call in fp64: operands, and every captured floating point tensor."""
+    """The call in fp64: operands, and every captured floating-point tensor."""
 
     def wide(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()

@@ -36,8 +36,8 @@ def smooth(mod: Any) -> Any:
         if name not in _PLAIN:
             raise UnsupportedFeatureError(
                 feature=f"This derivative of a score_mod that calls {name}",
-                reason="a custom operator has no derivative but the first gradient",
-                mend="Write it with PyTorch's own operators",
+                reason="a custom operator has only a first-order gradient",
+                mend="Write it with PyTorch's own operators instead",
             )
         known[node].target = _PLAIN[name]
     return fx.GraphModule(mod, graph)

@@ -338,8 +338,8 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[_Read]:
                 raise UnsupportedFeatureError(
                     feature=f"score_mod applies {user.target} to a captured tensor that needs a "
                     "gradient; this",
-                    reason="only reads such as table[h, q_idx - kv_idx], of single elements or of "
-                    f"rows of at most {MAX_ROW} elements, have a gradient",
+                    reason="only indexing such as table[h, q_idx - kv_idx] has a gradient; it "
+                    f"must read one element or a row of at most {MAX_ROW}",
                     mend="Index the tensor down to one element, or detach it",
                 )
             reads.append(_Read(position, user, tuple(user.args[1]), elements))

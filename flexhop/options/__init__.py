@@ -317,7 +317,7 @@ def _translate_tiles(options: Mapping[str, Any], fields: dict[str, Any]) -> None
         check(name, options[name], TILE_RULES[field])
         for target in passes:
             if fields.get(target) is not None:
-                reason = f"{target} already says the whole tile"
+                reason = f"{target} already sets the whole tile"
                 raise OptionConflictError(first=name, second=target, reason=reason)
             tiles.setdefault(target, {})[field] = options[name]
     fields |= {target: TileRequest(**chosen) for target, chosen in tiles.items()}

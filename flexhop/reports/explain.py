@@ -32,10 +32,12 @@ __all__ = ["Report", "explain"]
 MAX_ELEMENTS = 1 << 22
 
 _ON_CPU = (
-    "query is on the CPU: a compiled call there runs the definition in chunks of queries. The "
-    "kernels above are those of the GPU named above."
+    "query is on the CPU. A compiled call there runs the reference implementation in chunks of "
+    "queries. The kernels above are for the GPU named above."
 )
-_NO_KERNEL = "fp64 has no kernels: a compiled call runs the definition in chunks of queries."
+_NO_KERNEL = (
+    "fp64 has no kernels: a compiled call runs the reference implementation in chunks of queries."
+)
 
 
 def explain(
@@ -294,23 +296,23 @@ def _elements(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
 
 def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> list[str]:
     notes = [
-        "A call compiles again if a dtype, the number of heads, a head size, an option, the code "
-        "of a mod or a Python value that it captures changes. A new length or batch size compiles "
-        "again once, unless torch.compile's `dynamic` says otherwise.",
+        "A call recompiles if a dtype, the number of heads, a head size, an option, the code of a "
+        "mod or a captured Python value changes. A new length or batch size recompiles once, "
+        "unless torch.compile's `dynamic` says otherwise.",
     ]
     if args.score_captures or args.mask_captures:
         notes.append(
-            "Captured tensors are operands: new values of the same shape do not compile again."
+            "Captured tensors are operands: new values of the same shape do not recompile."
         )
     if found.tables is not None:
         sizes = ", ".join(str(list(size)) for size in found.tables.sizes)
         notes.append(
-            "Parts of score_mod that depend on few values are computed once, before the kernels, "
-            f"into tables of {sizes}. Reading them saves about {found.tables.saved:.0f} "
+            "Parts of score_mod that depend on few values are precomputed, before the kernels, "
+            f"as tables of {sizes}. Reading them saves about {found.tables.saved:.0f} "
             "instructions per score."
         )
     if found.joint is None:
-        notes.append("No operand needs a gradient: the backward kernels would not run.")
+        notes.append("No operand requires a gradient, so no backward kernel would run.")
     elif found.joint.sites and args.options.get("deterministic"):
         notes.append("Gradients of captured tensors are summed exactly, as integers.")
     elif found.joint.sites:
@@ -335,7 +337,7 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
     if mask is not None and mask.density == 1.0:
         notes.append("The block mask skips nothing.")
     notes += [
-        f"In this process this did not compile, and the next candidate served: {words}."
+        f"Failed to compile in this process, so the next candidate ran: {words}."
         for words in found.failures
     ]
     return [*notes, *(_kernel_notes(found.plans[0]) if found.plans else [_NO_KERNEL])]
@@ -350,7 +352,7 @@ def _kernel_notes(plan: Any) -> list[str]:
     """What the plan of the forward kernel says: a flexhop.lowering.plan.KernelPlan."""
     notes, constants = list(plan.notes), plan.constants
     if constants.get("CHECK_Q") or constants.get("CHECK_KV"):
-        notes.append("The last tile overhangs a length or a block, so kernels check bounds.")
+        notes.append("The last tile extends past a length or a block, so kernels check bounds.")
     if constants.get("SPLITS", 1) > 1:
         notes.append(
             f"The keys are divided into {constants['SPLITS']} splits; a second, small kernel "
@@ -359,5 +361,5 @@ def _kernel_notes(plan: Any) -> list[str]:
     for name, prefix in (("head", "QK"), ("value head", "V")):
         size, width = map(constants.get, (f"{prefix}_HEAD_DIM", f"{prefix}_HEAD_DIM_ROUNDED"))
         if width != size:
-            notes.append(f"A {name} size of {size} is computed as {width}.")
+            notes.append(f"A {name} size of {size} is padded to {width}.")
     return notes

@@ -45,7 +45,7 @@ class Mod:
 
     def __str__(self) -> str:
         if self.is_trivial:
-            return "has no effect; kernels leave it out"
+            return "has no effect; kernels omit it"
         return "\n".join([self.code, *(f"    # {capture}" for capture in self.captures)])
 
 
@@ -77,12 +77,12 @@ class Mask:
     def __str__(self) -> str:
         size = f"blocks of {self.block_size[0]} queries x {self.block_size[1]} keys"
         if self.partial is None or self.full is None or self.density is None:
-            return f"{size}, {self.total} in total; the lists have no data, so none is counted"
+            return f"{size}, {self.total} in total; not counted, because the lists have no data"
         text = (
             f"{size}: {self.partial} partial + {self.full} full of {self.total}, "
             f"{100 * self.density:.1f} % of the matrix visited"
         )
-        unmasked = "" if self.unmasked is None else f", {100 * self.unmasked:.1f} % unmasked"
+        unmasked = "" if self.unmasked is None else f", {100 * self.unmasked:.1f} % visible"
         return text + unmasked
 
 

@@ -50,7 +50,7 @@ class CallCheck:
 
     def __str__(self) -> str:
         parts = [f"{name} {ratio:.2f}" for name, ratio in self.ratios.items()]
-        words = f"{'right' if self.ok else 'WRONG'}: {self.shape}; {', '.join(parts)} of budget"
+        words = f"{'correct' if self.ok else 'WRONG'}: {self.shape}; {', '.join(parts)} of budget"
         if not self.ok:
             name = max(self.ratios, key=self.ratios.__getitem__)
             words += f"; worst: {name}{list(self.worst[name])}; reproducer: {self.reproducer}"
@@ -69,7 +69,7 @@ class Verification:
         return all(call.ok for call in self.calls)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.calls)) or "No call of flex_attention was met."
+        return "\n".join(map(str, self.calls)) or "The function made no flex_attention call."
 
 
 def verify(

@@ -111,7 +111,7 @@ _NAMES = ("query", "key", "value")
 
 def _layout_fault(tensor: Tensor) -> tuple[str, str] | None:
     if not tensor.is_nested:
-        return "is dense", "another operand is nested: query, key and value must all be"
+        return "is dense", "query, key and value must all be nested if one is"
     if not is_jagged(tensor):
         mend = "must be torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)"
         return f"has layout {tensor.layout}", mend
@@ -129,19 +129,19 @@ def _cut_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
     looks_like_mask = hasattr(block_mask, "kv_num_blocks")
     is_nested_mask = isinstance(block_mask, NestedBlockMask)
     if looks_like_mask and not is_nested_mask:
-        found = "was made for dense tensors, so that sequences would see each other"
+        found = "was created for dense tensors, so sequences would attend to each other"
         return _mistake("block_mask", found, "query is nested: use create_nested_block_mask")
     if torch.compiler.is_compiling():
         return None
     cut_q, cut_k, cut_v = (Cut.of(tensor) for tensor in operands)
     if not cut_k.is_same(cut_v):
-        found = "has other sequences than key, or in other places"
+        found = "has different sequences than key, or has them in different places"
         return _mistake("value", found, "each key needs its value")
     if is_nested_mask and not (
         block_mask.cut_q.is_same(cut_q) and block_mask.cut_k.is_same(cut_k)
     ):
-        found = "was made for other sequences than those of query and key"
-        return _mistake("block_mask", found, "must be created for these")
+        found = "was created for different sequences than those of query and key"
+        return _mistake("block_mask", found, "must be created for the same ones")
     return None
 
 

@@ -115,7 +115,7 @@ def _check(q_nt: Tensor, kv_nt: Tensor, batch: int | None) -> None:
         if not is_jagged(tensor):
             raise NestedOperandError(
                 argument=argument, found="is not a nested tensor of layout torch.jagged",
-                expected="the mask is created for its sequences",
+                expected="the mask needs its sequences",
             )  # fmt: skip
     sequences = q_nt.size(0)
     if kv_nt.size(0) != sequences:

@@ -34,7 +34,7 @@ def test_wrong_meshes(fleet_of_2):
 
 def test_calls_outside_of_the_plan(fleet_of_2):
     for said in fleet_of_2.run(tasks.calls_outside_of_the_plan):
-        assert "none of the plan's masks" in said["mask"]
+        assert "not one of the plan's masks" in said["mask"]
         assert "None included" in said["none"]
         assert "query has 64 tokens" in said["tokens"]
         assert "decode_attention" in said["cache"]

@@ -117,7 +117,7 @@ def test_heads_are_chosen_where_a_document_is_longer_than_a_share():
         ({"heads": 3}, "heads is 3, but it must divide the 4 ranks"),
         ({"heads": "auto"}, "shape is missing"),
         ({"heads": 4, "shape": sharded.AttentionShape(kv_heads=2)}, "2 key heads"),
-        ({"chunk": 24}, "whole units, of 16 tokens"),
+        ({"chunk": 24}, "multiple of the plan's unit of 16 tokens"),
         ({"length": 65}, "the sequence has 65"),
     ],
 )
@@ -147,22 +147,22 @@ def test_explanation():
 
 
 EXPLANATION = """
-1024 tokens on 4 ranks: 256 each, 0 of all are padding
+1024 tokens on 4 ranks: 256 each, 0 of padding in total
 layout: contiguous, 1 chunk of 256 tokens per rank; units of 32 tokens
 
-mask 'full': work of the slowest rank 1.73 of the mean
+mask 'full': the slowest rank has 1.73 times the mean work
   exchange: blocks, needed units only, one call of attention
   the busiest rank receives 768 tokens, 3.15 MB forward; all keys would be 768 tokens
-  expected: 0.259 ms for a layer, forward and backward
+  estimate: 0.259 ms per layer, forward and backward
        rank 0 ████············
        rank 1 ▒▒▒▒████········
        rank 2 ▒▒▒▒▒▒▒▒████····
        rank 3 ▒▒▒▒▒▒▒▒▒▒▒▒████
 
-mask 'window': work of the slowest rank 1.03 of the mean
+mask 'window': the slowest rank has 1.03 times the mean work
   exchange: blocks, needed units only, one call of attention
   the busiest rank receives 64 tokens, 262 kB forward; all keys would be 768 tokens
-  expected: 0.216 ms for a layer, forward and backward
+  estimate: 0.216 ms per layer, forward and backward
        rank 0 ████············
        rank 1 ···▒████········
        rank 2 ·······▒████····

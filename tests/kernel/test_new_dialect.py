@@ -64,7 +64,7 @@ def test_it_stands_in_reports():
     assert "Rows are added up without tensor cores." in chosen.notes
     assert chosen.backward[0].reason.count("not the kernel by rows: it has no backward") == 1
     assert "not the kernel by rows: it takes no tensor cores" in explain("auto").forward.reason
-    assert "kernel_options say 'triton'" in explain("triton").forward.reason
+    assert "kernel_options select backend 'triton'" in explain("triton").forward.reason
 
 
 def test_it_says_why_it_cannot_serve():

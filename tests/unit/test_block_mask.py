@@ -277,7 +277,7 @@ def test_context_of_an_exported_program():
     except UnsupportedFeatureError:
         pytest.skip("this runner does not keep test modules in sys.modules")
     assert load_context(dumped) == context
-    with pytest.raises(UnsupportedFeatureError, match="by a name"):
+    with pytest.raises(UnsupportedFeatureError, match="by name"):
         dump_context(create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, "cpu")._flatten()[1])
 
 

@@ -92,7 +92,7 @@ def bad_calls():
         "type": ({"page_table": ones(2, 3)}, "page_table is a Tensor, but must be a flexhop.Page"),
         "dtype": ({"page_table": table(pages=ones(2, 3).long())}, "has pages of torch.int64"),
         "rank": ({"page_table": table(pages=ones(2).int())}, "has pages of shape [2]"),
-        "batch": ({"page_table": table(lengths=ones(3).int())}, "first of size 2 as in query"),
+        "batch": ({"page_table": table(lengths=ones(3).int())}, "first of size 2, query's batch"),
         "size": ({"page_table": table(page_size=0)}, "has page_size 0, but it must be at least 1"),
         "room": ({"page_table": table(pages=ones(2, 0).int())}, "has pages of shape [2, 0]"),
         "pages": ({"page_table": table(page_size=15)}, "must be [P, Hkv, 15, D] or [1, Hkv, P *"),
@@ -125,7 +125,7 @@ def bad_calls():
         "gradient": (
             {"value": cache(requires_grad=True), "page_table": table()}, "under torch.no_grad()",
         ),
-        "result": ({"k_mod": lambda x, b, h, i: i, "page_table": table()}, "a floating point"),
+        "result": ({"k_mod": lambda x, b, h, i: i, "page_table": table()}, "a floating-point"),
         "arity": ({"k_mod": lambda x, b: x, "page_table": table()}, "called as (k, b, h, kv_idx)"),
     }  # fmt: skip
 
@@ -171,7 +171,7 @@ def test_scales_of_other_shapes_are_refused():
         dequantize(torch.ones(2, 3))
     with pytest.raises(errors.ModArgumentError, match=r"must be \[P, Hkv, page_size"):
         dequantize(torch.ones(2), table())
-    with pytest.raises(errors.ModArgumentError, match="int64, but must be floating point"):
+    with pytest.raises(errors.ModArgumentError, match="int64, but must be floating-point"):
         dequantize(torch.ones(2).long())
 
 

@@ -257,8 +257,8 @@ ERRORS = [
         errors.CaptureDeviceError,
         {"mod": "score_mod", "index": 0, "capture_device": "cpu", "query_device": "cuda:0"},
         (RuntimeError, ValueError),
-        "Captured tensor 0 of score_mod is on cpu, but query is on cuda:0. Buffers cannot be "
-        "created by the kernel, so move the tensor first.",
+        "Captured tensor 0 of score_mod is on cpu, but query is on cuda:0. Move the "
+        "tensor first: buffers cannot be created by the kernel.",
     ),
     (
         errors.MaskCaptureGradError,
@@ -364,7 +364,7 @@ ERRORS = [
         errors.ShardedCallError,
         {"argument": "query", "found": "has 64 tokens", "expected": "every rank has 32"},
         (ValueError, RuntimeError),
-        "Inside of context_parallel, query has 64 tokens, but every rank has 32.",
+        "Inside context_parallel, query has 64 tokens, but every rank has 32.",
     ),
     (
         errors.RankDisagreementError,
@@ -397,8 +397,8 @@ WARNINGS = [
         errors.KernelFallbackWarning,
         {"candidate": "flexhop_forward with tiles of 64 x 32: RuntimeError: ptxas"},
         (UserWarning,),
-        "A kernel of flexhop does not compile here, and another serves the call, maybe slower. "
-        "Please report this, with the mod and the shapes: flexhop_forward with tiles of 64 x 32: "
+        "A flexhop kernel failed to compile, so another one runs instead, perhaps more slowly. "
+        "Please report this with the mod and the shapes: flexhop_forward with tiles of 64 x 32: "
         "RuntimeError: ptxas. FLEXHOP_STRICT=1 makes it an error.",
     ),
     (

@@ -48,7 +48,7 @@ def test_plain_attention_is_trivial():
     assert "sm_90" in report.device
     assert [part.kernel for part in report.passes] == ["forward", "grad_query", "grad_key_value"]
     assert report.forward.flops == report.unmasked_flops == 4 * 2 * 256 * 256 * WIDTH
-    assert any("No operand needs a gradient" in note for note in report.notes)
+    assert any("No operand requires a gradient" in note for note in report.notes)
 
 
 def test_mods_are_shown_with_their_own_argument_names():
@@ -154,13 +154,13 @@ def test_reasons_say_where_a_tile_comes_from():
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_kernel_is_named_or_the_reason_against_it():
     served = flexhop.explain(*operands(width=128))
-    assert served.forward.reason == "the Hopper kernel serves this call"
+    assert served.forward.reason == "the Hopper kernel supports this call"
     assert "warps (1 loads)" in str(served)
     assert any("multiples of 16 bytes" in note for note in served.notes)
     options = flexhop.KernelOptions(backend="triton")
     forbidden = flexhop.explain(*operands(width=128), kernel_options=options)
     assert forbidden.forward.reason.endswith(
-        "; not the Hopper kernel: kernel_options say 'triton'"
+        "; not the Hopper kernel: kernel_options select backend 'triton'"
     )
 
 
@@ -176,7 +176,7 @@ def test_neither_result_nor_gradient_is_computed(device: str):
     query, key, value = (t.requires_grad_() for t in operands(device=device))
     report = flexhop.explain(query, key, value, return_aux=flexhop.AuxRequest(lse=True))
     assert query.grad is None
-    assert not any("No operand needs a gradient" in note for note in report.notes)
+    assert not any("No operand requires a gradient" in note for note in report.notes)
 
 
 def test_fake_tensors_are_explained_inside_and_outside_their_mode():
@@ -220,7 +220,7 @@ def test_the_report_is_a_page_and_frozen():
     for title in ("call", "device", "score_mod", "mask_mod", "block mask", "options", "notes"):
         assert f"\n{title}\n" in f"\n{text}"
     assert "kernel grad_query" in text
-    assert "overhangs" in text
+    assert "extends past" in text
     assert max(map(len, text.splitlines())) < 220
     assert max(map(len, text[text.index("\nnotes\n") :].splitlines())) <= 100
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -273,7 +273,7 @@ def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
         kernel_options=flexhop.KernelOptions(deterministic=True),
     )  # fmt: skip
     assert [part.kernel for part in report.backward] == ["grad_query", "grad_key_value"]
-    assert "determinism is on" in report.backward[0].reason
+    assert "deterministic mode is on" in report.backward[0].reason
 
 
 def test_the_report_says_what_computes_second_derivatives():
@@ -284,10 +284,12 @@ def test_the_report_says_what_computes_second_derivatives():
         notes = flexhop.explain(*x, **more).notes
         return next(note for note in notes if note.startswith("Second derivatives"))
 
-    assert "by the kernels jvp_forward, jvp_grad_query" in note(query, key, value)
-    assert "because weights are dropped" in note(query, key, value, dropout_p=0.1)
+    assert "run the kernels jvp_forward, jvp_grad_query" in note(query, key, value)
+    assert "because there is dropout" in note(query, key, value, dropout_p=0.1)
     wide = operands(width=256)
-    assert "head size of 256 is more than the 128" in note(wide[0].requires_grad_(), *wide[1:])
+    assert "head size is 256, and the kernels have registers for at most 128" in note(
+        wide[0].requires_grad_(), *wide[1:]
+    )
     bias = torch.zeros(2, 511, requires_grad=True)
     assert "captured tensors need" in note(query, key, value, score_mod=with_bias(bias))
 

@@ -212,15 +212,15 @@ def bad_calls():
             "pass cache_batch_idx",
         ),
         "pair": ({"v": None}, "v is None, but k was given"),
-        "place": ({"cache_seqlens": None}, "need a place in the cache"),
+        "place": ({"cache_seqlens": None}, "where k and v go in the cache"),
         "new_shape": ({"k": new[:, :, :1]}, "k has shape (3, 1, 1, 16)"),
         "rotary_pair": ({"rotary_cos": cos}, "rotary_sin is None"),
         "rotary_alone": (
-            {"rotary_cos": cos, "rotary_sin": cos, "k": None, "v": None}, "no k and v",
+            {"rotary_cos": cos, "rotary_sin": cos, "k": None, "v": None}, "k and v are None",
         ),
         "rotary_short": ({"rotary_cos": cos[:9], "rotary_sin": cos[:9]}, "the cache has 300"),
         "rotary_wide": (
-            {"rotary_cos": cos.repeat(1, 2), "rotary_sin": cos.repeat(1, 2)}, "turns 32 columns",
+            {"rotary_cos": cos.repeat(1, 2), "rotary_sin": cos.repeat(1, 2)}, "rotates 32 columns",
         ),
         "gaps": (
             {**shared, "k_cache": normal(3, 400, 2, DIM)[:, :LENGTH]}, "gaps between its rows",

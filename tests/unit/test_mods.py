@@ -254,7 +254,7 @@ def test_wrong_mask_result(result, found):
 
 @pytest.mark.parametrize("result", [torch.ones(2, dtype=torch.bool), torch.ones(2).long(), 1.0])
 def test_wrong_score_result(result):
-    with pytest.raises(ModResultError, match="must return a floating point tensor, but returned"):
+    with pytest.raises(ModResultError, match="must return a floating-point tensor, but returned"):
         mods.check_score_result(result)
 
 

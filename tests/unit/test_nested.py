@@ -300,7 +300,7 @@ def bad_operands():
         "heads": ((good.transpose(1, 2),) * 3, "query is ragged in dimension 1"),
         "rank": ((jagged(tokens[..., 0], cut),) * 3, "query has 3 dimensions"),
         "count": ((good, jagged(three, torch.arange(4)), good), "key has 3 sequences"),
-        "places": ((good, good, jagged(tokens, offsets((9, 8)))), "value has other sequences"),
+        "places": ((good, good, jagged(tokens, offsets((9, 8)))), "value has different sequences"),
     }
 
 
@@ -321,14 +321,16 @@ def test_operands_that_do_not_fit(name, compiled, attention):
 def test_masks_of_dense_tensors_are_refused(compiled):
     nested = jagged(torch.randn(17, 2, 8), offsets((10, 7)))
     mask = flexhop.create_block_mask(flexhop.noop_mask, None, None, 17, 17, device="cpu")
-    with pytest.raises(errors.NestedOperandError, match="block_mask was made for dense tensors"):
+    with pytest.raises(
+        errors.NestedOperandError, match="block_mask was created for dense tensors"
+    ):
         run(flexhop.flex_attention, compiled)(nested, nested, nested, block_mask=mask)
 
 
 def test_masks_of_other_sequences_are_refused():
     nested, other = (jagged(torch.randn(17, 2, 8), offsets(n)) for n in ((10, 7), (9, 8)))
     mask = flexhop.create_nested_block_mask(flexhop.noop_mask, None, None, other)
-    with pytest.raises(errors.NestedOperandError, match="made for other sequences"):
+    with pytest.raises(errors.NestedOperandError, match="created for different sequences"):
         flexhop.flex_attention(nested, nested, nested, block_mask=mask)
 
 

@@ -288,7 +288,7 @@ def test_errors_name_the_option_as_the_user_wrote_it():
         ),
         (
             {"forward": Tile(64, 64), "BLOCK_M": 32},
-            "BLOCK_M cannot be combined with forward: forward already says the whole tile.",
+            "BLOCK_M cannot be combined with forward: forward already sets the whole tile.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sums of floating point numbers that do not depend on the order of the additions.
+"""Sums of floating-point numbers that do not depend on the order of the additions.
 
 Captured tensors get their gradients by atomic additions, in whatever order the GPU runs them.
 Where results must repeat, the numbers are added as integers: a sum is ROWS - 1 integers of 64

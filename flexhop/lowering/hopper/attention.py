@@ -46,7 +46,7 @@ class _Attention:
         plan = KernelPlan(
             kernel="forward",
             tile=tile,
-            reason="the Hopper kernel serves this call" + passed,
+            reason="the Hopper kernel supports this call" + passed,
             shared_memory=forward.shared_memory(problem, tile),
             programs=min(problem.device.multiprocessors, tiles),
             constants=dataclasses.asdict(forward.constants(problem, options, tile)),

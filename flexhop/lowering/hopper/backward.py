@@ -88,14 +88,14 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield f"it supports only head sizes that are multiples of {_COLUMNS}"
     if problem.is_deterministic and problem.has_captured_grads:
         yield (
-            "it sums gradients of captured tensors without a fixed order, but determinism is on"
+            "it sums gradients of captured tensors in no fixed order, but deterministic mode is on"
         )
     if "score" in problem.grad.captured_reads:
-        yield "single scores read entries of a captured tensor that needs a gradient"
+        yield "score_mod reads a captured tensor that needs a gradient at one entry per score"
     tile = table_tile(problem)
     yield from forward.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
-        yield "kernel_options choose a tile of the portable kernels"
+        yield "kernel_options set a tile of the portable kernels"
     yield from filter(None, [versions.obstacle()])
 
 
@@ -110,7 +110,7 @@ def slower(problem: Problem) -> Iterator[str]:
     if problem.grad.grad_cost > _COSTLY_GRAD:
         yield (
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
-            f"score: from {_COSTLY_GRAD} on the portable kernels are faster"
+            f"score: above {_COSTLY_GRAD} the portable kernels are faster"
         )
     if problem.query_len < _FEWEST_QUERIES:
         yield f"below {_FEWEST_QUERIES} queries its setup and post-processing dominate"

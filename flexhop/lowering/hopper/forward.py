@@ -81,9 +81,9 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     tile = table_tile(problem)
     yield from block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.forward is not None:
-        yield "kernel_options choose a tile of the portable kernel"
+        yield "kernel_options set a tile of the portable kernel"
     if options.short_queries == "decode":
-        yield "kernel_options ask for the decode kernel"
+        yield "kernel_options select the decode kernel"
     if options.prescale_qk:
         yield "it does not support prescale_qk"
     yield from filter(None, [versions.obstacle()])
@@ -92,7 +92,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
 def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the portable kernel is likely to be faster, as measured; backend overrules."""
     if kernels.forward_kernel(problem, options) == "decode":
-        yield "the decode kernel reads the keys of so few queries faster"
+        yield "the decode kernel is faster for so few queries"
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.mods.score_cost > most:
         yield (
@@ -118,8 +118,8 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
         if not _ROWS // 2 < width <= largest_width:
             yield f"it supports {name} sizes 33 to {largest_width}, not {width}"
     if problem.cache is not None:
-        where = "in pages" if problem.cache.page_size else "converted on reading"
-        yield f"it copies keys unchanged, but these are {where}"
+        how = "paged" if problem.cache.page_size else "converted by a mod"
+        yield f"it copies contiguous keys unchanged, but these keys are {how}"
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
     if problem.dropout_p > 0.0:

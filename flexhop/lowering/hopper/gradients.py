@@ -120,7 +120,7 @@ class _Gradients:
         plan = KernelPlan(
             kernel="backward",
             tile=tile,
-            reason="the Hopper kernel serves this call" + passed,
+            reason="the Hopper kernel supports this call" + passed,
             shared_memory=backward.shared_memory(problem, tile),
             programs=min(problem.device.multiprocessors, backward.num_tiles(problem)),
             constants=dataclasses.asdict(backward.constants(problem, tile)),

@@ -202,8 +202,8 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
     if options.short_queries == "decode" and not splits.is_short(problem.query_len, problem.group):
         raise OptionConflictError(
             first="short_queries='decode'",
-            second=f"{problem.query_len} queries of {problem.group} heads per key head",
-            reason=f"the decode kernel supports at most {splits.MAX_ROWS} of their product",
+            second=f"{problem.query_len} queries and {problem.group} heads per key head",
+            reason=f"their product must be at most {splits.MAX_ROWS} in the decode kernel",
         )
     if options.short_queries != "auto":
         return options.short_queries

@@ -51,7 +51,7 @@ def plan_kernel(
 
 def _reason(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> str:
     if getattr(options, kernels.option_of(kernel)) is not None:
-        return "your kernel_options; open fields come from the table"
+        return "your kernel_options; unset fields come from the table"
     first, rule = table_tile(kernel, problem), table_rule(kernel, problem)
     major, minor = problem.device.capability
     width = max(problem.head_dim, problem.value_head_dim)
@@ -75,7 +75,7 @@ def _why_smaller(kernel: Kernel, problem: Problem, tile: Tile) -> str:
     queries = splits.rows(problem) if kernel == "decode" else problem.query_len
     lengths = (round_head_dim(queries), round_head_dim(problem.key_len))
     if tile.block_m > lengths[0] or tile.block_n > lengths[1]:
-        reasons.append(f"reduced to the lengths {queries} and {problem.key_len}")
+        reasons.append(f"reduced to match the lengths {queries} and {problem.key_len}")
     needed = kernels.shared_memory(kernel, problem, tile)
     if needed > problem.device.shared_memory:
         reasons.append(

@@ -61,33 +61,33 @@ def test_the_hopper_kernel_serves(facts):
 @pytest.mark.parametrize(
     ("facts", "options", "reason"),
     [
-        ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
-        ({"architecture": 100}, {}, "it is made for sm_90, and the GPU is sm_100"),
+        ({"architecture": 80}, {}, "it supports sm_90, and the GPU is sm_80"),
+        ({"architecture": 100}, {}, "it supports sm_90, and the GPU is sm_100"),
         ({"dtype": torch.float32}, {}, "it supports bfloat16 and float16, not torch.float32"),
         ({"head_dim": 32}, {}, "it supports head sizes 33 to 256, not 32"),
         ({"value_head_dim": 512}, {}, "it supports value head sizes 33 to 256, not 512"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
             {"cache": Cache(16, torch.bfloat16, torch.bfloat16)}, {},
-            "it copies keys unchanged, but these are in pages",
+            "it copies contiguous keys unchanged, but these keys are paged",
         ),
         (
             {"cache": Cache(0, torch.int8, torch.int8, has_key_mod=True)}, {},
-            "it copies keys unchanged, but these are converted on reading",
+            "it copies contiguous keys unchanged, but these keys are converted by a mod",
         ),
         (
             {"blocks": MaskBlocks(64, 128, True)}, {},
             "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
         ),
-        ({}, {"forward": Tile(64, 64)}, "kernel_options choose a tile of the portable kernel"),
+        ({}, {"forward": Tile(64, 64)}, "kernel_options set a tile of the portable kernel"),
         (
             {}, {"forward": TileRequest(num_stages=2)},
-            "kernel_options choose a tile of the portable kernel",
+            "kernel_options set a tile of the portable kernel",
         ),
         ({}, {"prescale_qk": True}, "it does not support prescale_qk"),
         (
             {"query_len": 1}, {"short_queries": "decode"},
-            "kernel_options ask for the decode kernel",
+            "kernel_options select the decode kernel",
         ),
     ],
 )  # fmt: skip
@@ -106,7 +106,7 @@ def test_packed_sequences_have_it():
 
 def test_it_can_be_forbidden():
     found = choose_forward(problem(), KernelOptions(backend="triton"))
-    assert found == ("triton", "kernel_options say 'triton'")
+    assert found == ("triton", "kernel_options select backend 'triton'")
 
 
 def test_an_unknown_triton_has_the_portable_kernel(monkeypatch):
@@ -139,7 +139,7 @@ def test_three_consumers_only_where_no_mask_has_blocks():
 
 def test_the_plan_names_the_kernel_or_the_reason():
     (found,) = plan("forward", problem(head_dim=128), AUTO)
-    assert found.reason == "the Hopper kernel serves this call"
+    assert found.reason == "the Hopper kernel supports this call"
     assert found.tile.words() == "128 queries x 128 keys, 9 warps (1 loads), 2 slots"
     assert found.programs == 128  # fewer tiles than multiprocessors
     (portable,) = plan("forward", problem(head_dim=32), AUTO)
@@ -275,7 +275,7 @@ def test_the_hopper_backward_kernel_serves(facts):
     call = problem(**LARGE | {"query_heads": 16, "kv_heads": 16} | facts)
     assert choose_backward(call, AUTO) == ("hopper", "")
     (found,) = plan("backward", call, AUTO)
-    assert (found.kernel, found.reason) == ("backward", "the Hopper kernel serves this call")
+    assert (found.kernel, found.reason) == ("backward", "the Hopper kernel supports this call")
     assert found.shared_memory <= call.device.shared_memory
     assert found.programs == call.device.multiprocessors
 
@@ -283,19 +283,19 @@ def test_the_hopper_backward_kernel_serves(facts):
 @pytest.mark.parametrize(
     ("facts", "options", "reason"),
     [
-        ({"architecture": 80}, {}, "it is made for sm_90, and the GPU is sm_80"),
+        ({"architecture": 80}, {}, "it supports sm_90, and the GPU is sm_80"),
         ({"head_dim": 264}, {}, "it supports head sizes 33 to 256, not 264"),
         ({"head_dim": 100}, {}, "it supports only head sizes that are multiples of 8"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
             {"is_deterministic": True, "captured_reads": ("head",)}, {},
-            "it sums gradients of captured tensors without a fixed order, "
-            "but determinism is on",
+            "it sums gradients of captured tensors in no fixed order, "
+            "but deterministic mode is on",
         ),
         ({"dropout_p": 0.1}, {}, "it does not support dropout"),
         (
             {"captured_reads": ("key", "score")}, {},
-            "single scores read entries of a captured tensor that needs a gradient",
+            "score_mod reads a captured tensor that needs a gradient at one entry per score",
         ),
         (
             {"blocks": MaskBlocks(64, 128, True)}, {},
@@ -303,7 +303,7 @@ def test_the_hopper_backward_kernel_serves(facts):
         ),
         (
             {}, {"grad_query": Tile(64, 64)},
-            "kernel_options choose a tile of the portable kernels",
+            "kernel_options set a tile of the portable kernels",
         ),
     ],
 )  # fmt: skip
@@ -330,7 +330,7 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         ),
         (
             {"has_score_mod": True, "grad_cost": 86.0},
-            "the gradient of score_mod takes about 86 instructions per score: from 60 on the "
+            "the gradient of score_mod takes about 86 instructions per score: above 60 the "
             "portable kernels are faster",
         ),
     ],

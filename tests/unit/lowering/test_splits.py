@@ -43,7 +43,7 @@ def test_a_user_decides():
     square = problem(query_len=64, key_len=64)
     assert kernels.forward_kernel(square, PLAIN) == "forward"
     assert kernels.forward_kernel(square, KernelOptions(short_queries="decode")) == "decode"
-    with pytest.raises(OptionConflictError, match="at most 128 of their product"):
+    with pytest.raises(OptionConflictError, match="their product must be at most 128"):
         kernels.forward_kernel(problem(query_len=200), KernelOptions(short_queries="decode"))
 
 
