@@ -1,6 +1,6 @@
-"""Attention with your own score and mask functions, as one fused kernel.
+"""Attention with your own score and mask functions, fused into one kernel.
 
-A superset of torch.nn.attention.flex_attention: the same names, signatures and meaning.
+A superset of torch.nn.attention.flex_attention: names, signatures and semantics are the same.
 """
 
 from flexhop import errors, flash, masks, mods, nn

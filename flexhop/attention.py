@@ -1,4 +1,4 @@
-"""The front door: flex_attention."""
+"""The main entry point: flex_attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Options = KernelOptions | FlexKernelOptions | Mapping[str, Any] | None
 
 
 class AuxRequest(NamedTuple):
-    """The statistics to return with the output.
+    """Which statistics to return with the output.
 
     Source: torch.nn.attention.flex_attention.AuxRequest.
     """
@@ -45,8 +45,9 @@ class AuxRequest(NamedTuple):
 class AuxOutput(NamedTuple):
     """The requested statistics. A field that was not requested is None.
 
-    lse: [B, Hq, M] fp32, natural logarithm of the sum of exponentials, differentiable.
-    max_scores: [B, Hq, M] fp32, largest score after score_mod and mask, without gradient.
+    Args:
+        lse: [B, Hq, M] fp32, natural log of the sum of exponentials; differentiable.
+        max_scores: [B, Hq, M] fp32, largest score after score_mod and mask; not differentiable.
 
     Source: torch.nn.attention.flex_attention.AuxOutput.
     """
@@ -156,27 +157,27 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with your own score and mask functions.
 
-    Under `torch.compile` it becomes one fused kernel. Without, it runs the definition in plain
-    PyTorch, for debugging.
+    Under `torch.compile` it becomes one fused kernel. Otherwise the reference implementation runs
+    in plain PyTorch, for debugging.
 
     Args:
         query: [B, Hq, M, D], fp16, bf16, fp32 or fp64; or a jagged nested tensor, ragged in M.
-        key: [B or 1, Hkv, N, D], dtype and device of query; nested if query is. Or float8_e4m3fn
-            or float8_e5m2, which are read as the numbers that they are, without gradient.
-        value: [B or 1, Hkv, N, Dv], likewise.
+        key: [B or 1, Hkv, N, D], dtype and device of query; nested if query is. May also be
+            float8_e4m3fn or float8_e5m2, used as is, without gradient.
+        value: [B or 1, Hkv, N, Dv], the same.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, applied to every scaled score.
-        block_mask: the blocks of keys that each query visits, and the mask_mod of partial blocks.
-            A BlockMask of flexhop or PyTorch; for nested tensors from create_nested_block_mask.
-            None means every key of the same sequence.
+        block_mask: which key blocks each block of queries visits, and the mask_mod of partial
+            blocks. A BlockMask of flexhop or PyTorch; for nested tensors, one from
+            create_nested_block_mask. None: every key of the same sequence is visible.
         scale: the factor of q·k before score_mod. None is 1/sqrt(D).
         enable_gqa: allow Hq to be a multiple of Hkv. Query head h reads key head h // G, with G =
             Hq // Hkv.
         return_lse: deprecated, use return_aux.
         kernel_options: KernelOptions, or a dict with PyTorch's keys.
         return_aux: the statistics to return with the output.
-        sinks: [Hq], a logit per head that takes part in every softmax and has no value. It gets a
-            gradient. lse includes it, max_scores does not.
-        page_table: key and value are caches in pages, [P, Hkv, page_size, D] or [1, Hkv, P *
+        sinks: [Hq], one logit per head that takes part in every softmax but has no value. Sinks
+            get a gradient. lse includes them, max_scores does not.
+        page_table: key and value are paged caches, [P, Hkv, page_size, D] or [1, Hkv, P *
             page_size, D]. Each sequence has its own pages and length. Mods and block_mask see
             positions in the sequence, 0 to page_table.capacity - 1. Calls with page_table, k_mod
             or v_mod have no gradient.
@@ -186,16 +187,17 @@ def flex_attention(
         v_mod: the same for value.
         dropout_p: probability that a softmax weight becomes 0. The others are divided by 1 -
             dropout_p. lse and max_scores do not change. See docs/dropout.md.
-        dropout_seed: [2] int64, decides which weights are dropped; see flexhop.dropout_mask. None
-            draws one from PyTorch's generator of the device.
+        dropout_seed: [2] int64, determines which weights are dropped; see flexhop.dropout_mask.
+            None draws a seed from the device's PyTorch generator.
 
     Returns:
         out [B, Hq, M, Dv] in the dtype and dimension order of query; with return_lse (out, lse);
-        with return_aux (out, AuxOutput). A query that sees no key has out 0 and lse -inf. If query
-        is nested, the results are too.
+        with return_aux (out, AuxOutput). For a query that sees no key, out is 0 and lse is -inf.
+        If query is nested, so are the results.
 
     Raises:
-        FlexhopError: see flexhop.errors. Each class also derives from the one that PyTorch raises.
+        FlexhopError: see flexhop.errors. Each class also derives from the class that PyTorch
+            raises.
 
     Source: torch.nn.attention.flex_attention.flex_attention (torch 2.13).
     """
@@ -221,7 +223,7 @@ def flex_attention(
 
 
 def _nested_like(query: Tensor, result: Any) -> Any:
-    """Results of packed tokens, in the forms of flex_attention, nested like query."""
+    """Convert results of packed tokens to flex_attention's return forms, nested like query."""
     if isinstance(result, Tensor):
         return unpack(result, query)
     out, more = result
@@ -250,19 +252,20 @@ def attend(
     sum_groups: str = "",
     first: tuple[int, int] = (0, 0),
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """What every front door does.
+    """Attention as every entry point calls it.
 
-    Args as for flex_attention, and `mistake`, what the door found wrong; `cache`, what it says of
-    key and value beside the tensors; `sum_groups`, over which process groups gradients of captured
-    tensors are summed; `first`, numbers of the first batch and head, which dropout counts from.
+    Takes flex_attention's arguments and: `mistake`, an error that the entry point found; `cache`,
+    how to read key and value from a cache; `sum_groups`, process groups over which gradients of
+    captured tensors are summed; `first`, the global indices of the first batch and head, for
+    dropout.
     """
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
         return SLOT.attend_dtensors(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
             kernel_options, return_aux, sinks=sinks, dropout=dropout, mistake=mistake, cache=cache,
         )  # fmt: skip
-    # Mistakes are noted here and raised by `prepare`: under torch.compile(fullgraph=True) an
-    # exception raised in this traced code would reach the user as an error of the compiler.
+    # Errors are recorded here and raised by `prepare`. Under torch.compile(fullgraph=True), an
+    # exception from this traced code would reach the user as a compiler error.
     wants_max = return_aux is not None and return_aux.max_scores
     is_mask = block_mask is None or _has_view(block_mask) or _is_mask(block_mask)
     wrong_mask = None if is_mask else type(block_mask).__name__
@@ -297,12 +300,12 @@ def _run(
     call: Call,
     more: tuple[Any, ...],
 ) -> tuple[Tensor, Any, Tensor]:
-    """The results of a call: of the operator, or of the context that divides the sequence.
+    """Run the operator, or the active context, which shards the sequence.
 
     Args:
         operands: query, key, value, score_mod, mask_mod.
         blocks, call: of the mask, and all other choices.
-        more: the mask itself, the cache, dropout, and whether lse is looked at.
+        more: the mask itself, the cache, dropout, and whether lse is used.
     """
     block_mask, cache, dropout, wants_lse = more
     context = SLOT.current
@@ -354,12 +357,12 @@ def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
 
 
 def _has_view(block_mask: Any) -> bool:
-    """Whether an entered context knows the mask, and has other lists for it."""
+    """Whether an active context knows the mask and has different lists for it."""
     return SLOT.current is not None and view_of(block_mask) is not None
 
 
 def _is_mask(block_mask: Any) -> bool:
-    """Whether it has the fields of a block mask: PyTorch's own ones are served as well."""
+    """Whether it has the fields of a block mask. PyTorch's own masks have them too."""
     return isinstance(block_mask, RangeMask) or hasattr(block_mask, "kv_num_blocks")
 
 

@@ -1,7 +1,8 @@
-"""Ready mask_mods: the usual masks, each a formula, short enough to copy and change.
+"""Built-in mask_mods. Each is a formula, short enough to copy and change.
 
-Every one is for `create_block_mask(mask_mod, B, H, M, N)` and combines with `and_masks` and
-`or_masks`. Writing q for q_idx and k for kv_idx, a formula is true where the key is visible.
+Pass them to `create_block_mask(mask_mod, B, H, M, N)`, or combine them with `and_masks` and
+`or_masks`. Each docstring gives a formula, with q for q_idx and k for kv_idx, that is true if the
+key is visible.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flexhop.mods.functions import MaskMod, and_masks
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A query sees itself and what precedes it: q >= k.
+    """A query sees itself and earlier keys: q >= k.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
     """
@@ -26,15 +27,15 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 def causal_with_offset(offset: int | Tensor) -> MaskMod:
     """Causal, with query 0 at key position `offset`: q + offset >= k.
 
-    Aligns the bottom right corners with `offset = N - M`, and decodes behind a cache with
-    `offset` = the number of tokens before the first query.
+    `offset = N - M` aligns the bottom right corners. For decoding with a cache, `offset` is the
+    number of tokens before the first query.
 
     Args:
         offset: an int, a 0-d integer tensor (changing its value needs no recompilation), or
             one per batch, [B].
 
     Raises:
-        ModArgumentError: an offset of another rank.
+        ModArgumentError: an offset of the wrong rank.
     """
     _check_rank("causal_with_offset", "offset", offset, (0, 1))
     return functools.partial(_causal_offset_mask, offset)
@@ -96,7 +97,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
         prefix: an int, a 0-d integer tensor, or one length per batch, [B].
 
     Raises:
-        ModArgumentError: a prefix of another rank.
+        ModArgumentError: a prefix of the wrong rank.
 
     Source: Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.2.1.
     """
@@ -113,7 +114,7 @@ def _prefix_lm_mask(
 def padding(lengths: Tensor) -> MaskMod:
     """Only real tokens are visible: k < lengths[b].
 
-    Padded queries still see the real keys, so that no row is empty; ignore their output.
+    Padded queries still see the real keys, so no row is empty. Ignore their output.
 
     Args:
         lengths: [B] integers.
@@ -126,15 +127,15 @@ def _padding_mask(lengths: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: 
 
 
 def global_tokens(chosen: int | Tensor) -> MaskMod:
-    """Some tokens see all and are seen by all: g(q) | g(k).
+    """Some tokens see every token and are seen by every token: g(q) | g(k).
 
-    Meant to be joined: or_masks(sliding_window(256), global_tokens(4)).
+    Combine it with another mask: or_masks(sliding_window(256), global_tokens(4)).
 
     Args:
-        chosen: an int n for the first n tokens, or bool [S] or [B, S], true for those tokens.
+        chosen: an int n for the first n tokens, or bool [S] or [B, S], true for global tokens.
 
     Raises:
-        ModArgumentError: a tensor that is not bool or has another rank.
+        ModArgumentError: a tensor that is not bool or has the wrong rank.
 
     Source: Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1.
     """
@@ -165,15 +166,15 @@ def _first_tokens_mask(count: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: 
 
 
 def document(ids: Tensor, kv_ids: Tensor | None = None) -> MaskMod:
-    """Packed sequences see only themselves: ids[q] == kv_ids[k].
+    """Each packed sequence sees only itself: ids[q] == kv_ids[k].
 
     Args:
         ids: [S] or [B, S] integers, the document of each token; see ids_from_lengths and
             ids_from_offsets.
-        kv_ids: the documents of the keys, of the same rank, if they differ from the queries'.
+        kv_ids: the documents of the keys if they differ from the queries'; same rank as ids.
 
     Raises:
-        ModArgumentError: ids of another rank.
+        ModArgumentError: ids of the wrong rank.
 
     Source: Krell et al. 2021 (arXiv 2107.02027), section 3.2.
     """
@@ -203,18 +204,18 @@ def _document_mask(
 def packed_causal(ids: Tensor) -> MaskMod:
     """Packed sequences, each causal: (q >= k) & (ids[q] == ids[k]).
 
-    Args and errors: as in document.
+    Args and errors: see `document`.
     """
     return and_masks(causal, document(ids))
 
 
 def ids_from_lengths(lengths: Tensor, total: int | None = None) -> Tensor:
-    """The document of each token when documents of these lengths follow each other.
+    """The document of each token, for documents of these lengths back to back.
 
     Args:
         lengths: [D] integers, zeros allowed.
-        total: number of tokens S; those after the last document get the id D, one more document.
-            None takes the sum of the lengths, which waits for the device.
+        total: number of tokens S. Tokens after the last document get the id D, as one more
+            document. None sums the lengths, which synchronises.
 
     Returns:
         [S] int32.
@@ -223,13 +224,13 @@ def ids_from_lengths(lengths: Tensor, total: int | None = None) -> Tensor:
 
 
 def ids_from_offsets(offsets: Tensor, total: int | None = None) -> Tensor:
-    """The document of each token when document i is tokens offsets[i] to offsets[i + 1].
+    """The document of each token, if document i is tokens offsets[i] to offsets[i + 1].
 
-    This is `cu_seqlens` of variable-length attention and `offsets` of a jagged nested tensor.
+    Takes `cu_seqlens` of variable-length attention or `offsets` of a jagged nested tensor.
 
     Args:
-        offsets: [D + 1] integers that never decrease, the first of them 0.
-        total: as in ids_from_lengths.
+        offsets: [D + 1] non-decreasing integers that start at 0.
+        total: see `ids_from_lengths`.
 
     Returns:
         [S] int32.
@@ -245,11 +246,11 @@ def _ids_from_ends(ends: Tensor, total: int | None) -> Tensor:
 
 
 def natten_2d(height: int, width: int, kernel_h: int, kernel_w: int) -> MaskMod:
-    """Neighbourhood attention on an image whose rows follow each other in the sequence.
+    """Neighbourhood attention on an image whose rows are consecutive in the sequence.
 
     With q = (y, x) and k = (v, u): 0 <= v - top(y) < kernel_h and 0 <= u - left(x) < kernel_w,
-    where top(y) = clamp(y - kernel_h // 2, 0, height - kernel_h), left likewise. The window is
-    shifted inwards at the border, so every query sees kernel_h * kernel_w keys.
+    where top(y) = clamp(y - kernel_h // 2, 0, height - kernel_h), left likewise. At the border the
+    window shifts inwards, so every query sees kernel_h * kernel_w keys.
 
     Args:
         height: rows of the image; the sequence has height * width tokens.
@@ -294,12 +295,12 @@ def _check_positive(mod: str, **values: int) -> None:
 
 
 def _in_batch(value: int | Tensor, b: Tensor) -> int | Tensor:
-    """The value for batch b, of one value for each batch, [B], or one for all."""
+    """The value for batch b: one per batch, [B], or one for all."""
     return value[b] if isinstance(value, Tensor) and value.dim() == 1 else value
 
 
 def _is_batched(mod: str, argument: str, value: Tensor) -> bool:
-    """Whether there is one row for each batch, [B, S], and not one for all, [S]."""
+    """Whether there is one row per batch, [B, S], rather than one for all, [S]."""
     _check_rank(mod, argument, value, (1, 2))
     return value.dim() == 2
 

@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
 
 
 class _Choices(NamedTuple):
-    """Arguments that go on as they are."""
+    """Arguments that are passed on unchanged."""
 
     scale: float | None
     enable_gqa: bool
@@ -83,7 +83,7 @@ def _dispatch(
     choices: _Choices,
     mistake: Mistake | None,
 ) -> Tensor:
-    """Nested or dense."""
+    """Call the nested or the dense implementation."""
     rank = operands[0].dim()
     if mistake is None and has_nested(*operands):
         return _nested(operands, attn_mask, is_causal, choices)
@@ -136,9 +136,9 @@ def _nested(
 
 
 def _broadcast(operands: Operands) -> Operands:
-    """Four dimensions each, and one batch and one number of heads, as views.
+    """Expand to four dimensions, a common batch and a common number of heads, as views.
 
-    Key and value may keep batch 1 and one head for all, which the kernels share.
+    Key and value may keep batch 1 and one head, which kernels share.
     """
     query, key, value = (t[(None,) * (4 - t.dim())] if t.dim() < 4 else t for t in operands)
     for dim in (0, 1):
@@ -163,7 +163,7 @@ def _expanded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
-    """Query i sees the keys 0..i. Written by arithmetic: the mask is not evaluated."""
+    """Query i sees keys 0..i. Computed by arithmetic: the mask is not evaluated."""
     queries, keys = query.size(2), key.size(2)
     row, column = (torch.arange(n, device=query.device) for n in (queries, keys))
     by_query = torch.zeros_like(row), (row + 1).clamp(max=keys)
@@ -172,7 +172,7 @@ def causal_blocks(query: Tensor, key: Tensor) -> RangeMask:
 
 
 def mask_score(attn_mask: Tensor) -> ScoreMod:
-    """A score_mod that reads attn_mask; a dimension of size 1 is read at 0."""
+    """A score_mod that reads attn_mask; dimensions of size 1 are read at 0."""
     missing = 4 - attn_mask.dim()
     kept = [axis for axis in range(missing, 4) if attn_mask.size(axis - missing) != 1]
     table = attn_mask.squeeze()

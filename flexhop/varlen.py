@@ -1,4 +1,4 @@
-"""The front door for packed sequences of different lengths."""
+"""The entry point for packed sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def varlen_attention(
     """Attention within each of many sequences of different lengths, packed without padding.
 
     Sequence s has the query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1, and its own keys.
-    Mods see each sequence on its own: b is the number of the sequence, and q_idx and kv_idx count
+    Mods see each sequence separately: b is the number of the sequence, and q_idx and kv_idx count
     from its first token. The device computes the blocks to visit from the offsets, is_causal and
     window_size, in time linear in the number of tokens. mask_mod applies within these blocks.
 
     Args:
-        query: [T, Hq, D], the tokens of all sequences one after the other.
+        query: [T, Hq, D], the tokens of all sequences back to back.
         key: [U, Hkv, D]; value: [U, Hkv, Dv].
         cu_seqlens_q: [S + 1] int32 or int64 on query's device: 0, then where each sequence ends.
             A sequence may be empty. Tokens after the last sequence see nothing: their out is 0.
         cu_seqlens_k: the same for the keys. None takes cu_seqlens_q.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, as for flex_attention.
-        mask_mod: (b, h, q_idx, kv_idx) -> bool, applied to the keys that the other arguments
-            leave.
-        is_causal: a query sees no key after the one that it is aligned with.
-        window_size: (before, after), how many keys around that one a query sees. None is all.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, applied to the keys that the other arguments leave
+            visible.
+        is_causal: hides keys after the one that a query is aligned with.
+        window_size: (before, after), how many keys around that one are visible. None: all.
         bottom_right: align the last query of a sequence with its last key, as in decoding with a
-            cache. False aligns the first with the first. Equal lengths make no difference.
-        seqused_k: [S], how many keys of each sequence count. None is all.
-        max_seqlen_q, max_seqlen_k: taken, because other libraries need them; nothing depends on
-            the length of the longest sequence here.
+            cache. False aligns the first with the first. For equal lengths both are the same.
+        seqused_k: [S], how many keys of each sequence to use. None: all.
+        max_seqlen_q, max_seqlen_k: accepted for compatibility; nothing depends on the longest
+            sequence.
         scale, enable_gqa, kernel_options, return_aux, sinks: as for flex_attention.
         dropout_p, dropout_seed: as for flex_attention. The mask counts packed tokens: batch 0, and
             the positions of query and key in the packed tensors.
@@ -72,9 +72,9 @@ def varlen_attention(
         out [T, Hq, Dv]; with return_aux (out, AuxOutput) whose statistics are [T, Hq].
 
     Raises:
-        SequenceOffsetsError: offsets of a wrong dtype, rank, device or number; without
-            torch.compile also offsets that do not start at 0, decrease or exceed the tokens,
-            which compiled code does not wait for the device to see.
+        SequenceOffsetsError: offsets of a wrong dtype, rank, device or number. Without
+            torch.compile also offsets that do not start at 0, decrease or exceed the tokens;
+            compiled code does not synchronise to check that.
         FlexhopError: as for flex_attention.
 
     Source: flash_attn.flash_attn_varlen_func (flash-attn 2.8), with mods.
@@ -104,7 +104,7 @@ def varlen_attention(
 def _pack(
     query: Tensor, key: Tensor, packing: Packing, mask_mod: MaskMod | None
 ) -> tuple[RowTables, Any]:
-    """Tables and mask of the packed tokens; of the whole batch if a context divides it."""
+    """Tables and mask of the packed tokens; of the whole batch if a context shards it."""
     context = SLOT.current
     if context is None:
         return pack_mask(query.size(0), key.size(0), packing, mask_mod)
@@ -112,7 +112,7 @@ def _pack(
 
 
 def _as_batch(tokens: Tensor) -> Tensor:
-    """[T, H, D] as [1, H, T, D], without a copy; something else is left for the checks."""
+    """[T, H, D] as [1, H, T, D], without a copy; anything else passes through to the checks."""
     is_packed = tokens.dim() == 3 and not tokens.is_nested
     return tokens.transpose(0, 1).unsqueeze(0) if is_packed else tokens
 
@@ -130,7 +130,7 @@ def _rank_mistake(**tensors: Tensor) -> Mistake | None:
 
 
 def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | None:
-    """What is wrong with the offsets; noted, not raised, for the sake of Dynamo."""
+    """What is wrong with the offsets; recorded, not raised, because Dynamo traces this."""
     named = {
         "cu_seqlens_q": packing.offsets_q,
         "cu_seqlens_k": packing.offsets_k,
@@ -153,7 +153,7 @@ def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | Non
     if packing.used_k is not None and packing.used_k.size(0) != sequences:
         found = f"has {packing.used_k.size(0)} entries"
         return _mistake("seqused_k", found, f"there are {sequences} sequences")
-    # Offsets are those of the whole batch where a context divides it.
+    # If a context shards the batch, offsets describe the whole batch.
     if torch.compiler.is_compiling() or SLOT.current is not None:
         return None
     return _value_mistake(query.size(0), key.size(0), packing)
@@ -170,7 +170,7 @@ def _static_fault(offsets: Any, query: Tensor) -> tuple[str, str] | None:
 
 
 def _value_mistake(queries: int, keys: int, packing: Packing) -> Mistake | None:
-    """What needs the values; waits for the device."""
+    """Checks of values; synchronises."""
     sides = {
         "cu_seqlens_q": (packing.offsets_q, queries),
         "cu_seqlens_k": (packing.offsets_k, keys),

@@ -1,7 +1,7 @@
-"""From a mask_mod to the blocks it needs, without ever holding the whole mask.
+"""Find the blocks that a mask_mod needs, without materialising the mask.
 
-A block needs two facts: whether mask_mod keeps anything in it, and whether it keeps everything.
-coverage.py finds them eagerly, by whole blocks; scores.py finds them by looking at every score.
+Two facts classify a block: whether mask_mod keeps any pair in it, and whether it keeps every pair.
+coverage.py decides whole blocks in eager mode; scores.py evaluates every score.
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ def create_block_mask(
 ) -> BlockMask:
     """Find the blocks that a mask_mod needs.
 
-    It never stores the mask itself: memory is that of the block lists. Eager calls decide most
-    blocks as a whole, from the operators of mask_mod (docs/analysis.md). The lists are the same as
-    from evaluating every pair. Under torch.compile every pair is evaluated, and nothing waits for
-    the device. Eager calls do not wait either if the operators alone show that each query sees one
-    range of keys (causal, windows, prefixes, padding), in CUDA graphs, or if
-    `torch.cuda.set_sync_debug_mode` forbids it. Otherwise the lists of undecided blocks wait.
+    The dense mask is never stored: memory is that of the block lists. flexhop decides most blocks
+    as a whole, from the operators of mask_mod (docs/analysis.md). The lists equal those from
+    evaluating every pair. Under torch.compile the same analysis becomes part of the graph, and
+    nothing synchronises with the device. Eager calls synchronise only for blocks that remain
+    undecided. They never do so if each query provably sees one range of keys (causal, windows,
+    prefixes, padding), in CUDA graphs, or if `torch.cuda.set_sync_debug_mode` forbids it.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors, all in range.
-        B: batches; None is 1, which serves every batch.
-        H: query heads; None is 1, which serves every head.
+        B: number of batches; None is 1, shared by all batches.
+        H: number of query heads; None is 1, shared by all heads.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
         device: the device of the lists. None is the accelerator, or the CPU if there is none.
-        BLOCK_SIZE: queries and keys of a block, in tokens; an int means a square.
+        BLOCK_SIZE: queries and keys per block; an int means a square.
         _compile: the same as torch.compile(create_block_mask).
         separate_full_blocks: list full blocks separately, so that kernels skip mask_mod there.
         compute_dq_write_order: also compute dq_write_order.
-        dq_kv_order: the order behind it: True is descending, False ascending.
-        compute_q_blocks: also list the query blocks of each key block, as gradients need them.
+        dq_kv_order: its order of key blocks: True is descending, False ascending.
+        compute_q_blocks: also list the query blocks of each key block, which the backward pass
+            needs.
 
     Raises:
         SequenceLengthError: a size is not positive.
         BlockSizeError: BLOCK_SIZE is not positive.
-        ModArityError, ModResultError: mask_mod has other parameters or another result.
+        ModArityError, ModResultError: mask_mod has the wrong parameters or result.
         ModLoweringError: mask_mod branches on the value of an index.
         BlockMaskFieldError: dq_kv_order is not a bool.
     """
@@ -103,10 +104,10 @@ def create_mask(
     KV_LEN: int,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """Evaluate a mod everywhere: [B, H, Q_LEN, KV_LEN] bool, dense by definition.
+    """Evaluate a mod for every pair, as a dense bool tensor [B, H, Q_LEN, KV_LEN].
 
     Args:
-        mod_fn: a mask_mod, or a score_mod; a score_mod hides a pair if it maps 0 to -inf.
+        mod_fn: a mask_mod or a score_mod. A score_mod hides a pair if it maps 0 to -inf.
         B: batches; None is 1.
         H: query heads; None is 1.
         Q_LEN: number of queries.
@@ -114,7 +115,8 @@ def create_mask(
         device: None is the accelerator, or the CPU if there is none.
 
     Raises:
-        SequenceLengthError, ModArityError, ModResultError, ModLoweringError: as create_block_mask.
+        SequenceLengthError, ModArityError, ModResultError, ModLoweringError: see
+            create_block_mask.
     """
     grid = _grid(B, H, (Q_LEN, KV_LEN), (1, 1), device)
     if is_score_mod(mod_fn):
@@ -167,7 +169,7 @@ def _block_mask(
 def _by_every_score(
     mask_mod: MaskMod, grid: Grid, separate_full_blocks: bool, compute_q_blocks: bool
 ) -> BlockMask:
-    """In graphs of lengths that are symbols, and those that do not come through Dynamo."""
+    """For graphs with symbolic lengths, and graphs that do not come from Dynamo."""
     some, every = compiled_coverage(checked(mask_mod), grid)
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if separate_full_blocks:
@@ -190,7 +192,7 @@ def _by_every_score(
 def _lists(
     mask: MaskMod | Mask, grid: Grid, sides: tuple[bool, bool], *, in_graph: bool
 ) -> tuple[Tensor, ...]:
-    """The lists of a mask; sides: whether of full blocks, and of the query side."""
+    """The lists of a mask. sides: whether to list full blocks, and the query side."""
     find = graph_coverage if in_graph else coverage
     covered = find(mask, checked(mask), grid)
     return listed(covered, grid, sides, in_graph=in_graph)
@@ -200,7 +202,7 @@ block_lists.find = _lists
 
 
 def checked(mask_mod: MaskMod) -> MaskMod:
-    """mask_mod with its result, and its attempts to branch, checked."""
+    """mask_mod with checks of its result and of attempts to branch."""
 
     def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         result = _call("mask_mod", mask_mod, (b, h, q_idx, kv_idx))
@@ -212,7 +214,7 @@ def checked(mask_mod: MaskMod) -> MaskMod:
 
 
 def _keep_of_scores(score_mod: ScoreMod) -> MaskMod:
-    """What a score_mod keeps, as a mask_mod: all that it does not send from 0 to -inf."""
+    """The pairs that a score_mod keeps, as a mask_mod: all that it does not map from 0 to -inf."""
 
     def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         score = torch.zeros((), device=q_idx.device)
@@ -225,7 +227,7 @@ def _keep_of_scores(score_mod: ScoreMod) -> MaskMod:
 
 
 def _call(kind: str, mod: Callable[..., Any], indices: tuple[Tensor, ...]) -> Any:
-    """Call a mod, and say in our words when it looks at the value of an index."""
+    """Call a mod. If it reads the value of an index, raise our own error."""
     if torch.compiler.is_compiling():
         return mod(*indices)
     try:

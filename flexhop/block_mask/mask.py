@@ -1,8 +1,8 @@
 """BlockMask: which blocks of keys each block of queries visits.
 
-The attention matrix is cut into blocks of BLOCK_SIZE = (queries, keys). A block is *full* when
-every query in it sees every key, *partial* when some do, and is not listed when none does.
-docs/block_mask.md draws the format.
+The attention matrix is divided into blocks of BLOCK_SIZE = (queries, keys). A block is *full* if
+every query in it sees every key, and *partial* if some do. A block in which no query sees a key is
+not listed. docs/block_mask.md illustrates the format.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
     - q_num_blocks [B, H, C], q_indices [B, H, C, R] and full_q_num_blocks, full_q_indices: the
       same, read by column, for the backward pass; None if they were not computed.
 
-    Only the first num_blocks entries of a row of indices mean something. A full block lies wholly
-    within the lengths: a block that overhangs is partial. B and H may be 1, for all. There is no
-    `__eq__`, so a mask hashes and is guarded by identity; compare with `same_structure`.
+    Only the first num_blocks entries of a row of indices count. A full block lies within both
+    lengths: a block that extends past the end is partial. If B or H is 1, all batches or heads
+    share the lists. There is no `__eq__`, so masks hash and are guarded by identity; compare with
+    `same_structure`.
 
     Args:
         seq_lengths: lengths of query and key, in tokens.
-        kv_num_blocks: [B, H, R]; batch and head may be left out of all fields.
-        kv_indices: [B, H, R, W]; W may be less than C, if no row visits more than W blocks.
+        kv_num_blocks: [B, H, R]; all fields may omit batch and head.
+        kv_indices: [B, H, R, W]; W may be less than C if no row visits more than W blocks.
         full_kv_num_blocks: like kv_num_blocks, or None.
         full_kv_indices: like kv_indices, or None.
         q_num_blocks: [B, H, C], or None.
         q_indices: [B, H, C, W], or None.
         full_q_num_blocks: like q_num_blocks, or None.
         full_q_indices: like q_indices, or None.
-        BLOCK_SIZE: queries and keys of a block, in tokens.
+        BLOCK_SIZE: queries and keys per block.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, applied in partial blocks.
         dq_write_order: see `write_order`; metadata for kernels that add dQ in a fixed order.
         dq_write_order_full: the same for full blocks.
@@ -69,8 +70,8 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         dq_kv_order_spt: that order as a flag: True is descending, False ascending.
 
     Raises:
-        BlockMaskFieldError: a pair is incomplete, or a tensor has another dtype, rank, shape or
-            device than the others need.
+        BlockMaskFieldError: a pair is incomplete, or the dtype, rank, shape or device of a tensor
+            does not fit the others.
         BlockSizeError: BLOCK_SIZE is not positive.
     """
 
@@ -126,7 +127,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
     ) -> BlockMask:
-        """Make a mask from the key blocks of each query block.
+        """Create a mask from the key blocks of each query block.
 
         Args:
             kv_num_blocks: [B, H, R] int32, number of partial blocks in each row of blocks.
@@ -134,15 +135,16 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
                 key blocks.
             full_kv_num_blocks: [B, H, R] int32, number of full blocks, or None.
             full_kv_indices: [B, H, R, W] int32, or None.
-            BLOCK_SIZE: queries and keys of a block, in tokens; an int means a square.
+            BLOCK_SIZE: queries and keys per block; an int means a square.
             mask_mod: applied in partial blocks. None keeps every pair.
-            seq_lengths: lengths of query and key, in tokens. None means whole blocks, as many as
+            seq_lengths: lengths of query and key, in tokens. None assumes whole blocks, as many as
                 the index tensor has room for.
-            compute_q_blocks: also list the query blocks of each key block, as gradients need them.
+            compute_q_blocks: also list the query blocks of each key block, which the backward pass
+                needs.
             dq_write_order: the order of additions to dQ, for kernels that fix it, or None.
             dq_write_order_full: the same for full blocks, or None.
-            dq_kv_order: the order of key blocks behind it: True is descending, False ascending, a
-                tensor is [B, H, C].
+            dq_kv_order: its order of key blocks: True is descending, False ascending; a tensor is
+                [B, H, C].
 
         Raises:
             BlockMaskFieldError, BlockSizeError: as for the class.
@@ -181,7 +183,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
 
     @classmethod
     def from_torch(cls, mask: Any) -> BlockMask:
-        """Take over PyTorch's own BlockMask, of any version; the tensors are shared."""
+        """Convert PyTorch's own BlockMask, of any version; the tensors are shared."""
         # The dq fields came with 2.13.
         fields = {name: getattr(mask, name, None) for name in (*TENSOR_FIELDS, "dq_kv_order_spt")}
         return cls(
@@ -193,7 +195,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
 
     @classmethod
     def of(cls, value: object) -> BlockMask:
-        """Accept a BlockMask of ours as it is, or PyTorch's by its attributes.
+        """Return a flexhop BlockMask as is, or convert one of PyTorch.
 
         Raises:
             BlockMaskTypeError: value is neither.
@@ -205,7 +207,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         return cls.from_torch(value)
 
     def visited_area(self) -> int:
-        """(query, key) pairs in visited blocks, overhang not counted; waits for the device."""
+        """Number of (query, key) pairs in visited blocks, within the lengths. Synchronises."""
         visited = self._visited()
         heights, widths = (
             real_sizes(self.seq_lengths[i], self.BLOCK_SIZE[i], visited.shape[i - 2], self.device)
@@ -214,20 +216,20 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         return int((visited * heights[:, None] * widths).sum().item())
 
     def density(self) -> float:
-        """The visited part of the matrix, 0 to 1; waits for the device."""
+        """The visited fraction of the matrix, 0 to 1. Synchronises."""
         total = self.numel()
         return self.visited_area() / total if total else 0.0
 
     def sparsity(self) -> float:
-        """The part of the matrix that is not visited, in percent; waits for the device."""
+        """The fraction of the matrix that is not visited, in percent. Synchronises."""
         return 100 * (1 - self.density())
 
     def num_partial_blocks(self) -> int:
-        """Blocks to which mask_mod applies, over batches and heads; waits for the device."""
+        """Number of partial blocks, over batches and heads. Synchronises."""
         return int(self.kv_num_blocks.sum().item())
 
     def num_full_blocks(self) -> int:
-        """Blocks that need no mask, over batches and heads; waits for the device."""
+        """Number of full blocks, over batches and heads. Synchronises."""
         full = self.full_kv_num_blocks
         return 0 if full is None else int(full.sum().item())
 
@@ -236,9 +238,9 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         return self._visited().int()
 
     def same_structure(self, other: BlockMask) -> bool:
-        """Whether both visit the same blocks of the same lengths; waits for the device.
+        """Whether both visit the same blocks of the same lengths. Synchronises.
 
-        mask_mod, the order of entries, dead entries and the query side are not compared.
+        Ignores mask_mod, the order of entries, unused entries and the query side.
         """
         if self.shape != other.shape or self.BLOCK_SIZE != other.BLOCK_SIZE:
             return False
@@ -249,15 +251,15 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
     def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:
         """Select batches, heads and blocks of queries.
 
-        An int, or a tensor without dimensions, keeps its dimension, with size 1. A selection
-        renumbers what it leaves, so unless every dimension is kept whole the new mask's mask_mod
-        raises SlicedMaskModError until you set one that fits. A tensor of Q-blocks gives whole
-        blocks: the length is a multiple.
+        An int or a 0-d tensor keeps its dimension, with size 1. Selecting renumbers the rows.
+        Unless every dimension is kept whole, the new mask's mask_mod raises SlicedMaskModError
+        until you set one that adds the offset. A tensor of Q-blocks selects whole blocks, so the
+        length is a multiple of the block size.
 
         Raises:
-            BlockMaskIndexError: more than batch, head and Q-block.
+            BlockMaskIndexError: more indices than batch, head and Q-block.
             IndexError: an int that is out of range.
-            UnsupportedFeatureError: dq_kv_order is a tensor, which a selection would invalidate.
+            UnsupportedFeatureError: dq_kv_order is a tensor, which selecting would invalidate.
         """
         self._refuse_explicit_order("Indexing")
         selection, lengths, whole = select_blocks(self, index)
@@ -267,9 +269,9 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         return self._rebuilt(partial, full, lengths, self.mask_mod if whole else sliced_mask_mod)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """Crop to shorter lengths, or grow by blocks that nobody visits.
+        """Crop to shorter lengths, or extend by blocks that are not visited.
 
-        Full blocks that now overhang become partial.
+        Full blocks that now extend past the end become partial.
 
         Raises:
             UnsupportedFeatureError: dq_kv_order is a tensor.
@@ -350,7 +352,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         lengths: tuple[int, int],
         mask_mod: MaskMod,
     ) -> BlockMask:
-        """Other blocks, with the same derived fields as this mask."""
+        """A mask of other blocks, with the same derived fields as this one."""
         mask = BlockMask.from_kv_blocks(
             *partial,
             *full,
@@ -365,7 +367,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         return mask
 
 
-# Private to everybody but the registry of containers.
+# Private, except to the pytree registry.
 register_container(
     BlockMask,
     BlockMask._flatten,  # pyright: ignore[reportPrivateUsage]

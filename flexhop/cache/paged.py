@@ -1,9 +1,9 @@
-"""A KV cache in pages: the physical page of each logical block of each sequence.
+"""A paged KV cache: the physical page of each logical block of each sequence.
 
 The cache is one pair of tensors [1, Hkv, n_pages * page_size, D] for all sequences. A sequence
-owns pages in any order; `flex_attention` reads them through a page table (`table`), or, as in
-PyTorch, through a block mask of physical blocks and mods that translate positions back, both made
-here from logical ones.
+owns pages in any order. `flex_attention` reads them through a page table (`table`). As in PyTorch,
+it can also read them through a block mask of physical blocks and mods that translate positions
+back. This class creates both from logical ones.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class PagedAttention:
 
     Args:
         n_pages: number of pages.
-        page_size: tokens of a page, at least 1.
-        max_batch_size: number of sequences that can be in the cache at once.
+        page_size: tokens per page, at least 1.
+        max_batch_size: most sequences in the cache at once.
         device: the device of the tables, the same as that of the cache.
 
     Attributes:
         page_table: [max_batch_size, n_pages] int64, the physical page of each logical block of a
-            sequence; -1 where there is none.
+            sequence; -1 if there is none.
         physical_to_logical: the reverse, [max_batch_size, n_pages] int64.
-        capacity: [max_batch_size] int64, the number of tokens that each sequence has pages for.
+        capacity: [max_batch_size] int64, the number of tokens that each sequence's pages hold.
         empty_pages: free pages; the last is assigned first.
 
     Raises:
@@ -61,11 +61,11 @@ class PagedAttention:
         self.physical_to_logical = torch.full((max_batch_size, n_pages), -1, device=device)
         self.capacity = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self.empty_pages = list(range(n_pages - 1, -1, -1))
-        # The same on the host, so that growing a sequence does not wait for the device.
+        # A copy on the host, so that growing a sequence does not synchronise.
         self._owned: list[list[int]] = [[] for _ in range(max_batch_size)]
 
     def reserve(self, batch_idx: Tensor | int, seq_len: Tensor | int) -> None:
-        """Make sure that a sequence has pages for at least `seq_len` tokens.
+        """Reserve pages for at least `seq_len` tokens of a sequence.
 
         Args:
             batch_idx: the sequence; one number.
@@ -116,7 +116,7 @@ class PagedAttention:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
-        """Write keys and values of some positions of some sequences into the cache, in place.
+        """Write keys and values at some positions of some sequences into the cache, in place.
 
         Args:
             batch_idx: [B] integers, the sequences.
@@ -125,9 +125,9 @@ class PagedAttention:
             k_cache: [1, Hkv, n_pages * page_size, D]; v_cache: the same with Dv.
 
         Raises:
-            CacheShapeError: shapes that do not belong together, or a value with a gradient.
-            UnmappedPositionError: a position without a page. Compiled code and the capture of a
-                CUDA graph do not check, because they cannot wait for the device.
+            CacheShapeError: shapes that do not match, or a value that requires a gradient.
+            UnmappedPositionError: a position without a page. Not checked in compiled code and
+                during CUDA graph capture, which cannot synchronise.
         """
         self._check_cache(batch_idx, input_pos, (k_val, v_val), (k_cache, v_cache))
         block = input_pos.to(torch.int64) // self.page_size
@@ -146,8 +146,8 @@ class PagedAttention:
     def table(self, kv_len: Tensor, batch_idx: Tensor | None = None) -> PageTable:
         """The page_table for flex_attention, whose kernels look up the pages.
 
-        Block masks and mods of such a call use logical positions and need no conversion. Pass the
-        cache as it is.
+        Block masks and mods use logical positions and need no conversion. Pass the cache
+        unchanged.
 
         Args:
             kv_len: [B] integers, the number of keys of each sequence. All of them need reserved
@@ -165,17 +165,17 @@ class PagedAttention:
         batch_idx: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> BlockMask:
-        """The block mask of the cache that corresponds to `block_mask` of the sequences.
+        """Convert a block mask of the sequences to one of the cache.
 
         Blocks without a page are dropped. Full blocks that extend beyond kv_len become partial.
 
         Args:
             block_mask: of logical positions, with blocks of page_size keys; batch B or 1.
             batch_idx: [B] integers, the sequence of each batch; 0 .. B - 1 by default.
-            kv_len: [B], the number of keys of each sequence. None is all that the mask covers.
+            kv_len: [B], the number of keys of each sequence. None: all that the mask covers.
 
         Raises:
-            BlockSizeError: blocks of another size than pages.
+            BlockSizeError: the key block size differs from the page size.
         """
         if block_mask.BLOCK_SIZE[1] != self.page_size:
             raise BlockSizeError(
@@ -214,12 +214,12 @@ class PagedAttention:
         kv_len: Tensor | None = None,
         batch_idx: Tensor | None = None,
     ) -> MaskMod:
-        """A mask_mod of the cache. It hides keys of other sequences and keys from kv_len on.
+        """A mask_mod of the cache. It hides keys of other sequences and keys beyond kv_len.
 
         Args:
-            mask_mod: of logical positions; None shows everything.
+            mask_mod: of logical positions; None: every key is visible.
             kv_len: [B], keys of each batch that exist; None for all.
-            batch_idx: [B], the sequence of each batch; None where they are the same.
+            batch_idx: [B], the sequence of each batch; None if they are the same.
         """
         inner = noop_mask if mask_mod is None else mask_mod
         to_logical, page_size = self._logical_pages(batch_idx), self.page_size
@@ -238,7 +238,7 @@ class PagedAttention:
         kv_len: Tensor | None = None,
         batch_idx: Tensor | None = None,
     ) -> ScoreMod:
-        """A score_mod of the cache; scores of other sequences and from kv_len on are -inf.
+        """A score_mod of the cache. Scores of other sequences and beyond kv_len are -inf.
 
         Args: as for get_mask_mod.
         """

@@ -1,4 +1,4 @@
-"""Where the keys of each sequence lie in a cache of pages: what kernels need to know of it."""
+"""Where a paged cache stores the keys of each sequence: what kernels need to know."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class PageTable(NamedTuple):
     """Which pages of a KV cache hold which keys of each sequence.
 
-    Key i of sequence b is row i % page_size of page pages[b, i // page_size]. Entries after the
-    last page of a sequence and rows after its last key may hold anything. They are never read.
+    Key i of sequence b is row i % page_size of page pages[b, i // page_size]. Entries beyond a
+    sequence's last page and rows beyond its last key may hold anything. They are never read.
 
     Args:
         pages: [B, W] int32, numbers of pages.
@@ -28,7 +28,7 @@ class PageTable(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Keys that the widest sequence can have: W * page_size."""
+        """Most keys that a sequence can have: W * page_size."""
         return self.pages.size(1) * self.page_size
 
 
@@ -45,7 +45,7 @@ def in_pages(cache: Tensor, page_size: int) -> Tensor:
 
 
 def cache_mistake(cache: Tensor, page_size: int) -> str:
-    """What keeps a tensor from being a cache of such pages, in words; empty if nothing does."""
+    """Why a tensor is not a cache of such pages; empty if it is one."""
     if cache.dim() != 4:
         return f"has {cache.dim()} dimensions"
     is_flat = cache.size(0) == 1 and cache.size(2) % page_size == 0
@@ -55,9 +55,9 @@ def cache_mistake(cache: Tensor, page_size: int) -> str:
 
 
 def table_mistake(table: PageTable, query: Tensor) -> tuple[str, str]:
-    """What is wrong with the tensors of a page table, and what was expected; ("", "") if nothing.
+    """What is wrong with a page table's tensors, and what was expected; ("", "") if nothing.
 
-    Looks at no values.
+    Reads no values.
     """
     batch = query.size(0)
     for name, tensor, rank in (("pages", table.pages, 2), ("lengths", table.lengths, 1)):
@@ -77,7 +77,7 @@ def table_mistake(table: PageTable, query: Tensor) -> tuple[str, str]:
 
 
 def value_mistake(table: PageTable, num_pages: int) -> tuple[str, str]:
-    """The same for lengths and the pages that they reach; waits for the device."""
+    """The same for lengths and the pages that they reach. Synchronises."""
     lengths = table.lengths.long()
     for b, length in enumerate(lengths.tolist()):
         if not 0 <= length <= table.capacity:

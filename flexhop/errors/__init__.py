@@ -1,9 +1,9 @@
-"""Errors and warnings: one class per mistake, with its message on the class.
+"""Errors and warnings: one class per mistake, each with its message.
 
-A class is raised with its facts by keyword, `raise HeadDimError(query_dim=64, key_dim=32)`, and
-puts them into its `message`. A fact is a plain value (a string, a number, a tuple, a dtype, a
-device), so that an error travels between processes. Besides FlexhopError each class derives from
-what PyTorch's flex_attention raises for the same mistake: `except ValueError` keeps working.
+Raise a class with its facts by keyword, `raise HeadDimError(query_dim=64, key_dim=32)`; they are
+formatted into its `message`. A fact is a plain value (a string, a number, a tuple, a dtype, a
+device), so errors can be sent between processes. Each class derives from FlexhopError and from the
+class that PyTorch's flex_attention raises for the same mistake: `except ValueError` keeps working.
 
 Order: operands, block masks, mods and their captures, kernel options, calls, warnings.
 """
@@ -22,7 +22,7 @@ class RankError(FlexhopError, ValueError, NotImplementedError):
 
 
 class SequenceLengthError(FlexhopError, ValueError, RuntimeError):
-    """A sequence without tokens, where one is needed."""
+    """An empty sequence where at least one token is required."""
 
     message = "The length of {argument} must be greater than 0, but is {length}."
 
@@ -34,7 +34,7 @@ class HeadDimError(FlexhopError, ValueError):
 
 
 class HeadDimRangeError(FlexhopError, ValueError):
-    """A head size that no kernel can hold."""
+    """A head size that no kernel supports."""
 
     message = (
         "The head size of {argument} is {dim}; flexhop supports 1 to {maximum}. Of a wider value, "
@@ -86,7 +86,7 @@ class KeyValueHeadsError(FlexhopError, ValueError):
 
 
 class DtypeError(FlexhopError, ValueError):
-    """Dtypes that do not agree."""
+    """Operands of different dtypes."""
 
     message = (
         "query, key and value must have the same dtype, but have {query}, {key} and {value}. "
@@ -113,7 +113,7 @@ class UnsupportedDeviceError(FlexhopError, ValueError):
 
 
 class NestedTensorError(FlexhopError, NotImplementedError):
-    """A nested tensor in a call that takes none."""
+    """A nested tensor in a call that does not support it."""
 
     message = (
         "This call does not support NestedTensor inputs, but {argument} is one. Call "
@@ -122,25 +122,25 @@ class NestedTensorError(FlexhopError, NotImplementedError):
 
 
 class NestedOperandError(FlexhopError, ValueError, NotImplementedError):
-    """Nested operands that do not fit together, or are of another kind."""
+    """Nested operands that do not match, or have an unsupported layout."""
 
     message = "{argument} {found}, but {expected}."
 
 
 class AttentionMaskError(FlexhopError, ValueError, RuntimeError):
-    """An attn_mask that does not fit."""
+    """An attn_mask with a wrong dtype, device or shape."""
 
     message = "attn_mask {found}, but {expected}."
 
 
 class BlockMaskTypeError(FlexhopError, TypeError):
-    """A block_mask of another type."""
+    """A block_mask of the wrong type."""
 
     message = "block_mask must be a BlockMask (see create_block_mask) or None, but is a {found}."
 
 
 class BlockMaskDeviceError(FlexhopError, RuntimeError, ValueError):
-    """A mask on another device than the query."""
+    """A mask on a different device than query."""
 
     message = (
         "Expect q/k/v and block_mask to be on the same device, but query is on {query_device} and "
@@ -148,12 +148,12 @@ class BlockMaskDeviceError(FlexhopError, RuntimeError, ValueError):
     )
 
     def words(self) -> dict[str, object]:
-        """Devices as strings, so that the mend can be pasted."""
+        """Devices as strings, so that the suggested call can be pasted."""
         return {name: str(device) for name, device in self.facts.items()}
 
 
 class BlockMaskLengthError(FlexhopError, RuntimeError, ValueError):
-    """A mask made for other lengths."""
+    """A mask created for different lengths."""
 
     message = (
         "block_mask was created for {mask_q} queries and {mask_kv} keys, but query has length "
@@ -162,25 +162,25 @@ class BlockMaskLengthError(FlexhopError, RuntimeError, ValueError):
 
 
 class BlockMaskBatchError(FlexhopError, ValueError, RuntimeError):
-    """A mask whose batch is neither 1 nor that of the query."""
+    """A mask whose batch is neither 1 nor query's."""
 
     message = "block_mask has batch {mask_batch}; it must be 1 or the query's batch, {batch}."
 
 
 class BlockMaskHeadsError(FlexhopError, ValueError, RuntimeError):
-    """A mask whose number of heads is neither 1 nor that of the query."""
+    """A mask whose number of heads is neither 1 nor query's."""
 
     message = "block_mask has {mask_heads} heads; it must have 1 or the query's, {heads}."
 
 
 class BlockSizeError(FlexhopError, ValueError, RuntimeError):
-    """A block size that cannot be used."""
+    """An invalid block size."""
 
     message = "BLOCK_SIZE={block_size} cannot be used: {reason}."
 
 
 class MissingQueryBlocksError(FlexhopError, RuntimeError):
-    """A backward pass needs, for each key block, the query blocks that see it."""
+    """The mask lacks the query blocks of each key block, which the backward pass needs."""
 
     message = (
         "BlockMask q_indices is None, but the backward pass reads the query blocks of each key "
@@ -189,7 +189,7 @@ class MissingQueryBlocksError(FlexhopError, RuntimeError):
 
 
 class SlicedMaskModError(FlexhopError, RuntimeError):
-    """The mask_mod of a sliced mask would see indices that start at 0 again."""
+    """A sliced mask was used without a new mask_mod; its indices would start at 0 again."""
 
     message = (
         "Cannot use mask_mod from a sliced BlockMask: slicing renumbers the rows, and only you "
@@ -199,25 +199,25 @@ class SlicedMaskModError(FlexhopError, RuntimeError):
 
 
 class BlockMaskIndexError(FlexhopError, IndexError):
-    """More indices than a BlockMask has dimensions to index."""
+    """Too many indices for a BlockMask."""
 
     message = "A BlockMask is indexed by batch, head, and Q-block, not by {count} indices."
 
 
 class BlockMaskFieldError(FlexhopError, ValueError, AssertionError):
-    """A tensor of a BlockMask that does not fit the others."""
+    """A BlockMask tensor that does not match the others."""
 
     message = "BlockMask field {field}: {reason}."
 
 
 class SequenceOffsetsError(FlexhopError, ValueError, RuntimeError):
-    """Offsets that do not cut packed tokens into sequences."""
+    """Offsets that do not divide packed tokens into sequences."""
 
     message = "{argument} {found}, but {expected}."
 
 
 class PagesExhaustedError(FlexhopError, AssertionError, RuntimeError):
-    """A KV cache that is full."""
+    """The KV cache is full."""
 
     message = (
         "requested {requested} pages but there are only {empty} empty pages. Erase a sequence, or "
@@ -226,7 +226,7 @@ class PagesExhaustedError(FlexhopError, AssertionError, RuntimeError):
 
 
 class UnmappedPositionError(FlexhopError, IndexError, RuntimeError):
-    """A token for which no page was reserved."""
+    """A token without a reserved page."""
 
     message = (
         "Position {position} of sequence {sequence} has no page: {capacity} tokens are reserved. "
@@ -235,13 +235,13 @@ class UnmappedPositionError(FlexhopError, IndexError, RuntimeError):
 
 
 class CacheShapeError(FlexhopError, RuntimeError, ValueError):
-    """A tensor that does not fit the KV cache."""
+    """A tensor that does not match the KV cache."""
 
     message = "{argument} {found}, but {expected}."
 
 
 class FlashArgumentError(FlexhopError, ValueError, RuntimeError):
-    """An argument of a function of flexhop.flash that does not fit the others."""
+    """An argument of a flexhop.flash function that does not match the others."""
 
     message = "{argument} {found}, but {expected}."
 
@@ -265,13 +265,13 @@ class ModResultError(FlexhopError, TypeError, ValueError):
 
 
 class ModArgumentError(FlexhopError, ValueError):
-    """A ready mod of flexhop.mods or flexhop.masks with an impossible argument."""
+    """An invalid argument of a built-in mod or mask."""
 
     message = "{mod}: {argument} is {value}, but must be {allowed}."
 
 
 class ModLoweringError(FlexhopError, RuntimeError):
-    """A mod that cannot become part of a kernel."""
+    """A mod that cannot be compiled into a kernel."""
 
     message = (
         "{mod} cannot be compiled into the attention kernel: {operation} at {location}: {reason}. "
@@ -281,7 +281,7 @@ class ModLoweringError(FlexhopError, RuntimeError):
 
 
 class CaptureDeviceError(FlexhopError, RuntimeError, ValueError):
-    """A captured tensor on another device than the query."""
+    """A captured tensor on a different device than query."""
 
     message = (
         "Captured tensor {index} of {mod} is on {capture_device}, but query is on "
@@ -299,7 +299,7 @@ class MaskCaptureGradError(FlexhopError, RuntimeError):
 
 
 class CaptureMutationError(FlexhopError, RuntimeError):
-    """A mod that writes to what it captured."""
+    """A mod that writes to a captured tensor."""
 
     message = "{mod} writes to a captured tensor at {location}; compute a new value instead."
 
@@ -317,7 +317,7 @@ class UnknownOptionError(FlexhopError, TypeError, ValueError):
 
 
 class OptionValueError(FlexhopError, ValueError):
-    """An option with a value outside its range."""
+    """An option value outside the allowed range."""
 
     message = "Invalid {name} value {value!r}: it must be {allowed}."
 
@@ -340,7 +340,7 @@ class TileError(FlexhopError, RuntimeError, ValueError):
 
 
 class TileResourceError(FlexhopError, RuntimeError):
-    """A tile that does not fit the device."""
+    """A tile that needs more shared memory than the device has."""
 
     message = (
         "The {kernel} kernel with {tile} needs {needed} bytes of shared memory; {device} has "
@@ -355,19 +355,19 @@ class AuxConflictError(FlexhopError, ValueError):
 
 
 class VmapError(FlexhopError, NotImplementedError):
-    """A transform by torch.vmap that the operator does not define."""
+    """A torch.vmap transform that the operator does not support."""
 
     message = "torch.vmap cannot map {argument} of flex_attention; fold it into the batch instead."
 
 
 class NoTritonError(FlexhopError, RuntimeError):
-    """Triton is missing."""
+    """Triton is not installed."""
 
     message = "Triton is not installed, so kernels cannot be compiled: pip install triton."
 
 
 class MissingPackageError(FlexhopError, ImportError):
-    """An optional package that a function needs."""
+    """A missing optional package."""
 
     message = "{feature} needs {package}, which is not installed: pip install {package}."
 

@@ -1,4 +1,4 @@
-"""Exceptions whose text stands on the class, with the facts of one case put in."""
+"""Exceptions whose message template is a class attribute, formatted with the facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 
 class Worded(BaseException):
-    """An exception whose text is `message` with the facts put in."""
+    """An exception whose text is `message`, formatted with its facts."""
 
     message: ClassVar[str]
     _names: ClassVar[set[str]]  # in `message`; read once, because Dynamo cannot trace the reading
@@ -26,11 +26,11 @@ class Worded(BaseException):
         self.args = (self.message.format(**words),)
 
     def words(self) -> dict[str, object]:
-        """The names that `message` uses: the facts, unless a class says them differently."""
+        """The values for `message`: the facts, unless a class formats them differently."""
         return self.facts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the facts; the text is made again."""
+        """Pickle the facts; the text is formatted again."""
         return functools.partial(type(self), **self.facts), (), self.__dict__
 
 

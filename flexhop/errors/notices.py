@@ -6,7 +6,7 @@ from flexhop.errors.base import Worded
 
 
 class FlexhopWarning(Worded, UserWarning):
-    """Base of every warning that flexhop gives; `warnings.warn(EagerWarning())`."""
+    """Base class of flexhop's warnings; `warnings.warn(EagerWarning())`."""
 
     message = "flexhop warns."
 
@@ -21,7 +21,7 @@ class EagerWarning(FlexhopWarning):
 
 
 class KernelFallbackWarning(FlexhopWarning):
-    """A kernel that does not compile, so that another one, or none, serves."""
+    """A kernel failed to compile, so another one, or none, is used."""
 
     message = (
         "A flexhop kernel failed to compile, so another one runs instead, perhaps more slowly. "
@@ -37,12 +37,12 @@ class OptionIgnoredWarning(FlexhopWarning):
 
 
 class TorchVersionWarning(FlexhopWarning):
-    """A PyTorch that flexhop was not tested with."""
+    """A PyTorch version that flexhop was not tested with."""
 
     message = "flexhop supports torch {supported}, but this is {found}; it may not work."
 
 
 class ReturnLseDeprecationWarning(FlexhopWarning, FutureWarning):
-    """An argument that PyTorch is retiring."""
+    """A deprecated argument."""
 
     message = "return_lse is deprecated; pass return_aux=AuxRequest(lse=True) instead."

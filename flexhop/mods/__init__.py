@@ -1,4 +1,4 @@
-"""What users write: mods, their checks, and ready ones."""
+"""Mods: protocols, checks, and built-in ones."""
 
 from flexhop.mods.functions import (
     MaskMod,

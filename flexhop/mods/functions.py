@@ -1,11 +1,11 @@
-"""What users write: score_mod and mask_mod, their composition and their checks.
+"""User functions: score_mod and mask_mod, how they combine, and how they are checked.
 
     score_mod(score, b, h, q_idx, kv_idx) -> score    changes one score
     mask_mod(b, h, q_idx, kv_idx) -> bool             keeps (True) or drops one score
 
-The indices are integer tensors: 0-d inside kernels and traces, and of shapes that broadcast to
-[B, Hq, M, N] where a mask is evaluated densely. A mod is written for one score, with tensor
-operations only, and works in both. The tensors that it captures are read by indexing.
+The indices are integer tensors: 0-d in kernels and traces, and broadcastable to [B, Hq, M, N] if a
+mask is evaluated densely. A mod is written for one score, with tensor operations only, so it works
+in both cases. It reads captured tensors by indexing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScoreMod(Protocol):
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /
     ) -> Tensor:
-        """The new score, a floating-point tensor of the shape of `score`."""
+        """The new score, a floating-point tensor with the shape of `score`."""
         ...
 
 
@@ -47,7 +47,7 @@ class MaskMod(Protocol):
 
 
 def noop_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A score_mod that returns the score: a floating-point tensor of any shape.
+    """A score_mod that returns the score unchanged: a floating-point tensor of any shape.
 
     The indices are integer tensors that broadcast to it. They are unused.
     """
@@ -58,7 +58,7 @@ def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """A mask_mod that lets every query see every key.
 
     Returns:
-        True as a bool tensor without dimensions, on the device of b. It broadcasts to any shape.
+        True, as a 0-d bool tensor on the device of b. It broadcasts to any shape.
     """
     return b.new_ones((), dtype=torch.bool)
 
@@ -69,7 +69,8 @@ def _empty_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """A mask_mod that keeps a pair if all of `mask_mods` keep it. Without any, it keeps all.
+    """A mask_mod that keeps a pair if all `mask_mods` keep it. With no arguments, it keeps all
+    pairs.
 
     Raises:
         ModNotCallableError: an argument is not callable.
@@ -90,7 +91,8 @@ def _and_mask(
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """A mask_mod that keeps a pair if any of `mask_mods` keeps it. Without any, it keeps none.
+    """A mask_mod that keeps a pair if any of `mask_mods` keeps it. With no arguments, it keeps
+    none.
 
     Raises:
         ModNotCallableError: an argument is not callable.
@@ -122,11 +124,11 @@ def _check_callable(combinator: str, mask_mods: tuple[object, ...]) -> None:
 
 
 def check_arity(mod: object, kind: str) -> None:
-    """Refuse a mod that cannot be called with the arguments of its kind.
+    """Check that a mod can be called with the arguments of its kind.
 
     Args:
         mod: a function, lambda, functools.partial, bound method or callable object. Defaults,
-            `*args` and callables without a readable signature are given the benefit of the doubt.
+            `*args` and callables without a readable signature pass.
         kind: "score_mod", "mask_mod", "k_mod" or "v_mod".
 
     Raises:
@@ -142,12 +144,12 @@ def check_arity(mod: object, kind: str) -> None:
 
 
 def is_score_mod(mod: Callable[..., Any]) -> bool:
-    """Whether `mod` is a score_mod (five arguments) and not a mask_mod (four).
+    """Whether `mod` is a score_mod (five arguments) rather than a mask_mod (four).
 
     Parameters with defaults do not count, so `def mask(b, h, q_idx, kv_idx, window=8)` is a mask.
 
     Raises:
-        ModArityError: neither, or not to be told, as with `*args`.
+        ModArityError: it is neither, or cannot be told apart, as with `*args`.
     """
     signature = _signature(mod)
     required = _required(signature) if signature is not None else 0
@@ -165,7 +167,7 @@ def _signature(mod: Callable[..., Any]) -> inspect.Signature | None:
     """The parameters that `mod` itself takes, not those of a function that it wraps."""
     try:
         return inspect.signature(mod, follow_wrapped=False)
-    except (TypeError, ValueError):  # builtins and extension types may not tell
+    except (TypeError, ValueError):  # builtins and extension types may have no signature
         return None
 
 
@@ -184,17 +186,17 @@ def _required(signature: inspect.Signature) -> int:
 
 
 def _name(mod: Any) -> str:
-    """What the user calls it: the name of a function, or the class of a callable object."""
+    """The user's name for it: the name of a function, or the class of a callable object."""
     if isinstance(mod, functools.partial):
         return f"partial({_name(mod.func)})"
     return getattr(mod, "__name__", type(mod).__name__)
 
 
 def check_mask_result(result: object, name: str = "mask_mod") -> None:
-    """Refuse what a mask_mod returned if it is no bool tensor.
+    """Check that a mask_mod returned a bool tensor.
 
     Args:
-        result: a real, fake or traced tensor, or whatever the user returned.
+        result: a real, fake or traced tensor, or anything else that the user returned.
         name: what the user calls the function.
 
     Raises:
@@ -207,9 +209,9 @@ def check_mask_result(result: object, name: str = "mask_mod") -> None:
 
 
 def check_score_result(result: object, name: str = "score_mod", kind: str = "score_mod") -> None:
-    """Refuse what a score_mod, k_mod or v_mod returned if it is no floating-point tensor.
+    """Check that a score_mod, k_mod or v_mod returned a floating-point tensor.
 
-    Args: as in check_mask_result. kind: which of the three.
+    Args: see `check_mask_result`. kind: which of the three.
 
     Raises:
         ModResultError: the result is not a floating-point tensor.
@@ -229,4 +231,4 @@ def _described(result: object) -> str:
     return f"an object of type {type(result).__name__}"
 
 
-# ready score mods
+# built-in score mods

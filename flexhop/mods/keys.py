@@ -1,4 +1,4 @@
-"""What is done to each number of key and value when it is read: k_mod, v_mod, and a ready one.
+"""k_mod and v_mod: functions applied to each element of key and value as it is read.
 
     k_mod(k, b, h, kv_idx) -> k    changes one number of a key, before it meets a query
     v_mod(v, b, h, kv_idx) -> v    changes one number of a value
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class KeyMod(Protocol):
-    """Changes one number of a key or value: (x, b, h, kv_idx) -> x."""
+    """Changes one element of key or value: (x, b, h, kv_idx) -> x."""
 
     def __call__(self, x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, /) -> Tensor:
-        """The new number, a floating-point tensor of the shape of `x`."""
+        """The new element, a floating-point tensor with the shape of `x`."""
         ...
 
 
 def noop_key(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
-    """A k_mod or v_mod that returns the element: a float32 tensor of any shape.
+    """A k_mod or v_mod that returns the element unchanged: a float32 tensor of any shape.
 
     The indices are integer tensors that broadcast to it. They are unused.
     """
@@ -37,7 +37,7 @@ def noop_key(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def same_number(x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
-    """The number as it is, whatever dtype stores it."""
+    """The element unchanged, whatever its stored dtype."""
     return x
 
 
@@ -48,7 +48,7 @@ class Dequantize(NamedTuple):
     page_table: PageTable | None = None
 
     def __call__(self, x: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The number times its scale."""
+        """The element times its scale."""
         scale = self.scale
         if not isinstance(scale, Tensor) or scale.dim() == 0:
             return x * scale
@@ -57,12 +57,12 @@ class Dequantize(NamedTuple):
         if self.page_table is None:
             return x * scale[b, h, kv_idx]
         pages, page_size, _ = self.page_table
-        # Behind the end of a sequence, where the result does not count, anything may stand.
+        # Beyond the end of a sequence the scale may be anything; the result is not used.
         page = torch.clamp(pages[b, kv_idx // page_size], 0, scale.size(0) - 1)
         return x * scale[page, h, kv_idx % page_size]
 
     def expected_shape(self, batch: int, heads: int, length: int, num_pages: int) -> list[int]:
-        """The shape that the scale must have in a call."""
+        """The shape that a call requires of the scale."""
         rank = self.scale.dim() if isinstance(self.scale, Tensor) else 0
         if rank < 2:
             return [heads][:rank]
@@ -74,16 +74,16 @@ class Dequantize(NamedTuple):
 def dequantize(scale: Tensor | float, page_table: PageTable | None = None) -> Dequantize:
     """A k_mod or v_mod that multiplies the elements of a low-precision cache by their scale.
 
-    Kernels multiply once per key instead of once per element if the result is the same.
+    If the result is the same, kernels multiply once per key instead of once per element.
 
     Args:
-        scale: floating point. A number or a 0-d tensor for the whole cache; [Hkv], one per key
-            head; [B, Hkv, N], one per key by its position in the sequence; or with page_table
-            [P, Hkv, page_size], one per row of the cache.
-        page_table: the page table of the call, if the scales lie in pages like the keys.
+        scale: floating-point. A number or a 0-d tensor for the whole cache; [Hkv], one per key
+            head; [B, Hkv, N], one per key, by its position in the sequence; or with page_table [P,
+            Hkv, page_size], one per row of the cache.
+        page_table: the call's page table, if the scales are paged like the keys.
 
     Raises:
-        ModArgumentError: scale has another rank or dtype.
+        ModArgumentError: scale has the wrong rank or dtype.
 
     Source: per-tensor and per-token scales of KV caches in serving libraries, such as vLLM's
     kv_cache_dtype="fp8".

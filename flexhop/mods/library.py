@@ -1,4 +1,4 @@
-"""Ready score mods, short enough to copy and change."""
+"""Built-in score mods, short enough to copy and change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     """Attention with linear biases: score - slopes[h] * (q_idx - kv_idx).
 
     Args:
-        slopes: [Hq], see alibi_slopes; may be learned. Meant for causal attention, where the
+        slopes: [Hq], see alibi_slopes; may be learned. Intended for causal attention, where the
             distance q_idx - kv_idx is never negative.
 
     Source: Press et al. 2022 (arXiv 2108.12409), section 3.
@@ -57,8 +57,8 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
 
     Args:
         cap: the bound, above 0. Gemma 2 uses 50.
-        approximate: use the GPU's own tanh instruction, several times faster, with a relative
-            error up to 2^-11, half a unit in the last place of fp16.
+        approximate: use the GPU's tanh instruction: several times faster, with a relative error up
+            to 2^-11, half a unit in the last place of fp16.
 
     Raises:
         ModArgumentError: cap is not positive.
@@ -68,7 +68,7 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     if not cap > 0:
         raise ModArgumentError(mod="softcap", argument="cap", value=cap, allowed="positive")
     tanh = tanh_approx if approximate else torch.tanh
-    inverse = 1.0 / cap  # a product per score is cheaper than a quotient
+    inverse = 1.0 / cap  # multiplying each score is cheaper than dividing
     return functools.partial(_softcap_score, cap, inverse, tanh)
 
 
@@ -89,12 +89,12 @@ def relative_bias(table: Tensor) -> ScoreMod:
     """A bias for each distance: score + table[h, clamp(q_idx - kv_idx, -R, R) + R].
 
     Args:
-        table: [Hq, 2R + 1], or [2R + 1] for all heads; may be learned. Entry R is distance 0,
-            entries above it are keys before the query. For sequences of length S, R = S - 1
+        table: [Hq, 2R + 1], or [2R + 1] for all heads; may be learned. Entry R is distance 0;
+            entries above it are for keys before the query. For sequences of length S, R = S - 1
             gives every distance its own entry, [Hq, 2S - 1].
 
     Raises:
-        ModArgumentError: a table of another rank, or with an even number of distances.
+        ModArgumentError: a table of the wrong rank, or with an even number of distances.
 
     Source: Shaw et al. 2018 (arXiv 1803.02155), equation 4, for the clipping; Raffel et al. 2020
     (arXiv 1910.10683), section 2.1, for adding a scalar to the score.
@@ -133,7 +133,7 @@ def t5_buckets(
 ) -> Tensor:
     """The bucket of each distance q_idx - kv_idx from -max_distance to max_distance in T5.
 
-    With T5's learned `weight` [num_buckets, Hq] (and scale=1.0, as T5 does not scale):
+    With T5's learned `weight` [num_buckets, Hq] (and scale=1.0, because T5 does not scale):
 
         score_mod = relative_bias(weight[t5_buckets()].T)
 
@@ -142,7 +142,7 @@ def t5_buckets(
 
     Args:
         num_buckets: number of buckets, at least 4.
-        max_distance: the distance from which on all share the last bucket, in tokens.
+        max_distance: distances from here on share the last bucket, in tokens.
         bidirectional: whether the upper half of the buckets is for keys after the query.
         device: where to create the tensor; None is PyTorch's default device.
 
@@ -183,7 +183,7 @@ def key_bias(bias: Tensor) -> ScoreMod:
         bias: [B, N], or [N] for all batches; may be learned.
 
     Raises:
-        ModArgumentError: a bias of another rank.
+        ModArgumentError: a bias of the wrong rank.
     """
     if bias.dim() not in (1, 2):
         raise ModArgumentError(

@@ -1,4 +1,4 @@
-"""Dropout of attention's weights: the seed of a call, and the mask that follows from it."""
+"""Attention dropout: a call's seed, and the mask that it determines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Dropout", "dropout_mask", "dropout_seed"]
 
 
 class Dropout(NamedTuple):
-    """What a call says about dropout.
+    """A call's dropout arguments.
 
     p: probability that a weight is dropped. seed: [2] int64, or None to draw one.
     """
@@ -26,14 +26,14 @@ class Dropout(NamedTuple):
     seed: Tensor | None = None
 
     def operand(self, query: Tensor) -> tuple[Tensor, ...]:
-        """The seed as the operator takes it: nothing where nothing is dropped."""
-        # A wrong p is refused later (ops/call.py), and should not advance the generator before.
+        """The seed as an operand, or no operand without dropout."""
+        # An invalid p raises later (ops/call.py); the generator must not advance before that.
         if not 0.0 < self.p < 1.0:
             return ()
         return (draw_seed(query.device) if self.seed is None else self.seed,)
 
     def mistake(self, query: Tensor) -> Mistake | None:
-        """What is wrong with it."""
+        """The first invalid argument, or None."""
         p, seed = cast("tuple[Any, Any]", self)
         if not isinstance(p, (float, int, torch.SymFloat, torch.SymInt)):
             found = type(p).__name__
@@ -60,13 +60,13 @@ def _seed_mistake(found: Any, wanted: str) -> Mistake:
 
 
 def dropout_seed(device: torch.device | str = "cpu") -> Tensor:
-    """Draw a seed, like a call with dropout_p and without dropout_seed.
+    """Draw a seed, as a call with dropout_p and without dropout_seed does.
 
     Args:
         device: the device of query. Its default generator advances.
 
     Returns:
-        [2] int64, for `flex_attention(..., dropout_seed=)` and to `dropout_mask`.
+        [2] int64, for `flex_attention(..., dropout_seed=)` and `dropout_mask`.
     """
     return draw_seed(torch.device(device))
 
@@ -74,13 +74,13 @@ def dropout_seed(device: torch.device | str = "cpu") -> Tensor:
 def dropout_mask(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int]) -> Tensor:
     """Which weights a call with this seed keeps.
 
-    The seed and the position of a weight decide: its batch, query head, query and key, counted in
-    the operands of the call. For packed and nested sequences, batch is 0, and queries and keys
-    count packed tokens.
+    Only the seed and the position of a weight matter: its batch, query head, query and key,
+    counted in the operands of the call. For packed and nested sequences, batch is 0, and queries
+    and keys count packed tokens.
 
     Args:
         seed: [2] int64, from `dropout_seed`.
-        dropout_p: as in the call.
+        dropout_p: the call's dropout_p.
         shape: B, Hq, M, N: batches, query heads, queries and keys.
 
     Returns:

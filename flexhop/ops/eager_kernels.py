@@ -1,9 +1,8 @@
-"""Kernels for calls outside of torch.compile: the option, and the way of such a call.
+"""Kernels for calls outside torch.compile: the option, and how such a call runs.
 
 The call becomes the operator, as in a graph, and keeps all rules of autograd, torch.func and
-dispatch modes. Only where the operator would compute its definition, it runs code that Inductor
-compiled for this operator alone (compat/alone.py). So every derivative of a call is an operator
-that does the same.
+dispatch modes. Instead of the reference, the operator runs code that Inductor compiled for it
+alone (compat/alone.py). Every derivative of a call is an operator that does the same.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ _ENTERED = _Entered()
 
 @contextlib.contextmanager
 def eager_kernels(enabled: bool = True) -> Iterator[None]:
-    """Let attention outside of torch.compile run fused kernels.
+    """Run fused kernels for attention outside torch.compile.
 
         with flexhop.eager_kernels():
             loss = model(tokens)  # not compiled
 
-    Each problem compiles its kernels at its first call; lengths that change are compiled once
-    more, for any length. Every call is one operator, `flexhop_attention`, that activation
-    checkpointing, hooks and dispatch modes see, and that is differentiable any number of times in
-    either mode. Backward passes need not run inside the context. Compiled calls do not change.
+    Each problem compiles its kernels at its first call. A second length compiles once more, for
+    any length. Every call is one operator, `flexhop_attention`, which activation checkpointing,
+    hooks and dispatch modes see, and which is differentiable any number of times in either mode.
+    Backward passes need not run inside the context. Compiled calls do not change.
 
     Args:
-        enabled: False switches kernels off again inside. KernelOptions(eager_kernels=...) of a
-            call wins over the context.
+        enabled: False turns kernels off again inside. A call's own
+            KernelOptions(eager_kernels=...) takes precedence.
     """
     before, _ENTERED.value = _ENTERED.value, enabled
     try:
@@ -58,10 +57,10 @@ def eager_kernels(enabled: bool = True) -> Iterator[None]:
 
 
 def wants_kernels(options: Any) -> bool:
-    """Whether a call outside of torch.compile runs kernels.
+    """Whether a call outside torch.compile runs kernels.
 
     Args:
-        options: what the user gave as kernel_options.
+        options: the user's kernel_options.
     """
     if options is None:
         return _ENTERED.value
@@ -73,10 +72,10 @@ def wants_kernels(options: Any) -> bool:
 
 
 def run_alone(operator: hop.Operator, args: Any) -> list[Tensor]:
-    """Compute an operator by its own compiled code.
+    """Run an operator's own compiled code.
 
     Args:
-        operator: any of ours.
+        operator: any of flexhop's operators.
         args: its operands, with real tensors.
 
     Returns:
@@ -115,7 +114,7 @@ def _alone(operator: hop.Operator, args: Any) -> Alone:
 
 
 def _graph_of(function: Any, example: Sequence[Any]) -> fx.GraphModule:
-    """A mod as a graph; vmap makes functions of graphs."""
+    """A mod as a graph; vmap turns graphs into functions."""
     if isinstance(function, fx.GraphModule):
         return function
     with hop.isolated_trace(*example), IndexMode():

@@ -1,10 +1,10 @@
-"""What users may choose about the kernels: KernelOptions, and the tiles in it.
+"""Kernel options: KernelOptions, and the tiles in it.
 
     flex_attention(q, k, v, kernel_options=KernelOptions(forward=Tile(128, 64, num_warps=8)))
 
-Options never change what is computed, only how fast and with which rounding. Nothing has to be
-chosen: every field has a default that lets flexhop decide. The dictionary that PyTorch's
-flex_attention takes is understood as well (`KernelOptions.of`).
+Options change speed and rounding, never semantics. No option is required: every field has a
+default that lets flexhop decide. The dictionary that PyTorch's flex_attention takes works too
+(`KernelOptions.of`).
 """
 
 from __future__ import annotations
@@ -47,28 +47,30 @@ class KernelOptions:
     """Options for the kernels of one call. Frozen, checked, comparable and hashable.
 
     Args:
-        backend: "auto" takes the fastest kernel that applies; "triton" the portable kernels;
-            "hopper" the forward kernel of Hopper GPUs, or an error with the reason why it cannot
-            serve, and their backward kernel if it serves.
+        backend: "auto" selects the fastest kernel that supports the call; "triton" the portable
+            kernels; "hopper" the Hopper forward kernel, or an error with the reason why it does
+            not support the call, and the Hopper backward kernel if it does.
         forward: tile of the forward kernel; None lets flexhop choose.
-        decode: tile of the decode kernel, whose rows are the queries of all query heads that share
-            a key head.
+        decode: tile of the decode kernel. Its rows are the queries of all query heads that share a
+            key head.
         jvp_forward: tile of the kernel that computes output and tangent.
         jvp_gradients: tile of the kernels that compute second derivatives.
-        short_queries: "auto" chooses the decode kernel if a group has at most 128 queries and many
+        short_queries: "auto" selects the decode kernel if a group has at most 128 queries and many
             keys; "decode" for any number of keys; "forward" never.
-        splits: splits of the keys in the decode kernel, 1 to 256. None lets flexhop choose.
+        splits: number of splits of the keys in the decode kernel, 1 to 256. None lets flexhop
+            choose.
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
-        float32_precision: "ieee" or "tf32" products of float32. None follows torch's setting.
-        prescale_qk: multiply query by the scale before the product. A little faster, with one more
+        float32_precision: "ieee" or "tf32" for float32 matrix products. None follows torch's
+            setting.
+        prescale_qk: multiply query by the scale before the product. Slightly faster, with one more
             rounding in half precision.
-        rows_guaranteed_safe: you promise that every query sees at least one key. The kernel then
+        rows_guaranteed_safe: a promise that every query sees at least one key. The kernel then
             skips the check for empty rows. A broken promise gives NaN.
-        deterministic: gradients repeat bit for bit; use_deterministic_algorithms(True) implies it.
-        eager_kernels: whether a call outside of torch.compile runs kernels, each compiled at its
-            first call, instead of the definition in plain PyTorch. None follows
-            `flexhop.eager_kernels`.
+        deterministic: bitwise reproducible gradients; use_deterministic_algorithms(True) implies
+            it.
+        eager_kernels: whether a call outside torch.compile runs kernels, compiled at their first
+            call, instead of the reference in plain PyTorch. None follows `flexhop.eager_kernels`.
 
     Raises:
         OptionValueError: a value outside its range.
@@ -94,20 +96,20 @@ class KernelOptions:
         for name, rule in {"backend": Rule(*backends()), **_FIELD_RULES}.items():
             check(name, getattr(self, name), rule)
         for name in (*PASSES, "jvp_forward", "jvp_gradients"):
-            # One form for one meaning, so that equal options compare equal and share kernels.
+            # One form per meaning, so that equal options compare equal and share kernels.
             object.__setattr__(self, name, _normal_tile(name, getattr(self, name)))
 
     @classmethod
     def of(cls, value: KernelOptions | Mapping[str, Any] | None) -> KernelOptions:
-        """Options from whatever `kernel_options=` may be.
+        """Convert any value of `kernel_options=`.
 
         Args:
             value: KernelOptions; None for the defaults; or a mapping with these field names or
-                with the names of torch 2.13's FlexKernelOptions. There `BLOCK_M` speaks to the
-                forward kernel, `BLOCK_N` to forward and decode, `BLOCK_M1`, `BLOCK_N1` to
-                the gradients of key and value, `BLOCK_M2`, `BLOCK_N2` to the gradient of query;
-                warps and stages speak to all. `fwd_` and `bwd_` before a name restrict it to one
-                direction and win over the bare name. `BACKEND` "TRITON_DECODE" means
+                with the names of torch 2.13's FlexKernelOptions. There, `BLOCK_M` applies to the
+                forward kernel, `BLOCK_N` to forward and decode, `BLOCK_M1`, `BLOCK_N1` to the
+                gradients of key and value, `BLOCK_M2`, `BLOCK_N2` to the gradient of query; warps
+                and stages apply to all. A prefix `fwd_` or `bwd_` restricts a name to one
+                direction and overrides the bare name. `BACKEND` "TRITON_DECODE" means
                 short_queries="decode", "TRITON" or FORCE_USE_FLEX_ATTENTION means "forward".
 
         Raises:
@@ -116,8 +118,7 @@ class KernelOptions:
             OptionConflictError: two names that contradict each other.
 
         Warns:
-            OptionIgnoredWarning: names that tune only PyTorch's kernels; results do not depend
-                on them.
+            OptionIgnoredWarning: names that tune only PyTorch's kernels and do not affect results.
         """
         if isinstance(value, KernelOptions):
             return value
@@ -127,7 +128,8 @@ class KernelOptions:
         return cls(**fields)
 
     def to_wire(self) -> dict[str, WireValue]:
-        """What differs from the defaults, flat; a tile's fields as in "forward.block_m"."""
+        """The fields that differ from the defaults, flat; a tile's fields as in
+        "forward.block_m"."""
         wire: dict[str, WireValue] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -157,7 +159,7 @@ def _chosen(tile: Tile | TileRequest) -> dict[str, int]:
 
 
 def _normal_tile(name: str, tile: object) -> Tile | TileRequest | None:
-    """None for a request that asks nothing, a Tile for one that asks everything."""
+    """None for a request that sets nothing, a Tile for one that sets everything."""
     if not isinstance(tile, (Tile, TileRequest, type(None))):
         raise OptionValueError(name=name, value=tile, allowed="a Tile, a TileRequest or None")
     if not isinstance(tile, TileRequest):
@@ -169,8 +171,8 @@ def _normal_tile(name: str, tile: object) -> Tile | TileRequest | None:
 class FlexKernelOptions(TypedDict, total=False):
     """The keys of PyTorch's `kernel_options` dictionary, as `KernelOptions.of` reads them.
 
-    For annotations of code that was written for PyTorch; new code says KernelOptions. A prefix
-    `fwd_` or `bwd_`, which a TypedDict cannot describe, is understood too.
+    For type annotations in code written for PyTorch; new code should use KernelOptions. The
+    prefixes `fwd_` and `bwd_` work too, but a TypedDict cannot describe them.
 
     Source: torch.nn.attention.flex_attention.FlexKernelOptions (torch 2.13).
     """
@@ -196,7 +198,7 @@ class FlexKernelOptions(TypedDict, total=False):
     waves_per_eu: int
 
 
-# PyTorch's names, and where each goes in ours.
+# PyTorch's names, and the fields that they set.
 _GRADS: tuple[Pass, ...] = ("grad_query", "grad_key_value")
 _TORCH_TILE_NAMES: dict[str, tuple[str, tuple[Pass, ...]]] = {
     "BLOCK_M": ("block_m", ("forward",)),
@@ -254,7 +256,7 @@ _ALL_WORDS = (*_OWN_WORDS, *_CHOICES, *_TILE_WORDS, *_FLAG_WORDS, *_IGNORED_WORD
 
 
 def _translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of KernelOptions from a user's mapping, and the names that were ignored."""
+    """Translate a user's mapping to fields of KernelOptions, and list the ignored names."""
     for name in options:
         if name not in _ALL_WORDS:
             raise _unknown(name)
@@ -266,7 +268,7 @@ def _translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _unknown(name: object) -> UnknownOptionError:
-    """The error, with the known name that looks most like it."""
+    """The error, with the most similar known name."""
     by_folded = {word.lower(): word for word in reversed(_ALL_WORDS)}
     close = difflib.get_close_matches(str(name).lower(), by_folded, n=1)
     return UnknownOptionError(

@@ -1,6 +1,6 @@
-"""The registry of dialects: families of kernels, each in a folder of its own.
+"""The registry of dialects: families of kernels, each in its own folder.
 
-A new dialect is such a folder and a line here. flexhop/lowering/dialect.py says what it has to
+To add a dialect, add a folder and a line here. flexhop/lowering/dialect.py says what it must
 provide; `KernelOptions.backend` takes its name.
 """
 
@@ -14,7 +14,7 @@ PACKAGES = {
 
 
 def backends() -> tuple[tuple[str, ...], str]:
-    """What `KernelOptions.backend` may be, and the same in words."""
+    """The values of `KernelOptions.backend`, and the same in words."""
     names = ("auto", *reversed(PACKAGES))
     *others, last = map(repr, names)
     return names, f"{', '.join(others)} or {last}"

@@ -1,4 +1,4 @@
-"""Tiles of kernels, and how values of options are checked."""
+"""Kernel tiles, and checks of option values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Rule", "Tile", "TileRequest", "check"]
 
 
 class Rule(NamedTuple):
-    """The values that an option may have, and the same in words for the error."""
+    """The allowed values of an option, and the same in words for the error."""
 
     values: tuple[object, ...]
     allowed: str
 
 
-# A tensor core instruction is 16 wide, and no kernel holds a tile beyond 1024 rows. A program has
-# at most 16 warps on any architecture; 8 stages fill shared memory at every head size.
+# A tensor core instruction is 16 wide, and no kernel has a tile of more than 1024 rows. A program
+# has at most 16 warps on any architecture; 8 stages fill shared memory at every head size.
 _BLOCK = Rule((16, 32, 64, 128, 256, 512, 1024), "a power of two from 16 to 1024")
 TILE_RULES = {
     "block_m": _BLOCK,
@@ -29,7 +29,7 @@ TILE_RULES = {
 
 
 def check(name: str, value: object, rule: Rule) -> None:
-    """Refuse a value that its rule does not name."""
+    """Check a value against its rule."""
     # Types are compared too: True == 1, but one warp is not a flag.
     if not any(type(value) is type(v) and value == v for v in rule.values):
         raise OptionValueError(name=name, value=value, allowed=rule.allowed)
@@ -43,8 +43,7 @@ class Tile:
         block_m: queries per tile, a power of two from 16.
         block_n: keys per tile, a power of two from 16. Both must divide the mask's blocks.
         num_warps: groups of 32 threads that share a tile: 1, 2, 4, 8 or 16.
-        num_stages: tiles that are loaded ahead of the arithmetic, 1 to 8. Each takes shared
-            memory.
+        num_stages: tiles loaded ahead of the arithmetic, 1 to 8. Each takes shared memory.
 
     Raises:
         OptionValueError: a value outside these ranges.
@@ -66,7 +65,7 @@ class Tile:
         return ", ".join([f"{self.block_m} queries x {self.block_n} keys", *counts])
 
     def fill(self, default: Tile) -> Tile:
-        """This tile. A TileRequest takes its open fields from `default`."""
+        """This tile. A TileRequest takes its unset fields from `default`."""
         del default
         return self
 
@@ -93,5 +92,5 @@ class TileRequest:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill(self, default: Tile) -> Tile:
-        """The tile with this request's choices and otherwise `default`'s."""
+        """This request's fields, completed from `default`."""
         return dataclasses.replace(default, **self.chosen())

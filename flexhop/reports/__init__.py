@@ -1,1 +1,1 @@
-"""What would happen to a call, in words and numbers; computes nothing."""
+"""Reports on calls: explain says what would run, verify checks what did."""

@@ -1,4 +1,4 @@
-"""explain(): what would happen to a call of flex_attention, without computing it."""
+"""explain(): report what a flex_attention call would run, without running it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flexhop.sequences.nested import Operands, Packed, has_nested, pack
 
 __all__ = ["Report", "explain"]
 
-# Elements of the mask that are evaluated to count what is unmasked: tens of milliseconds.
+# Most mask elements to evaluate when counting visible ones: tens of milliseconds.
 MAX_ELEMENTS = 1 << 22
 
 _ON_CPU = (
@@ -60,36 +60,36 @@ def explain(
     dropout_seed: Tensor | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
-    """Report what torch.compile would make of a call: graphs, kernels, tiles, work.
+    """Report what torch.compile would generate for a call: graphs, kernels, tiles, work.
 
-    It computes nothing and needs no GPU. query, key and value may be on the CPU, on a GPU, on
-    "meta", or fake: explain reads only their shapes, dtypes and requires_grad.
+    It runs nothing and needs no GPU. query, key and value may be on the CPU, on a GPU, on "meta",
+    or fake: explain reads only their shapes, dtypes and requires_grad.
 
     Args:
         query: [B, Hq, M, D]. Nested inputs are reported as packed tokens.
         key: [B, Hkv, N, D].
         value: [B, Hkv, N, Dv].
-        score_mod: the function that flex_attention would get, or None.
-        block_mask: a BlockMask or None. Counting its blocks waits for its device.
+        score_mod: as for flex_attention, or None.
+        block_mask: a BlockMask or None. Counting its blocks synchronises with its device.
         scale: the factor of the scores; None is 1 / sqrt(D).
         enable_gqa: whether groups of query heads share key heads.
         return_lse: whether the call returns the log-sum-exp.
         kernel_options: KernelOptions, or a dictionary as for PyTorch.
-        return_aux: further results of the call.
-        sinks: [Hq], or None. They are applied to the results of the kernel.
-        page_table: the pages of a KV cache. Its lengths and pages are not read.
+        return_aux: further results to return.
+        sinks: [Hq], or None. They are applied to the kernel's results.
+        page_table: the page table of a KV cache. Its values are not read.
         k_mod: the function applied to each element of key, or None.
         v_mod: the function applied to each element of value, or None.
-        dropout_p: probability of dropping a weight, 0 to 1.
+        dropout_p: probability of dropping a weight, from 0 to below 1.
         dropout_seed: [2] int64, or None. It is not read.
-        capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU on
-            which query is, or else (9, 0).
+        capability: compute capability of the GPU to plan for, such as (9, 0). None: the GPU that
+            holds query, otherwise (9, 0).
 
     Returns:
         A Report; `print` it.
 
     Raises:
-        FlexhopError: what the call itself would raise.
+        FlexhopError: as the call itself would raise.
         OptionValueError: an unknown capability.
     """
     from flexhop.reports import survey
@@ -127,7 +127,7 @@ def explain(
 
 
 def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
-    """A call with nested operands as the one with packed tokens that it becomes."""
+    """Convert a call with nested operands to its call with packed tokens."""
     if call.mistake is not None:
         error, facts = call.mistake
         raise error(**dict(facts))
@@ -135,7 +135,7 @@ def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
 
 
 def _home(block_mask: Any) -> torch.device:
-    """Where the stand-ins of tensors without data go: to the mask, or else to the CPU."""
+    """Device for the stand-ins of tensors without data: the mask's, otherwise the CPU."""
     counts = getattr(block_mask, "kv_num_blocks", None)
     return torch.device("cpu") if counts is None else counts.device
 
@@ -166,8 +166,8 @@ def _trace(operands: list[Tensor], keywords: dict[str, Any]) -> AttentionArgs | 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
         return flex_attention(query, key, value, **keywords)
 
-    # A function of its own code object: Dynamo counts recompilations by code, and calls of
-    # explain have nothing to do with each other.
+    # Use a fresh code object: Dynamo counts recompilations by code, and calls of explain are
+    # unrelated.
     code = call.__code__.replace()
     alone = types.FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
     torch.compile(alone, backend=record, fullgraph=True, dynamic=False)(*operands)
@@ -186,7 +186,7 @@ def _value_of(graph: fx.GraphModule) -> Callable[[fx.Node], Any]:
 
 
 def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> Report:
-    """Put together what was found; `found` is a flexhop.reports.survey.Survey."""
+    """Assemble the report; `found` is a flexhop.reports.survey.Survey."""
     from flexhop.reports import work
 
     problem, device = found.problem, found.problem.device
@@ -277,7 +277,7 @@ def _describe_mask(mask: BlockMask) -> Mask:
 
 
 def _unmasked_part(mask: BlockMask) -> float:
-    """Part of the matrix that a query sees: listed and kept, or in a full block."""
+    """Visible fraction of the matrix: listed and kept, or in a full block."""
     batch, heads, q_len, kv_len = mask.shape
     keep = create_mask(mask.mask_mod, batch, heads, q_len, kv_len, device=mask.device)
     visible = keep & _elements(mask, mask.kv_num_blocks, mask.kv_indices)
@@ -344,12 +344,12 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
 
 
 def _scatters(plans: Sequence[Any]) -> str:
-    """The kernel that adds to gradients of captured tensors."""
+    """The kernel that adds up gradients of captured tensors."""
     return "backward" if any(plan.kernel == "backward" for plan in plans) else "grad_query"
 
 
 def _kernel_notes(plan: Any) -> list[str]:
-    """What the plan of the forward kernel says: a flexhop.lowering.plan.KernelPlan."""
+    """Notes on the forward kernel's plan, a flexhop.lowering.plan.KernelPlan."""
     notes, constants = list(plan.notes), plan.constants
     if constants.get("CHECK_Q") or constants.get("CHECK_KV"):
         notes.append("The last tile extends past a length or a block, so kernels check bounds.")

@@ -23,7 +23,7 @@ _ROW = (
 
 
 class Estimate(NamedTuple):
-    """The least time of a kernel on its chip: amount in `unit`, and what bounds it."""
+    """Lower bound of a kernel's time on its chip: amount in `unit`, and the bottleneck."""
 
     amount: float
     unit: str

@@ -1,4 +1,4 @@
-"""What `flexhop.explain` says about one call, as values and as text."""
+"""The report of `flexhop.explain` on one call, as values and as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexhop.reports.page import page
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capture:
-    """A value that a mod closed over and that became an operand.
+    """A value that a mod captured and that became an operand.
 
     Args:
         name: as in the mod's code: capture_0, capture_1 and so on.
@@ -35,8 +35,8 @@ class Mod:
     Args:
         code: Python text of the traced graph.
         is_trivial: whether it has no effect: a score_mod that returns the score, a mask_mod that
-            returns True. Kernels leave it out.
-        captures: the values that it closes over.
+            returns True. Kernels omit it.
+        captures: the values that it captures.
     """
 
     code: str
@@ -55,13 +55,13 @@ class Mask:
 
     Args:
         block_size: (queries, keys) per block.
-        shape: the mask's [B, H, M, N]; B and H may be 1, for all.
+        shape: the mask's [B, H, M, N]; B and H may be 1, shared by all.
         partial: blocks to which mask_mod is applied; None if the lists have no data.
         full: blocks in which every pair is visible.
         total: blocks of the whole matrix.
-        density: visited part of the matrix, 0 to 1, overhang not counted.
-        unmasked: visible part of the matrix, 0 to 1; None if the mask is too large to evaluate.
-            `density - unmasked` is the work spent on masked elements.
+        density: visited fraction of the matrix within the lengths, 0 to 1.
+        unmasked: visible fraction of the matrix, 0 to 1; None if the mask is too large to
+            evaluate. `density - unmasked` is the work spent on masked elements.
         picture: the blocks of the first batch and head as SVG; None if the lists have no data.
     """
 
@@ -98,9 +98,9 @@ class Pass:
         reason: why this kernel and this tile.
         shared_memory: bytes per program, an upper bound.
         available: bytes per program that the device has.
-        programs: how many programs are launched.
-        flops: operations of the matrix products over visited blocks; None if the mask has no data.
-        bytes: traffic if every operand is read once and every result written once.
+        programs: number of programs launched.
+        flops: matrix product operations in visited blocks; None if the mask has no data.
+        bytes: memory traffic if every operand is read once and every result written once.
     """
 
     kernel: str
@@ -126,13 +126,13 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What would happen to one call of flex_attention.
+    """What one flex_attention call would run.
 
     Args:
         device: name and compute capability of the GPU.
         call: shapes and dtype, in words.
-        score_mod: your function as it was traced.
-        mask_mod: your function as it was traced.
+        score_mod: your function as traced.
+        mask_mod: your function as traced.
         score_mod_grad: Python text of the joint graph, which computes the gradients of the score
             and of captured tensors; None if no operand needs a gradient or score_mod is trivial.
         mask: None without a block_mask.
@@ -141,11 +141,11 @@ class Report:
             or "grad_key" and "grad_value" for wide heads. Forward-mode derivatives have
             "jvp_forward", and second orders "jvp_grad_query", "jvp_grad_key" and "jvp_grad_value"
             beside it. Empty for fp64, which has no kernels.
-        options: the options in force.
+        options: the options in effect.
         unmasked_flops: operations of the forward pass on visible elements; None if unknown.
-        notes: further remarks, such as the changes that make a call compile again.
+        notes: further remarks, such as which changes recompile.
 
-    `print(report)` shows everything; in a notebook the report shows itself.
+    `print(report)` shows everything; in a notebook the report displays itself.
     """
 
     device: str
@@ -174,10 +174,10 @@ class Report:
         return "\n".join(f"{title}\n{_indent(str(body))}" for title, body in parts if body)
 
     def to_html(self) -> str:
-        """The report as HTML: the mask's picture, the least time of each kernel, and the text.
+        """The report as HTML: the mask's picture, each kernel's minimum time, and the text.
 
-        The times are what the chip allows, from its data sheet: no kernel is measured. On a chip
-        that flexhop has no numbers for, the operations are shown instead. Notebooks call this.
+        The times are lower bounds from the chip's data sheet, not measurements. For a chip that
+        flexhop has no numbers for, operations are shown instead. Notebooks call this.
         """
         return page(self, None if self.mask is None else self.mask.picture)
 

@@ -21,9 +21,10 @@ _FIELDS = (
 
 
 class Cut(NamedTuple):
-    """How the buffer of a nested tensor is cut into sequences.
+    """How a nested tensor's buffer is divided into sequences.
 
-    offsets: [S + 1] where they begin, and an end. lengths: [S] or None, where there are holes.
+    offsets: [S + 1], where sequences begin, then the end. lengths: [S] if there are holes, or
+    None.
     """
 
     offsets: Tensor
@@ -35,7 +36,7 @@ class Cut(NamedTuple):
         return cls(tensor.offsets(), tensor.lengths())
 
     def is_same(self, other: Cut) -> bool:
-        """Whether both have the same sequences in the same places; may wait for the device."""
+        """Whether both have the same sequences in the same places; may synchronise."""
         pairs = zip(self, other, strict=True)
         return all(a is b or (_both(a, b) and torch.equal(a, b)) for a, b in pairs)  # pyright: ignore[reportArgumentType]
 
@@ -45,9 +46,9 @@ def _both(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class NestedBlockMask(BlockMask):
-    """A BlockMask of the packed tokens of nested tensors, of which no sequence sees another.
+    """A BlockMask of nested tensors' packed tokens, in which sequences never see each other.
 
-    cut_q, cut_k: the sequences that it was made for.
+    cut_q, cut_k: the sequences that it was created for.
     """
 
     cut_q: Cut
@@ -55,7 +56,7 @@ class NestedBlockMask(BlockMask):
 
     @classmethod
     def around(cls, mask: BlockMask, cut_q: Cut, cut_k: Cut) -> NestedBlockMask:
-        """The same blocks, which share their tensors."""
+        """The same blocks; the tensors are shared."""
         nested = cls(*(getattr(mask, name) for name in _FIELDS))
         nested.cut_q, nested.cut_k = cut_q, cut_k
         return nested
@@ -72,25 +73,25 @@ def create_nested_block_mask(
 ) -> NestedBlockMask:
     """Find the blocks that a mask_mod needs within the sequences of nested tensors.
 
-    The mask covers the packed tokens. mask_mod sees each sequence on its own: b is the number of
+    The mask covers the packed tokens. mask_mod sees each sequence separately: b is the number of
     the sequence, and q_idx and kv_idx count from its first token.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors.
         B: None, 1 or the number of sequences. All three mean the same.
-        H: number of query heads; None is 1, which serves every head.
+        H: number of query heads; None is 1, shared by all heads.
         q_nt: [S, Hq, ragged, D], or any other jagged nested tensor with the S sequences of query.
         kv_nt: [S, Hkv, ragged, D], the same for key. None takes q_nt.
-        BLOCK_SIZE: queries and keys of a block, in tokens; an int means a square.
-        _compile: build with torch.compile.
+        BLOCK_SIZE: queries and keys per block; an int means a square.
+        _compile: use torch.compile.
 
     Returns:
         A block mask for flex_attention with nested tensors of these sequences; its seq_lengths
         are the numbers of packed tokens.
 
     Raises:
-        NestedOperandError: q_nt or kv_nt is not jagged, or they have different numbers of
-            sequences, or B is another number.
+        NestedOperandError: q_nt or kv_nt is not jagged, their numbers of sequences differ, or B
+            has another value.
         FlexhopError: as for create_block_mask.
 
     Source: torch.nn.attention.flex_attention.create_nested_block_mask (torch 2.7).
