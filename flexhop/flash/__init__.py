@@ -1,19 +1,19 @@
-"""The functions of flash-attn on flexhop's operator: change the import, keep the calls.
+"""flash-attn's functions on flexhop's operator: change the import, keep the calls.
 
-Layouts, defaults and meaning are those of flash-attn 2.8. docs/flash.md lists the differences.
+Layouts, defaults and semantics are those of flash-attn 2.8. docs/flash.md lists the differences.
 
 Options that several functions share:
 
 - dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p. Seeds
-  come from PyTorch's generator. Packed tokens have the mask of varlen_attention.
+  come from PyTorch's generator. For packed tokens, the mask is that of varlen_attention.
 - softmax_scale: the factor of q·k; 1/sqrt(D) by default.
-- causal: a query sees no key after the one that it is aligned with. The last query is aligned with
-  the last key.
-- window_size: (left, right), how many keys before and after that one are visible; -1 is all.
+- causal: hides keys after the one that a query is aligned with. The last query is aligned with the
+  last key.
+- window_size: (left, right), how many keys before and after that one are visible; -1 means all.
 - softcap: above 0, scores become softcap * tanh(score / softcap).
-- alibi_slopes: [H], or [B, H] with a row per sequence. slope * |i + N - M - j| is subtracted from
-  the (capped) score of query i and key j. Slopes get no gradient.
-- deterministic: gradients repeat bit for bit. On Hopper GPUs the gradient of q otherwise does not.
+- alibi_slopes: [H], or [B, H] with one row per sequence. slope * |i + N - M - j| is subtracted
+  from the (capped) score of query i and key j. Slopes get no gradient.
+- deterministic: bitwise reproducible gradients. Otherwise the gradient of q varies on Hopper GPUs.
 - return_attn_probs: also return lse, float32, and with dropout_p the softmax weights, negative if
   dropped: [B, Hq, M, N], or for sequences [S, Hq, max_seqlen_q, max_seqlen_k]. The weights are for
   tests only. Without dropout the third result is None.
@@ -21,7 +21,7 @@ Options that several functions share:
 The number of query heads may be a multiple of the number of key heads: groups of adjacent query
 heads then share a key head.
 
-Raises, all of them: FlashArgumentError, UnsupportedFeatureError, and what flex_attention raises.
+All functions raise FlashArgumentError, UnsupportedFeatureError, and the errors of flex_attention.
 
 Source: flash_attn.flash_attn_interface (flash-attn 2.8).
 """

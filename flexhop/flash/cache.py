@@ -1,7 +1,7 @@
-"""flash_attn_with_kvcache: append to a cache in place, then attend to it where it lies.
+"""flash_attn_with_kvcache: append to a cache in place, then attend to it in place.
 
-The cache is read as it is: as one tensor per batch, as one pool of keys that all batches share,
-where the block lists name the blocks of each sequence, or in pages. Nothing is gathered or copied.
+The cache may be one tensor per batch, a pool of keys that all batches share (block lists then name
+each sequence's blocks), or paged. Nothing is gathered or copied.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries to a cache, to which new keys and values are appended first.
+    """Append new keys and values to a cache, then attend to the cache with new queries.
 
-    Without gradient, as in flash-attn. New values of tensor arguments never compile anew; a new
-    int in cache_seqlens may, once.
+    Has no gradient, as in flash-attn. New values of tensor arguments never recompile; a new int in
+    cache_seqlens may, once.
 
     Args:
         q: [B, M, Hq, D].
         k_cache: [Bc, N, Hkv, D]; v_cache: [Bc, N, Hkv, Dv]. With block_table they are pages:
             [P, page, Hkv, D], of any size.
-        k, v: [B, L, Hkv, D] and [B, L, Hkv, Dv], written in place behind cache_seqlens.
-        rotary_cos, rotary_sin: [at least N, R / 2]: turn the first R columns of k, and of q, by
-            the position that they get in the cache. Without causal and window all queries have
-            the position of the first.
-        cache_seqlens: int or [B] int32 or int64: tokens in the cache before the call, left
-            padding counted; all of it by default.
+        k, v: [B, L, Hkv, D] and [B, L, Hkv, Dv], written in place from cache_seqlens on.
+        rotary_cos, rotary_sin: [at least N, R / 2]: rotate the first R columns of k and q by their
+            position in the cache. Without causal and window, all queries have the position of the
+            first.
+        cache_seqlens: int or [B] int32 or int64: tokens in the cache before the call, including
+            left padding; by default all of it.
         cache_batch_idx: [B] int32 or int64: which row of the cache each batch uses.
-        cache_leftpad: [B] int32 or int64: where each sequence begins in the cache.
+        cache_leftpad: [B] int32 or int64: where each sequence starts in the cache.
         block_table: [B, pages per sequence] int32 or int64: the pages of each sequence, in order.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in flexhop.flash. The last
             query is aligned with the last token of the cache, new ones included.
         rotary_interleaved: see flexhop.flash.rotary.rotate.
-        num_splits: shares of the keys in the decode kernel; 0 lets flexhop choose.
-        return_softmax_lse: also return the logarithm of the softmax's sum.
+        num_splits: number of splits of the keys in the decode kernel; 0 lets flexhop choose.
+        return_softmax_lse: also return lse.
 
     Returns:
         out [B, M, Hq, Dv]; with return_softmax_lse (out, lse [B, Hq, M] fp32).
 
     Raises:
-        FlashArgumentError: tensors that do not fit; without torch.compile also lengths, rows or
-            pages outside of the cache.
-        UnsupportedFeatureError: an operand requires a gradient and gradients are on.
+        FlashArgumentError: tensors that do not match; without torch.compile also lengths, rows or
+            pages outside the cache.
+        UnsupportedFeatureError: an operand requires a gradient and gradients are enabled.
         FlexhopError: as for flex_attention.
 
     Source: flash_attn.flash_attn_with_kvcache (flash-attn 2.8).
@@ -104,12 +104,12 @@ def _find_mistake(call: CacheCall, options: Options) -> Mistake | None:
 
 
 class _Place(NamedTuple):
-    """Where the sequences lie, in tokens of the cache; [B] integers each."""
+    """Where the sequences are in the cache, in tokens; [B] integers each."""
 
     before: Tensor  # tokens before the call
-    used: Tensor  # tokens that count, new ones included
-    begin: Tensor | None  # the first that counts, where not 0
-    rows: Tensor | None  # which rows of the cache they use, where these are shared out
+    used: Tensor  # tokens in use, new ones included
+    begin: Tensor | None  # the first token in use, if not 0
+    rows: Tensor | None  # which rows of the cache they use, if rows are shared
 
 
 def _locate(call: CacheCall) -> _Place:
@@ -128,7 +128,8 @@ class _Rotation(NamedTuple):
     interleaved: bool
 
     def turn(self, x: Tensor, before: Tensor, *, spread: bool) -> Tensor:
-        """x [B, S, H, D] at positions from `before` on; all at the first unless `spread`."""
+        """Rotate x [B, S, H, D] by positions from `before` on; all by the first unless
+        `spread`."""
         if self.cos is None or self.sin is None:
             return x
         positions = before[:, None]
@@ -142,7 +143,7 @@ def _rotation(call: CacheCall, *, interleaved: bool) -> _Rotation:
 
 
 def _append(call: CacheCall, place: _Place, k: Tensor, v: Tensor) -> None:
-    """Write new tokens to the cache; nothing else of it is touched."""
+    """Write new tokens to the cache; the rest of it is not touched."""
     position = place.before[:, None] + torch.arange(k.size(1), device=k.device)
     if call.block_table is not None:
         row = call.block_table.gather(1, (position // call.page).long())
@@ -156,9 +157,9 @@ def _append(call: CacheCall, place: _Place, k: Tensor, v: Tensor) -> None:
 
 
 class SeenKeys(NamedTuple):
-    """The keys of a sequence that its queries see, in closed form; [B] each.
+    """The keys that each sequence's queries see, in closed form; [B] each.
 
-    aligned: the key that query 0 is aligned with. begin, used: the keys that count.
+    aligned: the key that query 0 is aligned with. begin, used: the range of keys in use.
     """
 
     aligned: Tensor
@@ -167,7 +168,7 @@ class SeenKeys(NamedTuple):
     reach: tuple[int | None, int | None]
 
     def ranges(self, queries: int) -> tuple[Tensor, Tensor]:
-        """first, end [B, M]: query i sees the keys first[i] .. end[i] - 1."""
+        """first, end [B, M]: query i sees keys first[i] .. end[i] - 1."""
         aligned = self.aligned[:, None] + torch.arange(queries, device=self.aligned.device)
         used, (left, right) = self.used[:, None], self.reach
         lowest = torch.zeros_like(used) if self.begin is None else self.begin[:, None]
@@ -178,7 +179,7 @@ class SeenKeys(NamedTuple):
         )
 
     def mask_mod(self) -> MaskMod:
-        """The same for one query and key, counted in the sequence."""
+        """The same for one query and key, as positions in the sequence."""
         aligned, begin, used, (left, right) = self
 
         def cache_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -216,7 +217,7 @@ def _attend(
 
 
 def _reading(call: CacheCall, place: _Place) -> CacheReading | None:
-    """How keys are found in pages, if they are."""
+    """How to find keys in pages, if the cache is paged."""
     if call.block_table is None:
         return None
     pages = (call.block_table.to(torch.int32), place.used.to(torch.int32))
@@ -224,7 +225,7 @@ def _reading(call: CacheCall, place: _Place) -> CacheReading | None:
 
 
 class _Pool(NamedTuple):
-    """The cache as operands, and how a position in it becomes one in a sequence.
+    """The cache as operands, and the mapping from cache positions to sequence positions.
 
     keys, values: [B or 1, Hkv, all keys, D], or pages. span: keys that the operator sees. length:
     the most keys of a sequence. start: [B], where the row of each sequence begins.
@@ -237,7 +238,7 @@ class _Pool(NamedTuple):
     start: Tensor | None = None
 
     def local(self, b: Tensor, kv_idx: Tensor) -> Tensor:
-        """The position in sequence b."""
+        """The position within sequence b."""
         return kv_idx if self.start is None else kv_idx - self.start[b]
 
     def local_score_mod(self, score_mod: ScoreMod) -> ScoreMod:
@@ -263,7 +264,7 @@ class _Pool(NamedTuple):
         first, end = seen.ranges(queries)
         if self.start is not None:
             first, end = first + self.start[:, None], end + self.start[:, None]
-        width = (self.length + BLOCK - 1) // BLOCK + 1  # a row need not begin with a block
+        width = (self.length + BLOCK - 1) // BLOCK + 1  # a row need not start at a block boundary
         lists = list_rows((first, end), self.span, (BLOCK, BLOCK), width)
         row = RangeLists(*(t[:, None] for t in lists))
         keep = self.local_mask_mod(seen.mask_mod())
@@ -273,7 +274,7 @@ class _Pool(NamedTuple):
 
 def _pool(call: CacheCall, place: _Place) -> _Pool:
     k_cache, v_cache, length = call.k_cache, call.v_cache, call.length
-    if place.rows is None:  # each sequence has its row, or its pages
+    if place.rows is None:  # each sequence has its own row, or its own pages
         return _Pool(k_cache.transpose(1, 2), v_cache.transpose(1, 2), length, length)
     rows, per_row = k_cache.size(0), k_cache.size(1)
     keys, values = (

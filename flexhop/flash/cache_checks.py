@@ -1,4 +1,4 @@
-"""What can be wrong with a call of flash_attn_with_kvcache, found before anything is written."""
+"""Checks of flash_attn_with_kvcache's arguments, before anything is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexhop.ops.call import Mistake, note_rank
 
 
 class CacheCall(NamedTuple):
-    """The arguments of flash_attn_with_kvcache that say where keys lie, as they were given."""
+    """The arguments of flash_attn_with_kvcache that describe the cache, as given."""
 
     q: Tensor
     k_cache: Tensor
@@ -29,18 +29,18 @@ class CacheCall(NamedTuple):
 
     @property
     def page(self) -> int:
-        """Keys of a row of the cache, or of a page."""
+        """Keys per row of the cache, or per page."""
         return self.k_cache.size(1)
 
     @property
     def length(self) -> int:
-        """The most keys that a sequence can have."""
+        """Most keys of a sequence."""
         pages = 1 if self.block_table is None else self.block_table.size(1)
         return pages * self.page
 
 
 def cache_mistake(call: CacheCall) -> Mistake | None:
-    """The first mistake of a call, or None; looks at values unless it is compiled."""
+    """The first invalid argument of a call, or None; checks values unless compiled."""
     if not 0 <= call.num_splits <= 256:
         return argument_mistake("num_splits", f"is {call.num_splits}", "must be 0 to 256")
     for find in (_ranks, _gradient, _operands, _sizes, _new_tokens, _rotary, _pool):
@@ -68,7 +68,7 @@ def _gradient(call: CacheCall) -> Mistake | None:
 
 
 def _operands(call: CacheCall) -> Mistake | None:
-    """Dtype and device of what is multiplied or written, and of indices."""
+    """Dtypes and devices of operands and indices."""
     q = call.q
     named = {"k_cache": call.k_cache, "v_cache": call.v_cache, "k": call.k, "v": call.v}
     for name, tensor in named.items():
@@ -156,7 +156,7 @@ def _rotary(call: CacheCall) -> Mistake | None:
 
 
 def _pool(call: CacheCall) -> Mistake | None:
-    """A cache whose rows all sequences share must be one run of keys."""
+    """A cache whose rows all sequences share must be contiguous across rows."""
     if call.block_table is None and call.cache_batch_idx is None:
         return None
     if call.block_table is not None:
@@ -174,7 +174,7 @@ def _pool(call: CacheCall) -> Mistake | None:
 
 
 def _values(call: CacheCall) -> Mistake | None:
-    """What needs the values; waits for the device."""
+    """Checks of values; synchronises."""
     new = 0 if call.k is None else call.k.size(1)
     lengths = call.cache_seqlens
     if isinstance(lengths, Tensor):

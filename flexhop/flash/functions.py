@@ -1,4 +1,4 @@
-"""The functions of flash-attn for dense and packed tensors; flexhop.flash says what they share."""
+"""flash-attn's functions for dense and packed tensors; see flexhop.flash for shared options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention of padded batches; the module says what the options mean.
+    """Attention of dense batches; the module docstring explains the options.
 
     Args:
         q: [B, M, Hq, D]; k: [B, N, Hkv, D]; v: [B, N, Hkv, Dv].
@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
     Args:
         q: [T, Hq, D]; k: [U, Hkv, D]; v: [U, Hkv, Dv].
         cu_seqlens_q, cu_seqlens_k: [S + 1] int32 or int64: 0, then where each sequence ends.
-        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; they bound the block lists.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths; they bound the block lists.
         dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
         softmax_scale: the factor of q·k; None is 1/sqrt(D).
         causal: a query sees no key after the one that it is aligned with (last with last).
@@ -167,9 +167,8 @@ def flash_attn_varlen_func(
         alibi_slopes: [H] or [B, H] float32; slope * |i + N - M - j| is subtracted from a score.
         deterministic: gradients repeat bit for bit.
         return_attn_probs: also return lse and, with dropout_p, the weights (module docstring).
-        block_table: [S, pages per sequence] int32 or int64: k and v are then caches in pages,
-            [P, page, Hkv, D], and the keys of sequence s are the first of its pages. Without
-            gradient.
+        block_table: [S, pages per sequence] int32 or int64: k and v are then paged caches, [P,
+            page, Hkv, D], and the keys of sequence s fill its pages in order. Has no gradient.
 
     Returns:
         out [T, Hq, Dv]; with return_attn_probs (out, lse [Hq, T] fp32, weights or None).
@@ -211,7 +210,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Args:
         q: [T, Hq, D]; kv: [U, 2, Hkv, D].
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as there.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: see flash_attn_varlen_func.
         dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
         softmax_scale: the factor of q·k; None is 1/sqrt(D).
         causal: a query sees no key after the one that it is aligned with (last with last).
@@ -252,7 +251,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: [T, 3, H, D].
-        cu_seqlens, max_seqlen: as there, for queries and keys.
+        cu_seqlens, max_seqlen: see flash_attn_varlen_func; for queries and keys.
         dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p.
         softmax_scale: the factor of q·k; None is 1/sqrt(D).
         causal: a query sees no key after the one that it is aligned with (last with last).
@@ -357,6 +356,6 @@ def _attend_packed(
 def _shift(offsets_q: Tensor, offsets_k: Tensor) -> int | Tensor:
     """How many more keys than queries each sequence has, [S]."""
     fit = offsets_q.shape == offsets_k.shape and offsets_q.device == offsets_k.device
-    if offsets_q is offsets_k or not fit:  # varlen_attention refuses what does not fit
+    if offsets_q is offsets_k or not fit:  # varlen_attention raises if they do not match
         return 0
     return offsets_k.diff() - offsets_q.diff()

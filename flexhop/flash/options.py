@@ -1,4 +1,4 @@
-"""The options of flash-attn as mods, and the checks that its functions share."""
+"""flash-attn's options as mods, and the checks that its functions share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 128
 
 
 class Options(NamedTuple):
-    """The arguments that most functions of flash-attn take, as they were given."""
+    """The arguments that most flash-attn functions take, as given."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -32,43 +32,43 @@ class Options(NamedTuple):
 
     @property
     def kernel_options(self) -> KernelOptions:
-        """What of it is about the kernels."""
+        """The options for the kernels."""
         return KernelOptions(deterministic=self.deterministic)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """How many keys before and behind its own a query sees; None is all of them."""
+        """How many keys before and after its own a query sees; None: all."""
         left, right = (None if side < 0 else side for side in self.window_size)
         return left, 0 if self.causal else right
 
     def dropout(self, query: Tensor) -> Dropout:
-        """With a seed where the mask is returned; a wrong probability is refused by attend."""
+        """Dropout, with a seed if the mask is returned; attend checks the probability."""
         if self.return_attn_probs and 0.0 < self.dropout_p < 1.0:
             return Dropout(self.dropout_p, dropout_seed(query.device))
         return Dropout(self.dropout_p)
 
 
 def refuse(query: Tensor, key: Tensor, value: Tensor, mistake: Mistake) -> Any:
-    """Raise what `mistake` says, where Dynamo passes it on: from the operator."""
+    """Raise `mistake` from the operator, where Dynamo passes it on."""
     return attend(
         query, key, value, None, None, None, True, False, None, None, mistake=mistake
     )  # fmt: skip
 
 
 def argument_mistake(argument: str, found: str, expected: str) -> Mistake:
-    """A FlashArgumentError to raise."""
+    """A recorded FlashArgumentError."""
     return note_mistake(
         errors.FlashArgumentError, argument=argument, found=found, expected=expected
     )
 
 
 def unsupported(feature: str, reason: str, mend: str) -> Mistake:
-    """An UnsupportedFeatureError to raise."""
+    """A recorded UnsupportedFeatureError."""
     return note_mistake(errors.UnsupportedFeatureError, feature=feature, reason=reason, mend=mend)
 
 
 def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mistake | None:
-    """What is wrong with tensors that are stacked before the axis of heads."""
+    """What is wrong with tensors that are stacked before the head axis."""
     mistake = note_rank(rank, **{argument: packed})
     if mistake is None and packed.size(-3) != parts:
         found = f"has {packed.size(-3)} tensors in dimension {rank - 3}"
@@ -77,7 +77,7 @@ def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mist
 
 
 def option_mistake(options: Options, heads: int, sequences: int) -> Mistake | None:
-    """What is wrong with the options of a call with so many query heads and sequences."""
+    """What is wrong with the options, given the numbers of query heads and sequences."""
     if len(options.window_size) != 2:
         found = f"has {len(options.window_size)} entries"
         return argument_mistake("window_size", found, "must be (left, right)")
@@ -102,7 +102,7 @@ def score_mod_of(options: Options, shift: int | Tensor) -> ScoreMod | None:
 
     Args:
         options: softcap is off at 0 and below. Slopes get no gradient, as in flash-attn.
-        shift: the key that query 0 is aligned with, for all or by b.
+        shift: the key that query 0 is aligned with, for all or per batch.
     """
     capped = mods.softcap(options.softcap) if options.softcap > 0.0 else None
     if options.alibi_slopes is None:
@@ -132,15 +132,16 @@ def _alibi(slopes: Tensor, shift: int | Tensor) -> ScoreMod:
 def window_mask(
     queries: int, keys: int, reach: tuple[int | None, int | None], device: torch.device
 ) -> RangeMask | None:
-    """The mask of one window for all batches and heads, by arithmetic; None if all is seen.
+    """The mask of one window, shared by batches and heads, by arithmetic; None if all keys are
+    visible.
 
     Args:
         queries: M; keys: N. The last query is aligned with the last key.
         reach: left, right, as in Options.
-        device: of the lists.
+        device: device of the lists.
     """
     left, right = reach
-    if queries == 1:  # aligned with the last key: nothing is behind it
+    if queries == 1:  # aligned with the last key: there is nothing after it
         right = None
     if left is None and right is None:
         return None
@@ -154,7 +155,7 @@ def window_mask(
 def _reached(
     aligned: Tensor, before: int | None, behind: int | None, length: int
 ) -> tuple[Tensor, Tensor]:
-    """First and end of the positions from `before` in front of `aligned` to `behind` behind it."""
+    """First and end of the positions from `before` before `aligned` to `behind` after it."""
     first, end = torch.zeros_like(aligned), torch.full_like(aligned, length)
     if before is not None:
         first = (aligned - before).clamp(0, length)

@@ -1,6 +1,6 @@
-"""flash_attn_varlen_func with a block_table: packed queries, keys in pages.
+"""flash_attn_varlen_func with a block_table: packed queries, paged keys.
 
-Queries are spread over rows of one length, of which kernels see a batch; keys lie where they are.
+Packed queries are scattered to rows of one length, a batch for the kernels. Keys stay in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexhop.ops.call import Mistake, note_rank
 
 
 class PagedCall(NamedTuple):
-    """Packed queries [T, Hq, D] and pages of keys [P, page, Hkv, D], as they were given."""
+    """Packed queries [T, Hq, D] and pages of keys [P, page, Hkv, D], as given."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,7 @@ class PagedCall(NamedTuple):
 
 
 def paged_mistake(call: PagedCall) -> Mistake | None:
-    """The first mistake of a call, or None; looks at no values."""
+    """The first invalid argument of a call, or None; reads no values."""
     mistake = note_rank(3, q=call.q) or note_rank(4, k=call.k, v=call.v)
     mistake = mistake or note_rank(1, cu_seqlens_q=call.offsets_q, cu_seqlens_k=call.offsets_k)
     mistake = mistake or note_rank(2, block_table=call.block_table)
@@ -57,7 +57,7 @@ def paged_mistake(call: PagedCall) -> Mistake | None:
 
 
 def attend_pages(call: PagedCall, options: Options) -> tuple[Tensor, Tensor | None]:
-    """out [T, Hq, Dv], and lse [Hq, T] if it is asked for."""
+    """out [T, Hq, Dv], and lse [Hq, T] if requested."""
     starts = call.offsets_q[:-1]
     counts, used = call.offsets_q.diff(), call.offsets_k.diff().to(torch.int32)
     position = starts[:, None] + torch.arange(call.longest_q, device=call.q.device)

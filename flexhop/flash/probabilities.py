@@ -1,6 +1,6 @@
-"""What flash-attn returns beside its results for tests of dropout: every weight, with a sign.
+"""The softmax weights, signed by dropout, that flash-attn returns for tests.
 
-They are found with the operator itself: attention to the columns of an identity gives the weights.
+They come from the operator itself: attention to the columns of an identity gives the weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def signed_probabilities(
     sizes: tuple[int, int, int, int],
     drop: Dropout,
 ) -> Tensor:
-    """Weights of the softmax, negative where dropout drops them.
+    """Softmax weights, negative if dropped.
 
     Args:
-        weigh: attention, without dropout, to values [N, at most 576]: [B, Hq, M, as many].
-        like: gives dtype and device of the values.
+        weigh: attention without dropout, to values [N, at most 576]: [B, Hq, M, as many].
+        like: a tensor with the dtype and device of the values.
         sizes: B, Hq, M, N.
-        drop: of the call, with its seed.
+        drop: the call's dropout, with its seed.
 
     Returns:
         [B, Hq, M, N].
@@ -40,7 +40,7 @@ def signed_probabilities(
 def unpack_rows(
     packed: Tensor, offsets: tuple[Tensor, Tensor], longest: tuple[int, int]
 ) -> Tensor:
-    """[H, T, U] of packed tokens as [S, H, longest query, longest key], 0 behind the ends."""
+    """Convert [H, T, U] of packed tokens to [S, H, longest query, longest key], padded with 0."""
     rows, has_row = _places(offsets[0], longest[0], packed.size(1))
     columns, has_column = _places(offsets[1], longest[1], packed.size(2))
     picked = packed[:, rows[:, :, None], columns[:, None, :]].transpose(0, 1)
@@ -49,6 +49,6 @@ def unpack_rows(
 
 
 def _places(offsets: Tensor, longest: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Where each token of each sequence lies, [S, longest], and whether there is one."""
+    """Index of each token of each sequence, [S, longest], and whether it exists."""
     place = offsets[:-1, None] + torch.arange(longest, device=offsets.device)
     return place.clamp(max=tokens - 1), place < offsets[1:, None]

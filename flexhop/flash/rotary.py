@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
-    """Turn pairs of columns by the angles of their token's position.
+    """Rotate pairs of columns by the angles of their token's position.
 
     Args:
-        x: [B, S, H, D]. The first R columns are turned, the others stay.
+        x: [B, S, H, D]. The first R columns are rotated, the others stay.
         cos, sin: [P, R / 2], by position and pair.
-        positions: [B, S] integers, or [B, 1] for one position of all tokens.
-        interleaved: pairs are columns (0, 1), (2, 3), ...; else (0, R/2), (1, R/2 + 1), ...
+        positions: [B, S] integers, or [B, 1] for one position per sequence.
+        interleaved: pairs are columns (0, 1), (2, 3), ...; otherwise (0, R/2), (1, R/2 + 1), ...
 
     Returns:
         x's shape and dtype; computed in fp32, or fp64 for fp64.

@@ -1,1 +1,1 @@
-"""flexhop inside other libraries; each module here is imported by name, when you want it."""
+"""flexhop inside other libraries. Import each module by name when you need it."""

@@ -3,8 +3,8 @@
     import flexhop.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flexhop")
 
-Importing this module registers two functions with transformers. `block_mask` makes the mask of a
-step: a BlockMask that all layers with the same mask share. `attention` computes one layer.
+Importing this module registers two functions with transformers. `block_mask` creates the mask of a
+step, a BlockMask that all layers with the same mask share. `attention` computes one layer.
 docs/transformers.md says what is covered.
 """
 
@@ -37,11 +37,11 @@ NAME = "flexhop"
 
 
 def register(name: str = NAME, *, compiled: bool = True) -> None:
-    """Make `attn_implementation=name` work; importing this module calls `register()`.
+    """Register `attn_implementation=name`. Importing this module calls `register()`.
 
     Args:
-        name: of the implementation.
-        compiled: False computes attention by its definition, slowly, for debugging. A model under
+        name: name of the implementation.
+        compiled: False runs the reference in plain PyTorch, for debugging. A model under
             `torch.compile` is compiled in either case.
     """
     AttentionInterface.register(name, attention if compiled else uncompiled_attention)
@@ -56,16 +56,16 @@ def attention(
     attention_mask: BlockMask | Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, as transformers calls it.
+    """Attention of one layer, as transformers calls it.
 
     Args:
-        module: the layer; not looked at.
+        module: the layer; not used.
         query: [B, Hq, M, D]; key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv].
-        attention_mask: from `block_mask`; or a tensor that broadcasts to [B, Hq, M, N], bool
-            (True is visible) or added to the scores; or None, every key is visible.
+        attention_mask: from `block_mask`; or a tensor that broadcasts to [B, Hq, M, N], either
+            bool (True is visible) or added to the scores; or None: every key is visible.
         arguments: `scaling`, `softcap`, `s_aux` (sinks, [Hq]), `position_bias` (added to the
-            scores, broadcasts to [B, Hq, M, N]), `dropout`, `is_causal` (where there is no mask)
-            and `kernel_options`. Others concern other implementations.
+            scores, broadcasts to [B, Hq, M, N]), `dropout`, `is_causal` (used if there is no mask)
+            and `kernel_options`. Others are for other implementations.
 
     Returns:
         out [B, M, Hq, Dv], and None in place of the weights.
@@ -91,17 +91,17 @@ def uncompiled_attention(
     attention_mask: BlockMask | Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """`attention` by its definition, not compiled."""
+    """`attention` with the reference implementation, not compiled."""
     return _attention(flex_attention, (query, key, value), attention_mask, arguments), None
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(key: Hashable) -> Callable[..., Tensor]:
-    """flex_attention, compiled apart for calls of one kind.
+    """flex_attention, compiled separately for calls of one kind.
 
-    PyTorch limits how often a function is compiled anew, and the layers of a few models together
-    would reach the limit. Each kind gets a function of its own, under a name of its own, because
-    PyTorch remembers by name which sizes change.
+    PyTorch limits how often a function is recompiled, and the layers of a few models together
+    would reach the limit. Each kind gets its own function with its own name, because PyTorch
+    tracks dynamic sizes by name.
     """
 
     def attend(
@@ -122,7 +122,7 @@ def _kind(
     mask: BlockMask | Tensor | None,
     arguments: dict[str, Any],
 ) -> Hashable:
-    """The kind of a call: all that is compiled for anew, but lengths, batches and layouts."""
+    """The kind of a call: everything that recompiles, except lengths, batches and layouts."""
     is_tensor = isinstance(mask, Tensor)
     mod = () if mask is None or is_tensor else _codes(mask)
     names = ("softcap", "s_aux", "position_bias", "dropout")
@@ -133,7 +133,7 @@ def _kind(
 
 
 def _codes(mask: BlockMask) -> Hashable:
-    """codes_of its mask_mod, found once for all layers."""
+    """codes_of its mask_mod, computed once for all layers."""
     known = mask.__dict__
     if "_codes" not in known:
         known["_codes"] = codes_of(mask.mask_mod)
@@ -188,7 +188,7 @@ def _attention(
 
 
 def _score_mod(cap: float | None, biases: list[Tensor]) -> ScoreMod | None:
-    """Soft-cap first, then what is added, in the order of transformers' eager attention."""
+    """Soft-cap first, then added biases: the order of transformers' eager attention."""
     mods = [] if cap is None else [_softcap(cap)]
     mods += [mask_score(bias) for bias in biases]
     if len(mods) < 2:

@@ -1,4 +1,4 @@
-"""The masks of transformers as block masks: `block_mask`, which makes one for each step."""
+"""transformers' masks as block masks: `block_mask` creates one for each step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block_mask(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> BlockMask | None:
-    """The mask of a step, as transformers asks for it.
+    """The mask of a step, as transformers requests it.
 
     Args:
         batch_size: B. q_length: M, queries of this step. kv_length: N, keys that they may see.
@@ -37,7 +37,7 @@ def block_mask(
         mask_function: (b, h, q_idx, kv_idx) -> bool, of positions in the sequence.
         attention_mask: [B, S] bool, False for padding; positions from S on are padding too.
         arguments: `device`; `use_vmap`, True if users' functions are part of mask_function;
-            `allow_is_bidirectional_skip`. Others concern other implementations.
+            `allow_is_bidirectional_skip`. Others are for other implementations.
 
     Returns:
         a BlockMask for [B, H, M, N]; None if every key is visible.
@@ -70,10 +70,11 @@ def block_mask(
 
 
 def _one_query(keep: MaskMod, batch_size: int, kv_length: int, device: torch.device) -> BlockMask:
-    """The mask of a token that is decoded: all blocks up to the last that it sees.
+    """The mask of a decode step: all blocks up to the last visible one.
 
-    A few operations where `create_block_mask` needs many, because decoding asks for each token.
-    Those of transformers may be asked for all keys at once, by broadcasting.
+    Takes a few operations instead of the many of `create_block_mask`, because decoding creates a
+    mask per token. transformers' own masks broadcast, so they can be evaluated for all keys at
+    once.
     """
     columns = max(block_count(kv_length, _BLOCK), 2)  # see _with_two_blocks
     numbers = torch.arange(1, columns + 1, dtype=torch.int32, device=device)
@@ -93,7 +94,7 @@ def _one_query(keep: MaskMod, batch_size: int, kv_length: int, device: torch.dev
 
 
 def _padding(attention_mask: Tensor, positions: Any) -> MaskMod:
-    """Keys that are tokens: attention_mask[b, kv_idx], and False behind its end."""
+    """Keys that are not padding: attention_mask[b, kv_idx], and False beyond its end."""
     missing = positions - attention_mask.size(-1)
     tokens = pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
 
@@ -104,7 +105,7 @@ def _padding(attention_mask: Tensor, positions: Any) -> MaskMod:
 
 
 def _shifted(mask_function: MaskMod, q_offset: Tensor, kv_offset: Tensor) -> MaskMod:
-    """A function of positions as one of indices of this step's queries and keys."""
+    """Convert a function of positions to one of indices of this step's queries and keys."""
 
     def shifted_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
@@ -115,7 +116,7 @@ def _shifted(mask_function: MaskMod, q_offset: Tensor, kv_offset: Tensor) -> Mas
 def _scalar(value: int | Tensor, device: torch.device) -> Tensor:
     """A 0-d tensor: a number that changes with each token must not be compiled into kernels.
 
-    A static cache hands out its own counter and counts on during the step, hence the copy.
+    A static cache returns its own counter and increments it during the step, hence the copy.
     """
     if isinstance(value, Tensor):
         return value.to(device, torch.int32, copy=True)
@@ -123,14 +124,15 @@ def _scalar(value: int | Tensor, device: torch.device) -> Tensor:
 
 
 def codes_of(function: Any) -> tuple[Hashable, ...]:
-    """What compiled code is bound to: code of a function and of those it holds, and numbers."""
+    """What compiled code is specialised on: the code of a function and of those that it holds, and
+    numbers."""
     code = getattr(function, "__code__", type(function))
     held = [codes_of(value) if callable(value) else value for value in _held(function)]
     return (code, *(value for value in held if isinstance(value, (tuple, int, float))))
 
 
 def _held(function: Any) -> list[Any]:
-    """What a closure holds, inside tuples too."""
+    """The values that a closure holds, also inside tuples."""
     cells = getattr(function, "__closure__", None) or ()
     held = [cell.cell_contents for cell in cells]
     return [part for value in held for part in (value if isinstance(value, tuple) else (value,))]
@@ -139,8 +141,8 @@ def _held(function: Any) -> list[Any]:
 def _with_two_blocks(mask: BlockMask) -> BlockMask:
     """Room for two blocks of keys, and for two of queries unless there is one query.
 
-    PyTorch compiles code of its own for sizes of 1. Without this, code that was compiled for short
-    sequences would be compiled again as they grow past one block.
+    PyTorch specialises on sizes of 1. Without this, code that was compiled for short sequences
+    would be recompiled as they grow past one block.
     """
     rows, columns = mask.kv_indices.shape[-2:]
     more_rows = 1 if rows == 1 and mask.seq_lengths[0] > 1 else 0
@@ -158,9 +160,9 @@ def _with_two_blocks(mask: BlockMask) -> BlockMask:
 
 
 class BlocksOfAnyLength:
-    """A BlockMask as compiled code sees it, with the lengths of the operands.
+    """A BlockMask for compiled code, with the lengths of the operands.
 
-    Those of the mask are Python ints, for each of which PyTorch would first compile anew.
+    The mask's own lengths are Python ints, and PyTorch would recompile for each.
     """
 
     def __init__(self, mask: BlockMask, q_length: int, kv_length: int) -> None:

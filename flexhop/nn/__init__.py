@@ -1,4 +1,4 @@
-"""Modules: attention with its projections, a cache for it, and a holder of block masks."""
+"""Modules: attention with its projections, a KV cache, and a holder for block masks."""
 
 from flexhop.nn.attention import Attention, Cache
 from flexhop.nn.holder import HeldMask

@@ -1,4 +1,4 @@
-"""The attention of a transformer layer: projections, and flex_attention between them."""
+"""A transformer layer's attention: projections, with flex_attention in between."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from flexhop.mods.functions import ScoreMod
 
 
 class Attention(nn.Module):
-    """Multi-head attention whose mask and scores are your functions.
+    """Multi-head attention with your own score and mask functions.
 
-    Inside `torch.compile` attention is one fused kernel; the projections are plain linear layers.
-    Sizes: B batches, M queries, N keys, W the width, D the head dimension.
+    Under `torch.compile`, attention is one fused kernel; the projections are plain linear layers.
+    Sizes: B batches, M queries, N keys, width W, head size D.
 
     Args:
-        width: W, numbers per token.
-        heads: query heads.
-        kv_heads: heads of keys and values, which divide `heads`; `heads` by default.
+        width: W, features per token.
+        heads: number of query heads.
+        kv_heads: number of key heads, a divisor of `heads`; `heads` by default.
         head_dim: D; W / heads by default.
         bias: whether the projections have biases.
-        rotary_base: rotate queries and keys by their positions with this base, usually 10000; None
-            does not. Halves are rotated against each other, as in Llama.
+        rotary_base: base of rotary position embedding, usually 10000; None: no rotation. Pairs are
+            the two halves of a head, as in Llama.
         qk_norm: normalize each query and key over D (RMSNorm), before the rotation.
-        sinks: learn a logit per head that takes weight and has no value, as in gpt-oss.
-        dropout: probability with which a weight is dropped in training.
-        device, dtype: of the parameters.
+        sinks: learn one logit per head that takes part in the softmax but has no value, as in
+            gpt-oss.
+        dropout: probability of dropping a softmax weight in training.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
-        ModArgumentError: sizes that do not divide, or an odd D with a rotation.
+        ModArgumentError: sizes that do not divide, or an odd D with rotary embedding.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Attention(nn.Module):
         """Attend.
 
         Args:
-            hidden: [B, M, W], where queries come from.
-            context: [B, N, W], where keys and values come from; `hidden` by default.
-            score_mod, block_mask, kernel_options: as for `flex_attention`. Without a mask every
+            hidden: [B, M, W], the source of queries.
+            context: [B, N, W], the source of keys and values; `hidden` by default.
+            score_mod, block_mask, kernel_options: as for `flex_attention`. Without a mask, every
                 query sees every key.
-            positions: [M] or [B, M] integers, where the tokens stand, for the rotation; 0 to M - 1
-                by default, or after the tokens of the cache.
+            positions: [M] or [B, M] integers, the tokens' positions, for the rotation. By default
+                0 to M - 1, or continuing after the cached tokens.
             cache: keys and values of earlier tokens. The new ones are added, and queries see all
-                positions of the cache: give a block_mask that hides those that are empty.
+                slots of the cache: pass a block_mask that hides the empty ones.
 
         Returns:
             [B, M, W].
@@ -123,17 +124,17 @@ class Attention(nn.Module):
 class Cache(nn.Module):
     """Keys and values of the tokens so far, in tensors of a fixed size.
 
-    Its addresses and shapes never change, so a step that uses it can be a CUDA graph. The mask of
-    a step that adds tokens:
+    Addresses and shapes never change, so a CUDA graph can capture a step. The mask of a step that
+    adds tokens:
 
         mask_mod = flexhop.masks.causal_with_offset(cache.length)
 
     Args:
         batch: B.
-        kv_heads: of the attention, as head_dim.
-        capacity: N, most tokens.
+        kv_heads: key heads of the attention.
+        capacity: N, the most tokens that it can hold.
         head_dim: D.
-        device, dtype: of keys and values.
+        device, dtype: device and dtype of keys and values.
     """
 
     keys: Tensor
@@ -159,9 +160,9 @@ class Cache(nn.Module):
         self.register_buffer("length", length, persistent=False)
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [B, H, M, D] behind what is there; all keys and values, [B, H, N, D].
+        """Append [B, H, M, D]; return all keys and values, [B, H, N, D].
 
-        `length` is advanced by `advance`, once for all layers of a step that share a length.
+        `advance` updates `length`, once for all layers of a step that share a length.
         """
         where = torch.arange(key.size(2), device=key.device) + self.length
         self.keys.index_copy_(2, where, key.to(self.keys.dtype))
@@ -173,7 +174,7 @@ class Cache(nn.Module):
         self.length += tokens
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.length.zero_()
 
 

@@ -1,4 +1,4 @@
-"""A block mask as a part of a module."""
+"""A block mask as part of a module."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flexhop.block_mask import BlockMask
 
 
 class HeldMask(nn.Module):
-    """Holds a BlockMask as modules hold buffers: it moves with `.to`, `.cuda` and `.cpu`.
+    """Holds a BlockMask like a buffer: it moves with `.to`, `.cuda` and `.cpu`.
 
         self.window = HeldMask(create_block_mask(sliding_window(512), None, None, 4096, 4096))
         ...
         attention(hidden, block_mask=self.window())
 
-    It is not in `state_dict`, like a buffer with persistent=False: a mask is made, not learned.
+    Like a buffer with persistent=False, it is not in `state_dict`.
 
     Args:
-        mask: what mask_mod captured moves too, in closures, partials and objects.
+        mask: the mask. Tensors that mask_mod captured move too, in closures, partials and objects.
     """
 
     def __init__(self, mask: BlockMask) -> None:
@@ -28,7 +28,7 @@ class HeldMask(nn.Module):
         self.mask = mask
 
     def forward(self) -> BlockMask:
-        """The mask, where the module is."""
+        """The mask, on the module's device."""
         return self.mask
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

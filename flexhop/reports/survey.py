@@ -1,4 +1,4 @@
-"""A call of tensors as the lowerings would see it: what `flexhop.explain` asks of this room."""
+"""A call as the lowerings would see it, for `flexhop.explain`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ DEFAULT_CAPABILITY = (9, 0)
 class Survey(NamedTuple):
     """Facts, graphs and plans of one call.
 
-    The graphs are as the user wrote them; facts and plans are those of the compiler, which
-    decomposes graphs first. joint: None if nothing needs a gradient. tables: what
-    score_mod was made to read; the graphs are those of the mod that reads them. failures:
-    candidates that did not compile in this process.
+    The graphs are as the user wrote them. Facts and plans are the compiler's, which decomposes
+    graphs first. joint: None if nothing needs a gradient. tables: tables that score_mod was
+    rewritten to read; the graphs are then those of the rewritten mod. failures: candidates that
+    did not compile in this process.
     """
 
     problem: Problem
@@ -56,10 +56,10 @@ class Survey(NamedTuple):
 
 
 def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
-    """Look at a call whose operands are fake tensors and graphs.
+    """Survey a call whose operands are fake tensors and graphs.
 
     Raises:
-        FlexhopError: what compiling the call would raise.
+        FlexhopError: as compiling the call would raise.
     """
     if isinstance(args, CachedArgs):
         return _survey_cached(args, device)
@@ -76,7 +76,7 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites)
     problem = read_tensor_problem(args, device, mods, grad)
     options = user_options(args.options)
-    has_kernels = problem.dtype != torch.float64  # chunked.py serves it
+    has_kernels = problem.dtype != torch.float64  # chunked.py lowers it
     plans: tuple[KernelPlan, ...] = ()
     if has_kernels:
         plans = (*plan("forward", problem, options), *plan("backward", problem, options))
@@ -102,10 +102,10 @@ def _survey_cached(args: CachedArgs, device: Device) -> Survey:
 
 
 def find_device(query: Tensor, capability: tuple[int, int] | None) -> Device:
-    """The GPU that kernels would be made for: the asked one, query's own, or else an sm_90.
+    """The GPU to plan for: the requested one, query's own, or otherwise an sm_90.
 
     Raises:
-        OptionValueError: nothing is known about this capability.
+        OptionValueError: an unknown capability.
     """
     if capability is None and query.device.type == "cuda" and not hop.is_fake(query):
         return read_device(query.device)

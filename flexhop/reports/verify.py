@@ -1,4 +1,4 @@
-"""flexhop.verify: hold the attention calls of a function against the definition, at samples."""
+"""flexhop.verify: check a function's attention calls against the reference, at samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexhop.ops.sampled import Saved, key_rows, query_rows, widened
 
 __all__ = ["CallCheck", "Verification", "verify"]
 
-# Error of a row in units of plain PyTorch's, and roundings that are granted besides (numerics.md).
+# Error of a row in units of plain PyTorch's, and the roundings allowed on top (numerics.md).
 _FACTORS = {torch.float32: 32.0, torch.float64: 32.0}
 _LOW_FACTOR = 4.0
 _TF32_EPS = 2.0**-10
@@ -30,11 +30,11 @@ class CallCheck:
 
     Args:
         shape: query's [B, Hq, M, D] and key's [B or 1, Hkv, N, D], in words.
-        ratios: of out, lse and the gradients: the largest error of a sampled row in units of its
-            budget. Right is at most 1. Infinite where a NaN or an infinity is misplaced.
-        worst: of each, the [batch, head, row] of this error.
-        origin: if a result is NaN: which operand the first NaN came from.
-        reproducer: file with the call, if a ratio exceeds 1.
+        ratios: for out, lse and the gradients, the largest error of a sampled row divided by its
+            budget. Correct is at most 1. Infinite if a NaN or an infinity is misplaced.
+        worst: for each, the [batch, head, row] of that error.
+        origin: if a result is NaN, the operand that the first NaN came from.
+        reproducer: file that holds the call, if a ratio exceeds 1.
     """
 
     shape: str
@@ -59,13 +59,13 @@ class CallCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `flexhop.verify` found: one CallCheck for each attention call, in their order."""
+    """The result of `flexhop.verify`: one CallCheck per attention call, in order."""
 
     calls: tuple[CallCheck, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether every call is right."""
+        """Whether every call is correct."""
         return all(call.ok for call in self.calls)
 
     def __str__(self) -> str:
@@ -81,25 +81,25 @@ def verify(
     folder: str | Path | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Run a function, and hold each of its flex_attention calls against the definition.
+    """Run a function, and check each of its flex_attention calls against the reference.
 
-    Each call is compiled on its own, with the operands that the function gives it, and run forward
+    Each call is compiled on its own, with the operands that the function passes, and runs forward
     and backward with random gradients. Sampled queries (out, lse, gradient) and sampled keys
-    (gradients of key and value) are computed in fp64 by the definition, on the same device, and
-    in plain PyTorch, whose error is the budget. Memory is that of the sampled rows of scores.
-    Calls that read a cache have no gradient and are not checked.
+    (gradients of key and value) are computed by the reference in fp64, on the same device, and in
+    plain PyTorch, whose error is the budget. Only the sampled rows of scores are stored. Calls
+    that read a cache have no gradient and are not checked.
 
     Args:
         fn: a function or module, compiled or not.
         *args: its arguments.
-        rows: how many queries, and keys, of each call are looked at.
-        seed: which, and with which gradients.
-        backend: of torch.compile.
-        folder: where a wrong call is written; by default a new temporary folder.
+        rows: how many queries and keys of each call to sample.
+        seed: seed of the samples and the random gradients.
+        backend: backend of torch.compile.
+        folder: where to write a wrong call; by default a new temporary folder.
         **kwargs: further arguments of fn.
 
     Returns:
-        A Verification. `.ok` says whether all is right, `print` says more.
+        A Verification. `.ok` says whether every call is correct; print it for details.
     """
     found: list[CallCheck] = []
     run = getattr(fn, "_orig_mod", None) or inspect.unwrap(fn)
@@ -113,7 +113,7 @@ def verify(
 
 
 class _Checking(fx.Interpreter):
-    """Runs a graph, and has each attention call checked."""
+    """Runs a graph and checks each attention call."""
 
     def __init__(self, graph: fx.GraphModule, check: Callable[[AttentionArgs], Any]) -> None:
         super().__init__(graph)
@@ -123,14 +123,14 @@ class _Checking(fx.Interpreter):
         """Run one node."""
         if target is attention:
             given = AttentionArgs(*args)
-            # Graphs hold a dict of their own kind, which Dynamo does not trace.
+            # Graphs hold their own kind of dict, which Dynamo does not trace.
             self.check(given._replace(options=dict(given.options)))
         return super().call_function(target, args, kwargs)
 
 
 @dataclasses.dataclass
 class _Checker:
-    """Checks one call after the other."""
+    """Checks calls one by one."""
 
     backend: str
     rows: int
@@ -166,7 +166,8 @@ class _Checker:
         self.found.append(check)
 
     def _write(self, args: AttentionArgs, grad_out: Tensor, check: CallCheck) -> Path:
-        """Everything that the call needs, in a file for torch.load(..., weights_only=False)."""
+        """Write everything that the call needs to a file for torch.load(...,
+        weights_only=False)."""
         folder = self.folder or Path(tempfile.mkdtemp(prefix="flexhop_verify_"))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"call_{len(self.found)}.pt"
@@ -183,7 +184,7 @@ class _Checker:
 
 
 def _sample(length: int, count: int, device: torch.device) -> Tensor:
-    """Some positions in order: the first, the last, and others at random."""
+    """Some positions in order: the first, the last, and random others."""
     inner = torch.randperm(length)[: max(0, count - 2)]
     return torch.cat([inner, torch.tensor([0, length - 1])]).unique().to(device)
 
@@ -210,7 +211,7 @@ def _expected(args: AttentionArgs, places: Sequence[Tensor], saved: Saved) -> di
 def _judge(
     actual: Tensor, gold: Tensor, plain: Tensor, args: AttentionArgs
 ) -> tuple[float, tuple[int, ...]]:
-    """The largest error of a row in units of its budget, and where it is."""
+    """The largest error of a row in units of its budget, and its position."""
     actual, gold, plain = (t.double().reshape(*t.shape[:3], -1) for t in (actual, gold, plain))
     same = torch.isclose(actual, gold, rtol=0, atol=0, equal_nan=True)
     misplaced = (~same & ~(actual.isfinite() & gold.isfinite())).any(-1)

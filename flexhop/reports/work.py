@@ -1,4 +1,4 @@
-"""How much a kernel has to do: floating-point operations and bytes, from the problem."""
+"""Work of a kernel: floating-point operations and bytes, from the problem."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def flops(kernel: Role, problem: Problem, pairs: int) -> int:
     Args:
         kernel: which one.
         problem: the call.
-        pairs: (query, key) pairs that are visited, over batches and query heads.
+        pairs: visited (query, key) pairs, over batches and query heads.
 
-    A product of a row of `d` columns with another counts 2 * d. The portable backward kernels each
-    compute the scores and the gradients of the weights anew; the user's functions are not counted.
+    A dot product of length `d` counts as 2 * d. The portable backward kernels each recompute the
+    scores and the gradients of the weights. User functions are not counted.
     """
     qk, v = problem.head_dim, problem.value_head_dim
     columns = {
@@ -33,7 +33,7 @@ def flops(kernel: Role, problem: Problem, pairs: int) -> int:
 def least_bytes(kernel: Role, problem: Problem) -> int:
     """Bytes moved if every operand is read once and every result written once.
 
-    Block lists and captured tensors are not counted; delta, which a separate reduction computes
+    Block lists and captured tensors are not counted. delta, which a separate reduction computes
     from out and grad_out, counts where it is read.
     """
     rows = problem.batch * problem.query_heads * problem.query_len
@@ -48,7 +48,7 @@ def least_bytes(kernel: Role, problem: Problem) -> int:
     moved = {
         "forward": forward,
         "decode": forward,
-        # The gradient of query is added up in fp32, then converted.
+        # The gradient of query is accumulated in fp32, then converted.
         "backward": query + 2 * key + 2 * value + out + 2 * statistic + 5 * query,
         "grad_query": 2 * query + key + value + out + 2 * statistic,
         "grad_key_value": query + 2 * key + 2 * value + out + 2 * statistic,
