@@ -304,7 +304,7 @@ def _run(
 
     Args:
         operands: query, key, value, score_mod, mask_mod.
-        blocks, call: of the mask, and all other choices.
+        blocks, call: block lists of the mask, and all other choices.
         more: the mask itself, the cache, dropout, and whether lse is used.
     """
     block_mask, cache, dropout, wants_lse = more

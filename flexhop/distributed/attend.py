@@ -1,4 +1,4 @@
-"""One call of attention on a rank's part of the sequence."""
+"""One attention call on a rank's part of the sequence."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Results = tuple[Tensor, Tensor, Tensor]
 def attend_view(
     args: AttentionArgs, call: Call, view: View, groups: tuple[str, str], wants_lse: bool
 ) -> Results:
-    """Results of a rank's queries against the keys of all ranks.
+    """Attention of a rank's queries to the keys of all ranks.
 
     Args:
         args: query [B, Hq, M, D], key and value [B, Hkv, M, ...] of the rank's tokens; score_mod
-            and mask_mod in global indices.
-        call: the choices of the call, with their mask left open.
-        view: of its mask.
-        groups: names of the process groups that divide the sequence, and the heads.
-        wants_lse: whether lse is looked at.
+            and mask_mod take global indices.
+        call: the call's options; its mask is left open.
+        view: the view of its mask.
+        groups: names of the process groups that shard the sequence, and the heads.
+        wants_lse: whether lse is used.
     """
     args = _cast(args)
     first_head = 0
@@ -52,7 +52,7 @@ def attend_view(
 
 
 def _cast(args: AttentionArgs) -> AttentionArgs:
-    """What autocast will do to the operands, before they travel."""
+    """Apply autocast to the operands before they are sent."""
     device = args.query.device.type
     if not torch.is_autocast_enabled(device):
         return args
@@ -62,7 +62,7 @@ def _cast(args: AttentionArgs) -> AttentionArgs:
 
 
 def _by_heads(args: AttentionArgs, call: Call, view: View, first_head: int, group: str) -> Results:
-    """One call for each group of heads, with all the keys that it needs."""
+    """One call per group of heads, with all the keys that it needs."""
     (part,) = view.parts
     if part.route.is_own:
         return _call(args, call, part, part.places._replace(head=first_head), (0, 1))
@@ -86,7 +86,8 @@ def _by_heads(args: AttentionArgs, call: Call, view: View, first_head: int, grou
 
 
 def _merged(args: AttentionArgs, call: Call, view: View, first_head: int, group: str) -> Results:
-    """A call for the own keys while the others travel, and one for those; merged by lse."""
+    """One call on the rank's own keys while the others travel, and one on the received keys;
+    merged by lse."""
     own = view.parts[0]
     if len(view.parts) == 1:
         return _call(args, call, own, own.places._replace(head=first_head), (0, 1))
@@ -101,9 +102,9 @@ def _merged(args: AttentionArgs, call: Call, view: View, first_head: int, group:
 
 
 def merge(first: Results, second: Results, *, has_max: bool) -> Results:
-    """Attention over all keys from attention over two parts of them.
+    """Merge attention over two parts of the keys.
 
-    Rows that see nothing keep out 0 and lse -inf, without a NaN in their gradients.
+    Rows that see nothing keep out 0 and lse -inf, without NaN in their gradients.
     """
     highest = torch.maximum(first[1], second[1]).detach()
     is_seen = highest > -torch.inf
@@ -122,12 +123,12 @@ def merge(first: Results, second: Results, *, has_max: bool) -> Results:
 def _call(
     args: AttentionArgs, call: Call, part: Part, places: Places, heads: tuple[int, int]
 ) -> Results:
-    """One call of the operator, whose mods see global indices.
+    """One call of the operator, with mods that see global indices.
 
     Args:
-        args, call, part: what is called.
-        places: of the call's heads.
-        heads: which of how many groups of heads it is.
+        args, call, part: operands, options, and the part of the keys.
+        places: global positions of queries and keys, and the first head.
+        heads: index of the group of heads, and number of groups.
     """
     call = call._replace(mask=part.facts)
     if args.dropout_seed:
@@ -143,7 +144,7 @@ def _call(
 
 
 def _heads_of(blocks: tuple[Tensor, ...], heads: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Block lists of one group of heads, if they differ by head."""
+    """The block lists of one group of heads, if they differ by head."""
     number, count = heads
     if count == 1:
         return blocks

@@ -1,4 +1,4 @@
-"""The context in which attention on a part of the sequence is attention on the whole."""
+"""The context in which attention on a rank's part of the sequence covers the whole sequence."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from flexhop.sequences.row_tables import RowTables, local_mask_mod, range_mask
 
 
 class _Rank:
-    """One rank's side of an entered context; the slot holds it."""
+    """One rank's state of an active context; the slot holds it."""
 
     def __init__(
         self, tokens: int, groups: tuple[str, str], *, sums: bool, default: View | None
     ) -> None:
         self.tokens = tokens
-        self.groups = groups  # that divide the sequence, and the heads; "" if none does
+        self.groups = groups  # process groups that shard the sequence, and the heads; "" if none
         self.everyone = ",".join(group for group in groups if group)
         self.sum_groups = self.everyone if sums else ""
         self.default = default
@@ -108,28 +108,28 @@ class _Rank:
 
 
 class context_parallel:
-    """Divide the sequence of every attention call inside among the ranks of a mesh.
+    """Shard the sequence of every attention call inside over the ranks of a mesh.
 
-    Inside, tensors with a sequence dimension hold a rank's tokens (see `shard`), and
-    `flexhop.flex_attention` and `flexhop.varlen_attention` on them return what they would on the
-    whole. They are given the masks, or the offsets, that the plan was made from. Mods see global
-    positions, heads and batches; captured tensors are those of the whole sequence. Backward passes
-    belong inside, because activation checkpointing calls attention again.
+    Inside, tensors with a sequence dimension hold a rank's tokens (see `shard`).
+    `flexhop.flex_attention` and `flexhop.varlen_attention` return what they would on the whole
+    sequence. Pass the masks, or the offsets, that the plan was made from. Mods see global
+    positions, heads and batches; captured tensors are those of the whole sequence. Run backward
+    passes inside, because activation checkpointing calls attention again.
 
     Every rank enters with the same plan and makes the same calls in the same order.
 
     Args:
         plan: from `make_plan`.
-        mesh: of `plan.ranks` ranks, in one dimension; in two, (groups, heads), if the plan divides
-            both the sequence and the heads.
-        sum_captured: gradients of captured tensors and sinks are summed over the mesh. Say False
-            if something else sums those of all parameters over it, as FSDP over a mesh that holds
-            this one does: each rank then keeps its own part.
-        bucket: sizes of exchanges are rounded up to so many units, so that batches whose documents
-            lie differently have the same shapes, and compiled code serves them all.
+        mesh: a mesh of `plan.ranks` ranks, with one dimension; or two, (groups, heads), if the
+            plan shards both the sequence and the heads.
+        sum_captured: whether to sum gradients of captured tensors and sinks over the mesh. Pass
+            False if something else reduces all parameter gradients over it, such as FSDP over a
+            mesh that contains this one: each rank then keeps its own part.
+        bucket: round up sizes of exchanges to multiples of this many units. Batches with different
+            document boundaries then have the same shapes, and compiled code serves them all.
 
     Raises:
-        PlanError: the mesh has another size.
+        PlanError: the mesh has the wrong size.
         RankDisagreementError: ranks enter with different plans.
     """
 
@@ -161,36 +161,36 @@ class context_parallel:
         return self.plan.positions(self.rank).clamp(max=self.plan.length - 1).to(self.device)
 
     def shard(self, *tensors: Tensor, dim: int = 1, fill: float = 0) -> Any:
-        """This rank's part of tensors of the whole sequence.
+        """This rank's part of tensors that cover the whole sequence.
 
         Args:
             tensors: with `plan.length` entries in dimension dim, equal on all ranks.
-            dim: of the sequence.
+            dim: the sequence dimension.
             fill: the value of padding, such as -100 for labels to be ignored.
 
         Returns:
-            A tensor, or a tuple of as many as were given.
+            A tensor, or a tuple if several were given.
 
         Raises:
-            PlanError: another length.
+            PlanError: the wrong length.
         """
         parts = tuple(self.plan.shard(t, dim, self.rank, fill) for t in tensors)
         return parts[0] if len(parts) == 1 else parts
 
     def unshard(self, *tensors: Tensor, dim: int = 1) -> Any:
-        """The whole sequence from the parts of all ranks, on every rank, without padding.
+        """Gather the whole sequence from the parts of all ranks, on every rank, without padding.
 
-        Differentiable: a part's gradient is that of its place in the whole, which every rank has
-        to compute alike.
+        Differentiable: a part's gradient is its slice of the whole gradient, which every rank must
+        compute alike.
         """
         wholes = tuple(self._gather(t, dim, sums=False) for t in tensors)
         return wholes[0] if len(wholes) == 1 else wholes
 
     def capture(self, *tensors: Tensor, dim: int = 0) -> Any:
-        """Whole tensors, to be captured by mods, from parts that each rank computed.
+        """Gather whole tensors, for mods to capture, from parts that each rank computed.
 
-        As `unshard`, with the gradient that suits `sum_captured`: each part's is summed over all
-        ranks once.
+        Like `unshard`, but the gradient matches `sum_captured`: each part's gradient is summed
+        over all ranks once.
         """
         wholes = tuple(self._gather(t, dim, sums=not self._sum_captured) for t in tensors)
         return wholes[0] if len(wholes) == 1 else wholes
@@ -235,7 +235,7 @@ class context_parallel:
 
 
 def _holders(source: Any) -> tuple[Any, ...]:
-    """What carries the view of a source; see ops.sharding.view_of."""
+    """The object that carries the view of a source; see ops.sharding.view_of."""
     if source is None:
         return ()
     if isinstance(source, PackedSequences):
@@ -244,7 +244,7 @@ def _holders(source: Any) -> tuple[Any, ...]:
 
 
 class _Offsets:
-    """What is known of packed sequences: their view, and the tables of the whole batch."""
+    """Known packed sequences: their view, and the tables of the whole batch."""
 
     def __init__(self, view: View, source: PackedSequences) -> None:
         self.view = view
@@ -254,7 +254,7 @@ class _Offsets:
 
 
 class _PackedMask(NamedTuple):
-    """Stands for the block mask of packed sequences."""
+    """A stand-in for the block mask of packed sequences."""
 
     flexhop_view: View | None
     mask_mod: MaskMod
@@ -262,7 +262,7 @@ class _PackedMask(NamedTuple):
 
 
 def _unknown(packing: Packing, argument: str, found: str) -> tuple[RowTables, _PackedMask]:
-    """Tables of the right form, and a mask that says what is wrong."""
+    """Tables of the right form, and a mask that carries the error."""
     mistake = note_mistake(
         errors.ShardedCallError, argument=argument, found=found,
         expected="calls must repeat the plan's PackedSequences(cu_seqlens, total, ...)",
@@ -313,7 +313,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _groups_of(plan: Plan, mesh: DeviceMesh) -> tuple[str, str]:
-    """Names of the groups that divide the sequence, and the heads; "" if none does."""
+    """Names of the process groups that shard the sequence, and the heads; "" if none."""
     if mesh.ndim == 1:
         name = mesh.get_group().group_name
         return (name, "") if plan.heads == 1 else ("", name)

@@ -1,7 +1,7 @@
-"""What a layout and a way of exchanging keys cost, in seconds, on the slowest rank.
+"""The cost of a layout and a key exchange, in seconds, on the slowest rank.
 
-A model, not a measurement: it orders alternatives. docs/distributed.md lists its assumptions and
-compares it with measurements.
+This is a model, not a measurement: it ranks alternatives. docs/distributed.md lists its
+assumptions and compares it with measurements.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from flexhop.distributed.grids import Demand
 
 Method = Literal["gather", "blocks", "stages"]
 METHODS: tuple[Method, ...] = ("gather", "blocks", "stages")
-# Forward and backward are 2 + 5 products of matrices; a product of two is counted 2 x 2 flops.
+# Forward and backward have 2 + 5 matrix products; a multiply-add counts as 2 flops.
 _PASSES = 3.5
-# Numbers of groups of heads whose exchanges overlap with the computation of the group before.
+# Candidate numbers of head groups; the exchange of one overlaps with the computation of the one
+# before.
 _GROUPS = (1, 2, 4, 8)
 
 
 class AttentionShape(NamedTuple):
-    """What one layer's attention looks like; the default is that of a model of 8B parameters."""
+    """Sizes of one layer's attention; the default is that of an 8B model."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -32,29 +33,29 @@ class AttentionShape(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys and values of one token, of all batches."""
+        """Bytes of the keys and values of one token, over all batches."""
         width = self.head_dim + self.value_dim
         return self.batch * self.kv_heads * width * self.itemsize
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of the queries and results of one token, of all batches."""
+        """Bytes of the queries and results of one token, over all batches."""
         width = self.head_dim + self.value_dim
         return self.batch * self.heads * width * self.itemsize
 
     @property
     def pair_flops(self) -> int:
-        """Of one pair of query and key, forward, in all heads."""
+        """Operations per pair of query and key, forward, over all heads."""
         return 2 * (self.head_dim + self.value_dim) * self.heads * self.batch
 
 
 class Machine(NamedTuple):
-    """Speeds; the default is a node of eight H100 or H200, and InfiniBand between nodes.
+    """Speeds; the default is nodes of eight H100 or H200, and InfiniBand between nodes.
 
-    flops: of attention, per second. node: ranks that the fast link joins. fast, slow: bytes per
-    second, rank and direction, within a node and between nodes. fast_latency, slow_latency:
-    seconds of one collective. launch: seconds of one more exchange, with the small kernels around
-    it. memory: bytes per second.
+    flops: attention's operations per second. node: ranks that the fast link connects. fast, slow:
+    bytes per second, rank and direction, within a node and between nodes. fast_latency,
+    slow_latency: seconds per collective. launch: seconds of one more exchange, with the small
+    kernels around it. memory: bytes per second.
     """
 
     flops: float = 550e12
@@ -68,11 +69,11 @@ class Machine(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one mask and layout, for one layer.
+    """The cost of one mask and layout, for one layer.
 
-    visits: pairs of queries and keys in visited blocks, by rank. received: units of keys that
-    each rank receives, forward. method, groups: how keys are exchanged, and in how many groups of
-    heads. bytes: that the slowest rank receives forward. seconds: forward and backward.
+    visits: (query, key) pairs in visited blocks, by rank. received: units of keys that each rank
+    receives, forward. method, groups: how keys are exchanged, and in how many groups of heads.
+    bytes: bytes that the slowest rank receives forward. seconds: forward and backward.
     """
 
     visits: tuple[float, ...]
@@ -84,7 +85,7 @@ class Cost(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Units of keys into one rank, from its own node and from others."""
+    """Units of keys that one rank receives, from its own node and from others."""
 
     fast: int
     slow: int
@@ -94,14 +95,14 @@ def find_cost(
     demand: Demand, unit: int, own: tuple[Tensor, ...], heads: int,
     shape: AttentionShape, machine: Machine, methods: tuple[Method, ...] = METHODS,
 ) -> Cost:  # fmt: skip
-    """The cheapest way of exchanging the keys of one mask.
+    """The cheapest exchange of the keys of one mask.
 
     Args:
-        demand, unit: of the mask, and tokens of a unit.
+        demand, unit: the mask's demand, and tokens per unit.
         own: units of each group of ranks.
-        heads: ranks of a group, which share its tokens by heads.
-        shape, machine: what is computed, and on what.
-        methods: among which to choose.
+        heads: ranks per group, which split its tokens by heads.
+        shape, machine: sizes of attention, and the hardware.
+        methods: the methods to choose from.
     """
     work, needs = demand.work, demand.needs
     visits = tuple(float(work[_existing(units, work)].sum()) / heads for units in own)
@@ -140,7 +141,7 @@ def _traffic(needs: Tensor, own: tuple[Tensor, ...], rank: int, node: int) -> Tr
 
 
 def _all_traffic(own: tuple[Tensor, ...], rank: int, node: int) -> Traffic:
-    """Of an all-gather; between nodes, the ranks of a node share what arrives."""
+    """Traffic of an all-gather; between nodes, the ranks of a node share what arrives."""
     near = sum(other // node == rank // node for other in range(len(own))) - 1
     far = len(own) - 1 - near
     each = len(own[0])
@@ -148,7 +149,7 @@ def _all_traffic(own: tuple[Tensor, ...], rank: int, node: int) -> Traffic:
 
 
 def _move_seconds(traffic: Traffic, unit: int, shape: AttentionShape, machine: Machine) -> float:
-    """Of one exchange of all heads; nothing where nothing travels."""
+    """Seconds of one exchange of all heads; 0 if nothing is sent."""
     if not traffic.fast + traffic.slow:
         return 0.0
     size = unit * shape.key_bytes
@@ -158,7 +159,7 @@ def _move_seconds(traffic: Traffic, unit: int, shape: AttentionShape, machine: M
 
 
 def _groups(method: Method, shape: AttentionShape, move: float) -> tuple[int, ...]:
-    """In how many groups of heads keys may be exchanged."""
+    """Candidate numbers of head groups for the exchange."""
     if method == "stages" or not move:
         return (1,)
     return tuple(n for n in _GROUPS if shape.kv_heads % n == 0)
@@ -168,12 +169,12 @@ def _seconds(
     method: Method, groups: int, compute: float, move: float, tokens: int,
     shape: AttentionShape, machine: Machine,
 ) -> float:  # fmt: skip
-    """Forward and backward; gradients of keys travel back as keys came."""
+    """Seconds forward and backward; key gradients travel back the same way."""
     forward, backward = compute / _PASSES, compute * (1 - 1 / _PASSES)
     if not move:
         return compute
     if method == "stages":
-        # Keys travel while the own ones are used: no more than all of the time hides.
+        # Keys travel while attention runs on the rank's own ones: at most that time is hidden.
         merge = 6 * tokens * shape.query_bytes / machine.memory + 2 * machine.launch
         return max(forward, move) + max(backward, move) + merge
     each = move / groups
@@ -183,7 +184,7 @@ def _seconds(
 
 
 def _swap_seconds(tokens: int, heads: int, shape: AttentionShape, machine: Machine) -> float:
-    """Tokens for heads and back, forward and backward."""
+    """Seconds to swap tokens for heads and back, forward and backward."""
     if heads == 1:
         return 0.0
     size = tokens * (shape.query_bytes + shape.key_bytes) * (1 - 1 / heads)
@@ -193,6 +194,6 @@ def _swap_seconds(tokens: int, heads: int, shape: AttentionShape, machine: Machi
 
 
 def imbalance(cost: Cost) -> float:
-    """Work of the slowest rank by the mean, 1 is perfect."""
+    """Work of the slowest rank divided by the mean; 1 is perfect."""
     mean = sum(cost.visits) / len(cost.visits)
     return max(cost.visits) / mean if mean else 1.0

@@ -1,8 +1,8 @@
-"""Decoding with a KV cache that is divided among ranks by sequence.
+"""Decoding with a KV cache that is sharded by sequence.
 
-Keys are dealt out in chunks: chunk j of a sequence is on rank j mod P, so every rank has its share
-at any length, and a new token is written by one rank. Every rank has the queries, attends to its
-own keys, and one collective merges the results by their lse. Pages, if there are any, are chunks.
+Keys are distributed in chunks: chunk j of a sequence is on rank j mod P, so ranks are balanced at
+any length, and one rank writes a new token. Every rank has the queries and attends to its own
+keys. One collective merges the results by their lse. If the cache is paged, a page is a chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flexhop.ops.sinks import add_sinks
 
 
 def local_lengths(lengths: Tensor, chunk: int, mesh: DeviceMesh) -> Tensor:
-    """How many keys of each sequence are on this rank, int32, from how many there are."""
+    """Number of keys of each sequence on this rank, int32, from the lengths of the sequences."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     turns = torch.div(lengths, chunk * ranks, rounding_mode="floor")
     rest = lengths - turns * chunk * ranks
@@ -35,11 +35,11 @@ def local_lengths(lengths: Tensor, chunk: int, mesh: DeviceMesh) -> Tensor:
 
 
 def local_positions(positions: Tensor, chunk: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Where tokens of a sequence are kept.
+    """Where tokens of a sequence are stored.
 
     Args:
-        positions: in the sequence, integers.
-        chunk: keys of a chunk.
+        positions: integer positions in the sequence.
+        chunk: keys per chunk.
         mesh: of one dimension.
 
     Returns:
@@ -51,12 +51,12 @@ def local_positions(positions: Tensor, chunk: int, mesh: DeviceMesh) -> tuple[Te
 
 
 def _to_sequence(chunk: int, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """From the position of a key on this rank to that in its sequence."""
+    """Map the position of a key on this rank to its position in the sequence."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
 
     def to_sequence(kv_idx: Tensor) -> Tensor:
         number = torch.div(kv_idx, chunk, rounding_mode="floor")
-        # The number of a chunk here, among those of all ranks before it.
+        # This chunk's index among all chunks, from its index on this rank.
         return kv_idx + (number * (ranks - 1) + rank) * chunk
 
     return to_sequence
@@ -66,12 +66,14 @@ def decode_mask(block_mask: BlockMask | Any, mesh: DeviceMesh, chunk: int) -> Bl
     """This rank's part of a block mask of whole sequences.
 
     Args:
-        block_mask: its keys are as many as all ranks together have room for.
+        block_mask: a mask of whole sequences; its number of keys is the capacity of all ranks
+            together.
         mesh: of one dimension.
-        chunk: keys of a chunk, a multiple of the mask's blocks of keys.
+        chunk: keys per chunk, a multiple of the mask's key block size.
 
     Raises:
-        PlanError: blocks that lie on two ranks, or keys that are no whole turns of chunks.
+        PlanError: blocks that span two ranks, or a number of keys that is no multiple of all
+            ranks' chunks.
     """
     mask, ranks = BlockMask.of(block_mask), mesh.size()
     queries, keys = mask.seq_lengths
@@ -118,32 +120,32 @@ def decode_attention(
     sinks: Tensor | None = None,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
-    """Attention of queries that every rank has to keys that are divided among ranks.
+    """Attention of replicated queries to keys that are sharded over ranks.
 
-    Without gradient. Every rank of the mesh calls it, with the same queries.
+    Has no gradient. Every rank of the mesh calls it, with the same queries.
 
     Args:
         query: [B, Hq, M, D], the same on all ranks.
         key: [B or 1, Hkv, N, D], this rank's keys; or its pages.
         value: [B or 1, Hkv, N, Dv].
-        score_mod: (score, b, h, q_idx, kv_idx) -> score, kv_idx counts in the sequence.
-        block_mask: from `decode_mask`; None: every key that the rank has.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score; kv_idx is the position in the sequence.
+        block_mask: from `decode_mask`. None: every key on the rank is visible.
         scale: the factor of q·k; None is 1/sqrt(D).
         enable_gqa: allow Hq to be a multiple of Hkv.
         kernel_options: as for `flex_attention`.
         mesh: of one dimension.
-        chunk: keys of a chunk; of a page if there is a page_table.
-        page_table: of this rank's pages, whose lengths are `local_lengths`.
-        k_mod: as for `flex_attention`; kv_idx counts in the sequence.
+        chunk: keys per chunk; by default the page size if there is a page_table.
+        page_table: the table of this rank's pages, with lengths from `local_lengths`.
+        k_mod: as for `flex_attention`; kv_idx is the position in the sequence.
         v_mod: the same for value.
         sinks: [Hq], as for `flex_attention`.
-        return_aux: statistics of all keys.
+        return_aux: statistics to return, over all keys.
 
     Returns:
         out [B, Hq, M, Dv], on all ranks; with return_aux (out, AuxOutput).
 
     Raises:
-        PlanError: no chunk, or one that is no page.
+        PlanError: no chunk, or one that differs from the page size.
         FlexhopError: as for `flex_attention`.
     """
     to_sequence = _to_sequence(_chunk(chunk, page_table), mesh)
@@ -182,7 +184,7 @@ def _chunk(chunk: int | None, page_table: PageTable | None) -> int:
 def _merged(
     out: Tensor, aux: AuxOutput, group: str, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Results of all keys from those of every rank, in one collective."""
+    """Merge the results of all ranks, in one collective."""
     lse, largest = aux.lse, aux.max_scores
     assert lse is not None
     parts = [out.to(lse.dtype), lse[..., None]]

@@ -1,13 +1,13 @@
-"""Units of keys and values on their way to the ranks that need them, and gradients on theirs.
+"""Send units of keys and values to the ranks that need them, and their gradients back.
 
-Collectives are custom operators of fixed shapes: how many units go where is data (a tensor on the
-CPU), so a compiled graph is the same for every packing of documents. They begin where they are
-called and are waited for where the result is read. Gradients of a unit are added at its owner, in
-fp32 and in a fixed order.
+Collectives are custom operators of fixed shapes. How many units go where is data (a tensor on the
+CPU), so a compiled graph is the same for every packing of documents. A collective starts where it
+is called and is awaited where its result is read. The owner of a unit adds its gradients in fp32
+and in a fixed order.
 
-An exchange is two differentiable steps. `send_keys` begins all of them; `receive_keys` puts one
-buffer of keys together. Backward, `receive_keys` sends gradients off and does not wait; they are
-waited for in the backward step of `send_keys`, which comes last.
+An exchange has two differentiable steps. `send_keys` starts all groups; `receive_keys` assembles
+one buffer of keys. In the backward pass, `receive_keys` sends gradients without waiting; the
+backward step of `send_keys`, which comes last, awaits them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _count(operation: str, units: Sequence[int], message: Tensor, group: str) ->
 def _pack(key: Tensor, value: Tensor, places: Tensor, unit: int) -> Tensor:
     """Units of [B, H, N, D] and [B, H, N, E] as [n, B, H, unit, D + E], a new tensor.
 
-    Places that are NOWHERE give zeros.
+    Places that are NOWHERE become zeros.
     """
     width = key.size(3)
     batch, heads = key.shape[:2]
@@ -47,7 +47,7 @@ def _pack(key: Tensor, value: Tensor, places: Tensor, unit: int) -> Tensor:
 
 
 def _units(tensor: Tensor, unit: int) -> Tensor:
-    """[B, H, N, D] as [N / unit, B, H, unit, D], a view; zeros behind the last unit's end."""
+    """[B, H, N, D] as [N / unit, B, H, unit, D], a view; zero-padded beyond the end."""
     missing = -tensor.size(2) % unit
     if missing:
         tensor = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
@@ -58,7 +58,7 @@ def _units(tensor: Tensor, unit: int) -> Tensor:
 def _start_cast(
     key: Tensor, value: Tensor, send: Tensor, counts: Tensor, unit: int, received: int, group: str
 ) -> Tensor:
-    """Send own units to the ranks that need them: [received, B, H, unit, D + E], in the works."""
+    """Start sending own units to the ranks that need them: [received, B, H, unit, D + E]."""
     out, into = counts.tolist()
     message = _pack(key, value, send[: sum(out)], unit)
     arriving = message.new_zeros(received, *message.shape[1:])
@@ -76,7 +76,7 @@ def _(
 
 @torch.library.custom_op("flexhop::start_gather", mutates_args=())
 def _start_gather(key: Tensor, value: Tensor, unit: int, received: int, group: str) -> Tensor:
-    """Send all own units to all ranks; as start_cast."""
+    """Start sending all own units to all ranks; see _start_cast."""
     own = key.size(2) // unit
     message = _pack(key, value, torch.arange(own, device=key.device), unit)
     arriving = message.new_empty(received, *message.shape[1:])
@@ -95,7 +95,7 @@ def _start_return(
     grad_key: Tensor, grad_value: Tensor, places: Tensor, counts: Tensor, unit: int, sent: int,
     group: str,
 ) -> Tensor:  # fmt: skip
-    """Gradients of received units to their owners: [sent, B, H, unit, D + E], in the works."""
+    """Start sending gradients of received units to their owners: [sent, B, H, unit, D + E]."""
     out, into = counts.tolist()
     message = _pack(grad_key, grad_value, places[: sum(into)], unit)
     returning = message.new_zeros(sent, *message.shape[1:])
@@ -113,10 +113,10 @@ def _(
 
 
 class _Send(torch.autograd.Function):
-    """Begin the exchange of each group of heads.
+    """Start the exchange of each group of heads.
 
-    Returns key and value, and for each group what is arriving and a stand-in for what was sent,
-    whose gradient is what comes back.
+    Returns key and value, and for each group the arriving buffer and a stand-in for the sent
+    units, whose gradient is what comes back.
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ def _add_up(back: Tensor, returned: Tensor) -> Tensor:
 
 
 class _Receive(torch.autograd.Function):
-    """Put a buffer of keys together, from own and received units."""
+    """Assemble a buffer of keys from own and received units."""
 
     @staticmethod
     def forward(
@@ -199,7 +199,7 @@ class _Receive(torch.autograd.Function):
 
 
 def _in_order(units: Tensor, order: Tensor, length: int) -> Tensor:
-    """[n, B, H, unit, D] -> [B, H, length, D], its units as `order` says; NOWHERE is zeros."""
+    """[n, B, H, unit, D] -> [B, H, length, D], units ordered by `order`; NOWHERE becomes zeros."""
     picked = units.index_select(0, order.clamp(min=0))
     picked = torch.where((order == NOWHERE).view(-1, 1, 1, 1, 1), 0.0, picked)
     return picked.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
@@ -208,13 +208,13 @@ def _in_order(units: Tensor, order: Tensor, length: int) -> Tensor:
 def send_keys(
     key: Tensor, value: Tensor, route: Route, unit: int, groups: int, group: str
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """Begin the exchange of a rank's keys and values.
+    """Start the exchange of a rank's keys and values.
 
     Args:
-        key, value: [B, Hkv, M, D], [B, Hkv, M, Dv]: those that the rank owns.
-        route: which units travel.
+        key, value: [B, Hkv, M, D], [B, Hkv, M, Dv], owned by the rank.
+        route: which units to send.
         unit: tokens of a unit.
-        groups: in how many groups of heads they travel.
+        groups: number of head groups.
         group: name of the process group.
 
     Returns:
@@ -233,13 +233,13 @@ def receive_keys(
     key: Tensor, value: Tensor, way: tuple[Tensor, Tensor], route: Route, unit: int, tokens: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The buffers of keys and values of one group of heads.
+    """Receive the key and value buffers of one group of heads.
 
     Args:
-        key, value: those of `send_keys`, of this group of heads.
-        way: what `send_keys` gave for it.
-        route, unit, group: as there.
-        tokens: of the buffers.
+        key, value: from `send_keys`, of this group of heads.
+        way: what `send_keys` returned for this group.
+        route, unit, group: see `send_keys`.
+        tokens: tokens in the buffers.
     """
     return _Receive.apply(
         key, value, *way, route.order, route.own_back, route.received_back, route.counts, unit,

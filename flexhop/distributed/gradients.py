@@ -1,4 +1,4 @@
-"""Whole tensors from the parts of all ranks, and what becomes of their gradients."""
+"""Gather whole tensors from the parts of all ranks, with their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexhop.compat import collectives
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of all ranks one behind the other along dimension 0; see `gather_parts`."""
+    """Concatenate the parts of all ranks along dimension 0; see `gather_parts`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int, rank: int, group: str, sums: bool) -> Tensor:
@@ -26,7 +26,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Side(NamedTuple):
-    """A rank's side of a process group: its name, its size, and the rank's place in it."""
+    """A process group as a rank sees it: its name, its size, and the rank's index in it."""
 
     group: str
     ranks: int
@@ -34,14 +34,14 @@ class Side(NamedTuple):
 
 
 def gather_parts(tensor: Tensor, dim: int, side: Side, *, sums: bool) -> Tensor:
-    """Parts of all ranks one behind the other along `dim`.
+    """Concatenate the parts of all ranks along `dim`.
 
     Args:
         tensor: the rank's part, of the same shape on all ranks.
-        dim: along which parts follow each other.
-        side: of the process group.
-        sums: whether the gradient of the whole is a part of the gradient on each rank, so that a
-            part's gradient is a sum over ranks; else every rank has all of it.
+        dim: the dimension to concatenate along.
+        side: the process group.
+        sums: whether each rank holds only a part of the whole's gradient, so that a part's
+            gradient is a sum over ranks. Otherwise every rank holds all of it.
     """
     group, ranks, rank = side
     return _Gather.apply(tensor.movedim(dim, 0), ranks, rank, group, sums).movedim(0, dim)

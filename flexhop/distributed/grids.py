@@ -1,7 +1,7 @@
-"""The block grid of a mask, and what it says in units that all masks of a model share.
+"""The block grid of a mask, converted to units that all masks of a model share.
 
-Tokens have one place for all layers, so the sequence is cut into *units*: the smallest runs of
-tokens that are whole blocks of queries and of keys in every mask.
+Tokens are on the same rank for all layers, so the sequence is divided into *units*: the smallest
+runs of tokens that are whole query blocks and key blocks in every mask.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DEFAULT_BLOCK = 128
 class MaskGrid(NamedTuple):
     """A block mask of a whole sequence in dense form, on the CPU.
 
-    partial, full: [B', H', R, C] bool, with B' and H' as in the mask. block: queries and keys of a
-    block, in tokens. length: tokens.
+    partial, full: [B', H', R, C] bool, with B' and H' as in the mask. block: queries and keys per
+    block. length: tokens.
     """
 
     partial: Tensor
@@ -44,7 +44,7 @@ class MaskGrid(NamedTuple):
         return self._by_unit(self.visited.long(), unit) > 0
 
     def work(self, unit: int) -> Tensor:
-        """[U, U] int64: pairs of queries and keys in visited blocks, the mean of all heads."""
+        """[U, U] int64: (query, key) pairs in visited blocks, averaged over heads."""
         heights, widths = (
             real_sizes(self.length, size, count, torch.device("cpu"))
             for size, count in zip(self.block, self.partial.shape[-2:], strict=True)
@@ -53,7 +53,7 @@ class MaskGrid(NamedTuple):
         return self._by_unit(visits * heights[:, None] * widths, unit)
 
     def _by_unit(self, blocks: Tensor, unit: int) -> Tensor:
-        """Sums of [R, C] over the blocks of each pair of units."""
+        """Sum [R, C] over the blocks of each pair of units."""
         units = block_count(self.length, unit)
         rows, columns = (unit // size for size in self.block)
         missing = units * columns - blocks.size(1), units * rows - blocks.size(0)
@@ -62,14 +62,14 @@ class MaskGrid(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """A mask in units: [U, U] whether queries visit keys, and [U, U] the pairs of both."""
+    """A mask in units, [U, U] each: whether queries visit keys, and how many pairs."""
 
     needs: Tensor
     work: Tensor
 
     @classmethod
     def of(cls, grid: MaskGrid, unit: int) -> Demand:
-        """Of a grid."""
+        """The demand of a grid."""
         return cls(grid.needs(unit), grid.work(unit))
 
 
@@ -79,10 +79,10 @@ def read_masks(masks: Any, length: int | None) -> dict[str, MaskGrid]:
     Args:
         masks: one mask, or several by name; each a BlockMask of flexhop or PyTorch,
             PackedSequences, or None, which visits everything.
-        length: tokens of the whole sequence; needed if every mask is None.
+        length: tokens of the whole sequence; required if every mask is None.
 
     Raises:
-        PlanError: a mask is no self-attention, or the lengths differ.
+        PlanError: a mask is not for self-attention, or the lengths differ.
     """
     named = masks if isinstance(masks, Mapping) else {"": masks}
     if not named:
@@ -106,9 +106,9 @@ def read_masks(masks: Any, length: int | None) -> dict[str, MaskGrid]:
 
 
 def common_unit(grids: Mapping[str, MaskGrid]) -> int:
-    """Tokens of a unit: the least common multiple of all block sizes, and of 16.
+    """Tokens per unit: the least common multiple of all block sizes and 16.
 
-    Dropout is drawn for 16 queries and keys at once (ops/dropout.py), which stay together.
+    Dropout is drawn for 16 queries and keys at once (ops/dropout.py), so these stay together.
     """
     return math.lcm(16, *(size for grid in grids.values() for size in grid.block))
 
@@ -147,7 +147,8 @@ def _full_grid(length: int) -> MaskGrid:
 
 
 def _packed_grid(mask: PackedSequences) -> MaskGrid:
-    """Blocks of packed sequences by arithmetic; full ones are partial if a mask_mod hides more."""
+    """Blocks of packed sequences, by arithmetic; full ones count as partial if a mask_mod hides
+    more."""
     tables = mask.tables()
     seen = tables.first[None, None].cpu(), tables.end[None, None].cpu()
     block = (DEFAULT_BLOCK, DEFAULT_BLOCK)

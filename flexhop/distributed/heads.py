@@ -1,4 +1,4 @@
-"""Tokens for heads: a rank gives away heads and gets tokens, and after attention the reverse.
+"""Swap tokens for heads: a rank sends heads and receives tokens, and after attention the reverse.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
 """

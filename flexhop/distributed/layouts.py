@@ -1,7 +1,7 @@
 """Layouts: which rank owns which chunk of the sequence.
 
-A layout is a function of the work of each chunk. Every rank gets the same number of chunks, so
-that every rank has the same number of tokens.
+A layout is a function of the work per chunk. Every rank gets the same number of chunks, and so the
+same number of tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Layout = Literal["contiguous", "zigzag", "greedy"]
 
 
 def contiguous(work: Sequence[float], ranks: int) -> list[int]:
-    """Neighbours stay together: the least traffic for windows and short documents."""
+    """Neighbouring chunks stay together: least traffic for windows and short documents."""
     per_rank = len(work) // ranks
     return [chunk // per_rank for chunk in range(len(work))]
 
@@ -22,7 +22,7 @@ def contiguous(work: Sequence[float], ranks: int) -> list[int]:
 def zigzag(work: Sequence[float], ranks: int) -> list[int]:
     """A chunk from the front and its mirror image from the back: balanced for one causal sequence.
 
-    Needs an even number of chunks per rank.
+    Requires an even number of chunks per rank.
     """
     half = len(work) // 2
     head = [chunk // (half // ranks) for chunk in range(half)]
@@ -30,9 +30,9 @@ def zigzag(work: Sequence[float], ranks: int) -> list[int]:
 
 
 def greedy(work: Sequence[float], ranks: int) -> list[int]:
-    """The chunk with most work first, to the rank with the least work so far that has room.
+    """Assign the largest chunk first, to the least loaded rank that has room.
 
-    Ties go to the lower number, so that every rank computes the same layout.
+    Ties go to the lower index, so every rank computes the same layout.
 
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies (longest processing time).
     """

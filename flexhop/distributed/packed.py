@@ -1,4 +1,4 @@
-"""Packed sequences of a whole batch, as a plan takes them."""
+"""The packed sequences of a whole batch, as input of a plan."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from flexhop.sequences.row_tables import RowTables, Window, tabulate_rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """What `varlen_attention` says of its sequences, for the plan of a context-parallel batch.
+    """The arguments of `varlen_attention` that define its mask, for the plan of a context-parallel
+    batch.
 
-    Inside of the context, varlen_attention is called with the same `cu_seqlens` tensor, which
-    speaks of the whole batch, and the same choices.
+    Inside the context, call varlen_attention with the same `cu_seqlens` tensor, which describes
+    the whole batch, and the same options.
 
     Args:
         cu_seqlens: [S + 1] int32 or int64, where each sequence begins, and the end of the last.
-        total: tokens of the whole batch; from the end of the last sequence on they are padding.
+        total: tokens of the whole batch; tokens after the last sequence are padding.
         is_causal: as for `varlen_attention`.
         window_size: as for `varlen_attention`.
         bottom_right: as for `varlen_attention`.
@@ -40,5 +41,6 @@ class PackedSequences:
         return Window(left, 0 if self.is_causal else right, self.bottom_right)
 
     def tables(self) -> RowTables:
-        """By token of the whole batch: its sequence, its place, and the keys that it sees."""
+        """For each token of the whole batch: its sequence, its position, and the keys that it
+        sees."""
         return tabulate_rows(self.cu_seqlens, self.cu_seqlens, self.total, self.window)

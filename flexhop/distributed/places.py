@@ -1,4 +1,4 @@
-"""Mods that see global positions, whatever a rank's tensors hold."""
+"""Mods that see global positions, although a rank's tensors hold only a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Localize = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
 
 
 class Places(NamedTuple):
-    """Where the queries and keys of one call stand in the whole sequence.
+    """Positions of one call's queries and keys in the whole sequence.
 
     query: [M] int32, the position of each query; that of the last token where there is none.
     key: [N] int32, the position of each key; None if keys follow each other.
@@ -34,7 +34,7 @@ class Places(NamedTuple):
 
 
 def _localize(places: Places) -> Localize:
-    """From the indices of a call to global ones, in range wherever a table may be read."""
+    """Map a call's indices to global ones, in range wherever a table may be read."""
     query, key, start, _, length, overhangs, head = places
 
     def localize(
@@ -53,7 +53,7 @@ def _localize(places: Places) -> Localize:
 
 
 def global_score_mod(score_mod: ScoreMod, places: Places) -> ScoreMod:
-    """A score_mod of a call's own indices that calls score_mod with global ones."""
+    """A score_mod of a call's local indices that calls score_mod with global ones."""
     localize = _localize(places)
 
     def global_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

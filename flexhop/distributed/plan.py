@@ -1,8 +1,8 @@
-"""Which rank computes which queries, and which keys it needs for them.
+"""A plan: which rank computes which queries, and which keys it needs for them.
 
-A plan is a pure function of masks: every rank computes the same one, so a plan never travels. The
-sequence is cut into units (grids.py) and chunks of some units, and every rank owns the same number
-of chunks. Keys lie where their queries lie. docs/distributed.md draws plans.
+A plan is a pure function of masks. Every rank computes the same one, so none is sent. The sequence
+is divided into units (grids.py) and chunks of several units. Every rank owns the same number of
+chunks. Keys are where their queries are. docs/distributed.md shows pictures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexhop.errors import OptionValueError, PlanError
 class MaskPlan(NamedTuple):
     """One mask under a plan.
 
-    need: by group of ranks, the units of keys that its queries visit, ascending.
+    need: for each group of ranks, the units of keys that its queries visit, ascending.
     """
 
     grid: MaskGrid
@@ -37,13 +37,13 @@ class MaskPlan(NamedTuple):
 class Plan:
     """What every rank of a context-parallel mesh owns and needs; see `make_plan`.
 
-    Ranks come in groups of `heads` neighbours. A group shares the tokens of its units: outside of
-    attention each of its ranks has an equal part of them, inside of attention each has all of them
-    and an equal part of the heads (Ulysses). With heads=1 every rank is a group.
+    Ranks form groups of `heads` neighbours. A group shares the tokens of its units. Outside
+    attention, each of its ranks has an equal part of the tokens; inside attention, each has all
+    tokens and an equal part of the heads (Ulysses). With heads=1, every rank is a group.
 
-    length: tokens of the whole sequence. unit: tokens of a unit. chunk: units of a chunk. own: by
-    group, its units, ascending; those from the end of the sequence on are padding. masks: by name;
-    sources: what each was made from.
+    length: tokens of the whole sequence. unit: tokens per unit. chunk: units per chunk. own: the
+    units of each group, ascending; units beyond the sequence are padding. masks: by name. sources:
+    the mask objects that each was made from.
     """
 
     ranks: int
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Number of groups of ranks that divide the sequence."""
+        """Number of groups of ranks that shard the sequence."""
         return len(self.own)
 
     @property
@@ -75,31 +75,33 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted for one layer of each mask, forward and backward, on the slowest rank."""
+        """Predicted seconds for one layer of each mask, forward and backward, on the slowest
+        rank."""
         return sum(mask.cost.seconds for mask in self.masks.values())
 
     def group_positions(self, group: int) -> Tensor:
         """Global positions of a group's tokens, [group_tokens] int64, ascending.
 
-        From `length` on they are padding.
+        Positions from `length` on are padding.
         """
         return (self.own[group][:, None] * self.unit + torch.arange(self.unit)).flatten()
 
     def positions(self, rank: int) -> Tensor:
-        """Global positions of a rank's tokens, [tokens] int64; from `length` on padding."""
+        """Global positions of a rank's tokens, [tokens] int64; positions from `length` on are
+        padding."""
         whole = self.group_positions(rank // self.heads)
         return whole.view(self.heads, -1)[rank % self.heads]
 
     def shard(self, tensor: Tensor, dim: int, rank: int, fill: float = 0) -> Tensor:
-        """A rank's part of a tensor of the whole sequence.
+        """A rank's part of a tensor that covers the whole sequence.
 
         Args:
             tensor: with `length` tokens in dimension dim.
-            rank: of the mesh.
-            fill: the value of padding.
+            rank: rank in the mesh.
+            fill: padding value.
 
         Raises:
-            PlanError: another number of tokens.
+            PlanError: the wrong number of tokens.
         """
         if tensor.size(dim) != self.length:
             raise PlanError(
@@ -114,17 +116,19 @@ class Plan:
         return part.masked_fill((place >= self.length).view(sizes), fill)
 
     def unshard(self, parts: list[Tensor], dim: int) -> Tensor:
-        """The whole sequence from the parts of all ranks, in their order, without padding."""
+        """Assemble the whole sequence from the parts of all ranks, in rank order, without
+        padding."""
         order = self.order().to(parts[0].device)
         return torch.cat(parts, dim).index_select(dim, order)
 
     def order(self) -> Tensor:
-        """The position of each token of the sequence in the parts of all ranks, [length] int64."""
+        """The index of each token of the sequence in the concatenated parts of all ranks, [length]
+        int64."""
         places = torch.cat([self.group_positions(group) for group in range(self.groups)])
         return places.argsort()[: self.length]
 
     def fingerprint(self) -> str:
-        """A text that is equal on all ranks if, and only if, their plans are."""
+        """A text that is equal on two ranks if and only if their plans are."""
         digest = hashlib.sha256()
         for name, mask in self.masks.items():
             digest.update(f"{name} {mask.grid.block} {mask.grid.partial.shape}".encode())
@@ -150,31 +154,32 @@ def make_plan(
     shape: AttentionShape | None = None,
     machine: Machine | None = None,
 ) -> Plan:
-    """Divide a sequence among the ranks of a mesh dimension.
+    """Plan how to shard a sequence over the ranks of a mesh dimension.
 
-    Reads the masks' block lists, so it waits for the device: make plans where batches are made.
+    Reads the masks' block lists, so it synchronises with the device: make plans where you build
+    batches.
 
     Args:
-        masks: one mask, or a dict of those of one model, whose layers share one layout. Each is
-            a BlockMask (flexhop's or PyTorch's) of the whole sequence, PackedSequences, or None,
+        masks: one mask, or a dict of a model's masks, whose layers share one layout. Each is a
+            BlockMask (flexhop's or PyTorch's) of the whole sequence, PackedSequences, or None,
             which visits everything.
         ranks: size of the mesh dimension.
-        length: tokens of the whole sequence; needed if every mask is None.
-        layout: "contiguous", "zigzag", "greedy", or "auto": the cheapest of them.
-        chunk: tokens that stay together, a multiple of the unit; by default the layout's: one
-            chunk per rank for contiguous, two for zigzag, and what is cheapest for greedy.
-        heads: how many neighbouring ranks share their tokens by heads (Ulysses). It must divide
-            the ranks and the key heads. "auto" chooses, and needs `shape`.
-        method: how keys are exchanged: "gather" (all keys to all), "blocks" (needed units, one
-            call of attention), "stages" (needed units, a call for the own keys while the others
-            travel, merged by lse), or "auto": the cheapest for each mask.
-        groups: in how many groups of key heads keys are exchanged, so that the exchange of one
-            overlaps with the computation of another; None chooses.
-        shape: of a layer's attention, for the cost model.
-        machine: its speeds.
+        length: tokens of the whole sequence; required if every mask is None.
+        layout: "contiguous", "zigzag", "greedy", or "auto": the cheapest one.
+        chunk: tokens that stay together, a multiple of the unit. By default, contiguous has one
+            chunk per rank, zigzag two, and greedy the cheapest number.
+        heads: how many neighbouring ranks split their tokens by heads (Ulysses). Must divide the
+            ranks and the key heads. "auto" chooses, and requires `shape`.
+        method: how keys are exchanged: "gather" (all keys to all ranks), "blocks" (needed units,
+            one attention call), "stages" (needed units, one call on a rank's own keys while the
+            others travel, merged by lse), or "auto": the cheapest for each mask.
+        groups: number of key head groups; the exchange of one overlaps with the computation of
+            another. None chooses.
+        shape: sizes of a layer's attention, for the cost model.
+        machine: speeds of the hardware, for the cost model.
 
     Raises:
-        PlanError: masks that do not fit each other, or numbers that do not divide.
+        PlanError: masks that do not match each other, or numbers that do not divide.
         OptionValueError: an unknown name.
     """
     _check(ranks, layout, method)
@@ -210,7 +215,7 @@ def _check(ranks: int, layout: str, method: str) -> None:
 
 
 def _head_counts(heads: int | str, ranks: int, shape: AttentionShape | None) -> list[int]:
-    """Candidates for the number of ranks that share tokens by heads."""
+    """Candidate numbers of ranks that split tokens by heads."""
     if heads == "auto":
         if shape is None:
             raise PlanError(
@@ -231,7 +236,7 @@ def _head_counts(heads: int | str, ranks: int, shape: AttentionShape | None) -> 
 
 
 def _candidates(plan: Plan, heads: int, layout: str, chunk: int | None) -> list[tuple[str, int]]:
-    """Names of layouts, with units of a chunk."""
+    """Names of layouts, with units per chunk."""
     units, groups = block_count(plan.length, plan.unit), plan.ranks // heads
     named = [(n, per) for n, per in CANDIDATES if layout in ("auto", n)]
     if chunk is None:
@@ -248,7 +253,7 @@ def _filled(
     plan: Plan, grids: Mapping[str, MaskGrid], demands: Mapping[str, Demand], method: str,
     groups: int | None,
 ) -> Plan:  # fmt: skip
-    """The plan with what its groups own and need."""
+    """The plan, completed with the units that its groups own and need."""
     own = _own(plan, demands)
     methods: tuple[Method, ...] = METHODS if method == "auto" else (method,)  # type: ignore[assignment]
     planned = {}
@@ -263,10 +268,10 @@ def _filled(
 
 
 def _own(plan: Plan, demands: Mapping[str, Demand]) -> tuple[Tensor, ...]:
-    """Units of each group: whole chunks, behind the end of the sequence too."""
+    """Units of each group: whole chunks, which may extend beyond the sequence."""
     groups = plan.ranks // plan.heads
     each = least = plan.chunk * (2 if plan.layout == "zigzag" else 1)
-    while each * plan.unit % plan.heads:  # the ranks of a group share its tokens
+    while each * plan.unit % plan.heads:  # the ranks of a group split its tokens
         each += least
     units = block_count(plan.length, plan.unit)
     padded = block_count(units, each * groups) * each * groups

@@ -1,7 +1,7 @@
-"""Which units travel where, and how a rank's buffer of keys is put together.
+"""Which units are sent where, and how a rank's buffer of keys is assembled.
 
-Pure functions of a plan. All sizes are the same on every rank, filled up with units that no list
-names, so that one graph serves all ranks and none leaves out a collective that others wait in.
+Pure functions of a plan. All sizes are the same on every rank, padded with units that no list
+names. One graph therefore serves all ranks, and none skips a collective that others wait in.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from torch import Tensor
 from flexhop.block_mask.lists import block_count
 from flexhop.distributed.plan import Plan
 
-NOWHERE = -1  # a place of a buffer that is filled with zeros
-# A run of units with gaps is laid out with its gaps, if these are at most this part of it.
+NOWHERE = -1  # a zero-filled place of a buffer
+# A run of units keeps its gaps in the buffer if they are at most this fraction of it.
 _MOST_GAPS = 0.25
 
 
 class Route(NamedTuple):
     """One exchange of a rank, and the buffer that it fills. Places are in units.
 
-    columns: [N] global numbers of the buffer's units; NOWHERE fills it up.
-    order: [N] where each comes from: own units first, then received ones; NOWHERE is zeros.
-    send: [T] places of own units in the order of destinations; filled up with 0.
-    counts: [2, groups] units sent to, and received from, each group.
-    received: units that arrive at most.
-    own_back: [own] place in the buffer of each own unit; NOWHERE if it is not there; [0] if no own
-        unit is.
-    received_back: [received] the same for received ones.
-    returned: [own, W] places among the T sent units whose gradients belong to an own unit.
-    is_run: whether the buffer's units follow each other in the sequence.
-    is_gather: whether everything is sent to everyone, by an all-gather.
-    is_own: whether the buffer is the rank's own keys as they are, and nothing travels.
+    Args:
+        columns: [N] global indices of the buffer's units; padded with NOWHERE.
+        order: [N] where each comes from: own units first, then received ones; NOWHERE is zeros.
+        send: [T] places of own units, ordered by destination; padded with 0.
+        counts: [2, groups] units sent to, and received from, each group.
+        received: most units that arrive.
+        own_back: [own] place in the buffer of each own unit; NOWHERE if it is absent; [0] if no
+            own unit is in the buffer.
+        received_back: [received] the same for received ones.
+        returned: [own, W] places, among the T sent units, whose gradients belong to an own unit.
+        is_run: whether the buffer's units are consecutive in the sequence.
+        is_gather: whether everything is sent to everyone, by an all-gather.
+        is_own: whether the buffer is the rank's own keys unchanged, and nothing is sent.
     """
 
     columns: Tensor
@@ -50,13 +51,13 @@ class Route(NamedTuple):
 
 
 def make_routes(plan: Plan, name: str, rank: int, bucket: int) -> list[Route]:
-    """The exchanges of a rank's group for one mask, in the order in which they are used.
+    """The exchanges of a rank's group for one mask, in order of use.
 
     Args:
         plan, name: of the mask.
-        rank: of the group.
-        bucket: sizes are rounded up to multiples of so many units, so that other packings of a
-            batch have the same ones.
+        rank: index of the group.
+        bucket: round up sizes to multiples of this many units, so that different packings of a
+            batch share them.
     """
     if plan.groups == 1:
         return [_own_route(plan, rank)]
@@ -78,7 +79,7 @@ def _own_route(plan: Plan, rank: int) -> Route:
 
 
 def _flows(plan: Plan, name: str) -> list[list[Tensor]]:
-    """Units that each group sends to each other one."""
+    """Units that each group sends to each other group."""
     need = plan.masks[name].need
     everyone = range(plan.groups)
     return [
@@ -91,7 +92,7 @@ def _flows(plan: Plan, name: str) -> list[list[Tensor]]:
 
 
 def _gather_route(plan: Plan, rank: int) -> Route:
-    """Every existing unit, in the order of the sequence."""
+    """Every existing unit, in sequence order."""
     units = block_count(plan.length, plan.unit)
     each = len(plan.own[0])
     everything = torch.cat(plan.own)
@@ -107,13 +108,13 @@ def _gather_route(plan: Plan, rank: int) -> Route:
 
 
 def _block_route(plan: Plan, name: str, rank: int, flow: list[list[Tensor]], bucket: int) -> Route:
-    """Needed units, own and received, in the order of the sequence."""
+    """Needed units, own and received, in sequence order."""
     needs = plan.masks[name].need
     units = block_count(plan.length, plan.unit)
     spans = [int(n[-1]) + 1 - int(n[0]) if len(n) else 0 for n in needs]
     most = max(1, *(len(n) for n in needs))
     run = min(units, _rounded(max(1, *spans), bucket))
-    # All ranks decide alike, or their graphs would differ.
+    # All ranks must decide alike, or their graphs would differ.
     is_run = run <= most * (1 + _MOST_GAPS) + bucket
     if is_run:
         start = int(needs[rank][0]) if len(needs[rank]) else 0
@@ -124,7 +125,7 @@ def _block_route(plan: Plan, name: str, rank: int, flow: list[list[Tensor]], buc
 
 
 def _remote_route(plan: Plan, rank: int, flow: list[list[Tensor]], bucket: int) -> Route:
-    """Received units alone."""
+    """Received units only."""
     arriving = torch.cat([row[rank] for row in flow]).sort().values
     most = max(sum(len(row[t]) for row in flow) for t in range(plan.groups))
     columns = _filled(arriving, _rounded(most, bucket), NOWHERE)
@@ -134,7 +135,7 @@ def _remote_route(plan: Plan, rank: int, flow: list[list[Tensor]], bucket: int) 
 def _route(
     plan: Plan, rank: int, columns: Tensor, own: Tensor, flow: list[list[Tensor]], bucket: int
 ) -> Route:
-    """A buffer with these columns; `own` are taken from the rank's own keys."""
+    """A buffer with these columns; `own` are copied from the rank's own keys."""
     everyone = range(plan.groups)
     sizes = [[len(units) for units in row] for row in flow]
     most_in = _rounded(max(sum(row[t] for row in sizes) for t in everyone), bucket)
@@ -154,7 +155,7 @@ def _route(
 
 
 def _returned(plan: Plan, flow: list[list[Tensor]], rank: int, send: Tensor) -> Tensor:
-    """Where the gradients of each own unit stand among those that come back, by destination."""
+    """Places of each own unit's gradients among those that come back, by destination."""
 
     def widest(source: int) -> int:
         sent = torch.cat(flow[source])
@@ -170,7 +171,7 @@ def _returned(plan: Plan, flow: list[list[Tensor]], rank: int, send: Tensor) -> 
 
 
 def _positions_of(wanted: Tensor, among: Tensor) -> Tensor:
-    """Where each of `wanted` stands in `among`, whose entries differ; NOWHERE if nowhere."""
+    """Index of each of `wanted` in `among`, whose entries are distinct; NOWHERE if absent."""
     if not len(among):
         return torch.full_like(wanted, NOWHERE)
     values, places = among.sort()

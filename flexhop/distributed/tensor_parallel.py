@@ -1,8 +1,8 @@
-"""Operands that are DTensors: each rank attends to its own batches and heads.
+"""DTensor operands: each rank attends to its own batches and heads.
 
-Attention needs no other batch and no other head, so nothing is gathered. What a rank computes with
-are local tensors whose batches and heads count from 0; mods, block lists and sinks are shifted to
-them here, and gradients of captured tensors are summed over the ranks with other parts.
+Attention of a batch and head needs no other, so nothing is gathered. A rank computes with local
+tensors whose batches and heads count from 0. Mods, block lists and sinks are shifted to match, and
+gradients of captured tensors are summed over the ranks that hold other shards.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ BATCH, HEAD = 0, 1
 
 
 class Run(NamedTuple):
-    """The batches, or the heads, of a rank: from `start` on, `length` of them."""
+    """The batches, or the heads, of a rank: `length` of them, from `start` on."""
 
     start: int
     length: int
 
 
 class _Layout(NamedTuple):
-    """A rank's share of a call.
+    """A rank's part of a call.
 
-    is_split: by mesh dimension, whether ranks have other queries. groups: names of the process
-    groups of those dimensions, with commas between them.
+    is_split: for each mesh dimension, whether ranks have different queries. groups:
+    comma-separated names of the process groups of those dimensions.
     """
 
     batches: Run
@@ -50,10 +50,10 @@ def attend_dtensors(
     query: Any, key: Any, value: Any, score_mod: ScoreMod | None, block_mask: Any,
     *choices: Any, sinks: Tensor | None = None, mistake: Mistake | None = None, **more: Any,
 ) -> Any:  # fmt: skip
-    """What `flexhop.attention.attend` does, with DTensors for query, key and value.
+    """`flexhop.attention.attend` with DTensors for query, key and value.
 
     Returns:
-        Results as DTensors, placed as query is.
+        Results as DTensors, placed like query.
     """
     mistake = mistake or _mistake(query, key, value)
     if mistake is None and more.get("cache") is not None:
@@ -61,7 +61,7 @@ def attend_dtensors(
             "key", "a DTensor", "caches are plain tensors", "Give a rank's own part of the cache"
         )
     if mistake is not None:
-        # A call of plain tensors raises it, compiled or not.
+        # A call on plain tensors raises it, compiled or not.
         q, k, v = [t.to_local() if dtensors.is_dtensor(t) else t for t in (query, key, value)]
         return attend(q, k, v, None, None, *choices, mistake=mistake, **more)
     layout = _layout(query)
@@ -110,7 +110,7 @@ def _layout(query: Any) -> _Layout:
 
 
 def _mistake(query: Any, key: Any, value: Any) -> Mistake | None:
-    """What is wrong with how the operands are placed."""
+    """What is wrong with the operands' placements."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not dtensors.is_dtensor(tensor):
             return _placed_wrongly(
@@ -175,7 +175,7 @@ def _placed_wrongly(argument: str, found: str, expected: str, mend: str) -> Mist
 
 
 def _local_keys(query: Any, key: Any, layout: _Layout) -> Tensor:
-    """A rank's keys, or values; of heads that all ranks have, those that its queries read."""
+    """A rank's keys or values; of replicated heads, those that its queries read."""
     queries, own = dtensors.kinds_of(query), dtensors.kinds_of(key)
     shared = tuple(k == "whole" and q != "whole" for q, k in zip(queries, own, strict=True))
     local = dtensors.local_part(key, shared)
@@ -190,19 +190,19 @@ def _local_keys(query: Any, key: Any, layout: _Layout) -> Tensor:
 
 
 def _local_sinks(sinks: Any, layout: _Layout) -> Tensor:
-    """Sinks of the rank's heads, whose gradient is summed over ranks."""
+    """Sinks of the rank's heads; their gradient is summed over ranks."""
     whole = dtensors.whole_part(sinks) if dtensors.is_dtensor(sinks) else sinks
     whole = sum_gradient(whole, layout.groups)
     return whole[layout.heads.start : layout.heads.start + layout.heads.length]
 
 
 def shift_score_mod(score_mod: ScoreMod, batch: int = 0, head: int = 0) -> ScoreMod:
-    """A score_mod for some of the batches and heads, which calls score_mod with their numbers.
+    """A score_mod for some of the batches and heads, which calls score_mod with global indices.
 
     Args:
         score_mod: (score, b, h, q_idx, kv_idx) -> score of all batches and heads.
-        batch: number of the first batch that a call has.
-        head: number of its first query head.
+        batch: global index of the call's first batch.
+        head: global index of the call's first query head.
     """
 
     def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def shift_mask_mod(mask_mod: MaskMod, batch: int = 0, head: int = 0) -> MaskMod:
 
 
 class LocalMask(NamedTuple):
-    """The part of a block mask that is for some batches and heads; fields as in BlockMask."""
+    """The part of a block mask for some batches and heads; fields as in BlockMask."""
 
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
@@ -241,12 +241,12 @@ _LISTS = LocalMask._fields[3:11]
 
 
 def local_block_mask(block_mask: Any, batches: Run, heads: Run) -> LocalMask | RangeMask:
-    """The part of a block mask that is for some batches and heads.
+    """The part of a block mask for some batches and heads.
 
     Args:
-        block_mask: of all batches and heads.
-        batches: (start, count) of the batches of a call.
-        heads: (start, count) of its query heads.
+        block_mask: the mask of all batches and heads.
+        batches: (start, count) of the call's batches.
+        heads: (start, count) of the call's query heads.
     """
     batches, heads = Run(*batches), Run(*heads)
     if isinstance(block_mask, RangeMask):  # one for all batches and heads

@@ -17,10 +17,10 @@ from flexhop.ops.call import MaskFacts
 
 
 class Part(NamedTuple):
-    """One call of attention: which keys, where they stand, and which blocks are visited.
+    """One attention call: its keys, their positions, and the blocks to visit.
 
-    tokens: keys of the call. groups: for dropout, by 16 queries and then by 16 keys their places
-    in the sequence, see ops.dropout.place.
+    tokens: keys of the call. groups: for dropout, positions in the sequence by 16 queries, then by
+    16 keys, see ops.dropout.place.
     """
 
     route: Route
@@ -32,11 +32,11 @@ class Part(NamedTuple):
 
 
 class View(NamedTuple):
-    """One mask as a rank sees it; made once per batch and used by every layer with this mask.
+    """One mask as a rank sees it. Created once per batch and shared by every layer with this mask.
 
-    is_merged: whether the parts are merged by their lse; else there is one.
-    groups: of heads, whose exchanges overlap. heads: ranks that share tokens by heads, of which
-    this one is the head_rank-th.
+    is_merged: whether the parts are merged by their lse; otherwise there is one part.
+    groups: number of head groups, whose exchanges overlap. heads: number of ranks that split
+    tokens by heads; this one is the head_rank-th.
     """
 
     name: str
@@ -53,9 +53,9 @@ def make_view(plan: Plan, name: str, rank: int, device: torch.device, bucket: in
 
     Args:
         plan, name: of the mask.
-        rank: of the mesh.
-        device: where the tensors will be.
-        bucket: as for make_routes.
+        rank: rank in the mesh.
+        device: device of the tensors.
+        bucket: see make_routes.
     """
     group, head_rank = divmod(rank, plan.heads)
     parts = tuple(
@@ -116,7 +116,7 @@ def _places(
 
 
 def _local_mask(plan: Plan, name: str, rank: int, columns: Tensor, tokens: int) -> BlockMask:
-    """Rows of the whole grid that are a rank's, columns that are in its buffer; its heads."""
+    """A rank's rows of the whole grid, with the columns in its buffer; its heads."""
     group, head_rank = divmod(rank, plan.heads)
     grid = plan.masks[name].grid
     per_unit = [plan.unit // size for size in grid.block]
@@ -135,5 +135,5 @@ def _local_mask(plan: Plan, name: str, rank: int, columns: Tensor, tokens: int) 
 
 
 def _blocks(units: Tensor, per_unit: int) -> Tensor:
-    """Numbers of the blocks of some units; negative where the unit is NOWHERE."""
+    """Indices of the blocks of some units; negative if the unit is NOWHERE."""
     return (units[:, None] * per_unit + torch.arange(per_unit) * (units[:, None] >= 0)).flatten()

@@ -1,4 +1,4 @@
-"""Plans in words and pictures."""
+"""Plans as text and pictures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _METHODS = {
 
 
 def explain(plan: Plan, width: int = 64) -> str:
-    """What a plan says: who owns what, what travels, and what the cost model expects.
+    """Describe a plan: who owns what, what is sent, and the cost model's estimate.
 
     Args:
         plan: from `make_plan`.
-        width: most cells of a line of the picture.
+        width: most cells per line of the picture.
 
     Returns:
-        A text. In its pictures a line is a rank (or a group that shares its tokens by heads), and
-        a cell some units of the sequence: █ owned, ▒ received from others, · neither.
+        A text. In its pictures, a line is a rank (or a group that splits its tokens by heads), and
+        a cell some units of the sequence: █ owned, ▒ received, · neither.
     """
     lines = _layout_lines(plan)
     for name in plan.masks:
@@ -34,7 +34,7 @@ def explain(plan: Plan, width: int = 64) -> str:
 
 
 def picture(plan: Plan, name: str = "", width: int = 64) -> str:
-    """One line for each rank (or group) of a mask: what it owns, and what it receives."""
+    """One line per rank (or group) of a mask: what it owns and what it receives."""
     units = -(-plan.length // plan.unit)
     cells = min(width, units)
     cell = torch.arange(units) * cells // units
