@@ -1,4 +1,4 @@
-"""Tell PyTorch about flexhop; the only file that knows every room."""
+"""Register flexhop with PyTorch. The only file that knows every room."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def install(*, lowering: bool = False) -> None:
     """Register flexhop with PyTorch: the operators now, the lowerings with the first graph.
 
     Args:
-        lowering: register the lowerings now. Graphs that do not come through Dynamo need it, such
-            as an exported program that is loaded and compiled. It imports Inductor, which takes
+        lowering: register the lowerings now. Graphs that do not come through Dynamo need this,
+            such as a loaded exported program that is compiled. It imports Inductor, which takes
             seconds.
 
-    Further calls have no effect.
+    Later calls have no effect.
     """
     _install_operators()
     if lowering:
@@ -44,7 +44,7 @@ def install(*, lowering: bool = False) -> None:
 @functools.cache
 def _install_operators() -> None:
     compat.check_torch_version()
-    debug.wanted()  # a wrong name is refused at import, not inside the compiler
+    debug.wanted()  # a wrong name raises at import, not inside the compiler
     SLOT.attend_dtensors = _attend_dtensors
     after_import("torch._dynamo", _install_trackers)
     after_import("torch._inductor.codegen.cpp", _place_checks)
@@ -69,7 +69,7 @@ def _install_trackers() -> None:
 
 @functools.cache
 def _load_trackers() -> dict[str, type]:
-    # They import Dynamo, which takes seconds: not before somebody compiles.
+    # They import Dynamo, which takes seconds, so only once something compiles.
     from flexhop.compat import dynamo, dynamo_cached, dynamo_masks
 
     dynamo.AttentionVariable.rules = dynamo.ModRules(
@@ -101,10 +101,10 @@ def _prepare(
 
     Args:
         query, key, value, blocks: as in `call.prepare`.
-        flat_call: a Call as plain tuples, which is what Dynamo was handed (ops/dispatch.py).
+        flat_call: a Call as plain tuples, as Dynamo received it (ops/dispatch.py).
 
     Raises:
-        FlexhopError: as `call.prepare`; NoTritonError, because Inductor would say it wrapped.
+        FlexhopError: as `call.prepare`; NoTritonError, because Inductor would wrap it.
     """
     _require_triton(query)
     given = _read_call(flat_call)
@@ -123,7 +123,7 @@ def _prepare_cached(*operands: Any) -> tuple[float, call.Wire]:
     """
     query, key, value, blocks, pages, (flat_call, has_mods) = operands
     _require_triton(query)
-    mod: Any = None  # mods are not looked at
+    mod: Any = None  # mods are not read
     args = CachedArgs(query, key, value, mod, mod, mod, mod, blocks, pages, 0.0, {})
     return prepare_cached(args, _read_call(flat_call), has_mods)
 
@@ -140,7 +140,7 @@ def _read_call(flat_call: tuple[Any, ...]) -> call.Call:
 
 
 def _attend_dtensors(*operands: Any, **more: Any) -> Any:
-    # Who has no DTensors does not wait for what they need.
+    # Without DTensors, do not pay for their imports.
     from flexhop.distributed.tensor_parallel import attend_dtensors
 
     return attend_dtensors(*operands, **more)
@@ -154,7 +154,7 @@ def _watched() -> Callable[[], None]:
 
 
 def _expect_graph() -> None:
-    """Called while a graph with one of our operators is traced, which will be lowered soon."""
+    """Called while a graph with one of our operators is traced; it will be lowered soon."""
     _watched()()
     PROGRESS.enter("tracing a model with attention")
     _install_lowerings()
@@ -165,7 +165,7 @@ def _expect_graph() -> None:
 
 @functools.cache
 def _install_lowerings() -> None:
-    # Inductor costs seconds to import: not before it is needed.
+    # Importing Inductor takes seconds, so only when it is needed.
     from flexhop.lowering import register
 
     register()

@@ -11,7 +11,7 @@ __all__ = [
     "create_mask",
 ]
 
-# Pickles name the public module, which outlives the files of this room.
+# Pickles name the public module, so this room's files may move.
 BlockMask.__module__ = __name__
-# torch.load(weights_only=True) may make masks: saving.py reads nothing but data.
+# torch.load(weights_only=True) may create masks: saving.py reads only data.
 add_safe_globals([BlockMask])

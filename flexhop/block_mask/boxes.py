@@ -1,4 +1,4 @@
-"""A mask on boxes of scores: True everywhere, somewhere perhaps, or certainly both."""
+"""A mask on boxes of scores: always True, possibly True, or certainly both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexhop.block_mask.scores import Grid, count_up
 
 
 class Found(NamedTuple):
-    """Of boxes: is the mask True everywhere; somewhere perhaps; known to be True and False."""
+    """For each box: is the mask True everywhere; possibly True somewhere; certainly both?"""
 
     always: Tensor
     maybe: Tensor
@@ -23,12 +23,12 @@ class Found(NamedTuple):
 
 
 class Boxes:
-    """Asks a mask about boxes of scores.
+    """Evaluates a mask on boxes of scores.
 
     Args:
         mod: the mask.
         grid: the matrix.
-        bounds: numbers that the sizes of b, h, q and k do not exceed, where sizes are symbols.
+        bounds: upper bounds of the sizes of b, h, q and k, for symbolic sizes.
         count: gives the numbers below a size.
     """
 
@@ -50,7 +50,8 @@ class Boxes:
         k: tuple[Tensor, Tensor],
         tables: Tables,
     ) -> Found:
-        """The mask on boxes: of one batch and head each, and queries and keys between two."""
+        """Evaluate boxes, each of one batch and head, and of queries and keys between two
+        bounds."""
         inputs = {
             name: analysis.point(index, torch.int32, (0, self.bounds[name] - 1), name)
             for name, index in (("b", b), ("h", h))
@@ -70,7 +71,7 @@ class Boxes:
         return torch.full((), value, dtype=torch.bool, device=self.grid.device)
 
     def over_grid(self, block: tuple[int, int], tables: Tables) -> Found:
-        """The mask on all blocks of a size: flags that broadcast to [B, H, rows, columns]."""
+        """Evaluate all blocks of one size: flags that broadcast to [B, H, rows, columns]."""
         grid, device = self.grid, self.grid.device
         rows, columns = -(-grid.q_len // block[0]), -(-grid.kv_len // block[1])
         row, column, b, h = (
@@ -87,5 +88,5 @@ def sizes_of(grid: Grid) -> dict[str, Any]:
 
 
 def ends_of(start: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """The first and the last position of blocks, none of which is behind the sequence."""
+    """The first and last position of blocks, none beyond the sequence."""
     return start.clamp(max=length - 1), (start + size - 1).clamp(max=length - 1)

@@ -1,12 +1,12 @@
-"""Which blocks a mask keeps some of, and all of, by what its operators say about whole blocks.
+"""Which blocks of a mask are non-empty and which are full, from its operators.
 
-1. If each query sees one stretch of keys: from the first and last key of each stretch.
-2. Intervals over blocks: all, none, some and not all, or unknown. Large grids of blocks are looked
-   at in coarse blocks first.
-3. Of unknown blocks: a few scores, intervals of smaller parts, more scores, and then every score.
+1. If each query sees one contiguous range of keys: from its first and last key.
+2. Intervals over blocks: all, none, certainly partial, or unknown. Large grids start with coarse
+   blocks.
+3. For unknown blocks: a few scores, intervals of smaller parts, more scores, then every score.
 
-The result is that of looking at every score (scores.py). Memory is O(blocks). Only the lists of
-unknown blocks wait for the device; masks of the first kind never do.
+The result equals that of evaluating every score (scores.py). Memory is O(blocks). Only listing
+unknown blocks synchronises; masks of the first kind never do.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from flexhop.block_mask.scores import (
 from flexhop.compat.indexing import IndexMode
 from flexhop.mods.functions import MaskMod
 
-COARSE = 16  # blocks of a side of a coarse block
-FEW = {"cpu": 1 << 14, "other": 1 << 20}  # blocks up to which there is no coarse grid
-PATIENCE = 0.05  # of a trial's blocks that a step must settle to be taken for the others
-TRIAL = 256  # blocks of a trial
-MANY = 4096  # blocks from which there is a trial
+COARSE = 16  # side of a coarse block, in blocks
+FEW = {"cpu": 1 << 14, "other": 1 << 20}  # most blocks without a coarse grid
+PATIENCE = 0.05  # fraction of a trial's blocks that a step must settle to be applied to the rest
+TRIAL = 256  # blocks in a trial
+MANY = 4096  # fewest blocks for a trial
 
 
 def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Whether each block keeps something, and everything: [B or 1, H or 1, R, C] bool each.
+    """Whether each block is non-empty, and whether it is full: [B or 1, H or 1, R, C] bool each.
 
     Args:
         mask_mod: the user's function.
@@ -45,7 +45,7 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
         grid: the blocks.
     """
     probe = torch.empty(0, device=grid.device)
-    if type(probe) is not Tensor or probe.is_meta:  # fake tensors hold no numbers to look at
+    if type(probe) is not Tensor or probe.is_meta:  # fake tensors hold no values to read
         return coverage_by_chunks(keep, grid)
     mod = _traced(mask_mod, grid.device)
     if mod is None:
@@ -63,15 +63,16 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
 
 
 def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
-    """The graph of a mask; None if anything is wrong with it: asked for scores, it says so."""
+    """The graph of a mask; None if tracing fails: evaluating scores will report the error."""
     try:
         return analysis.trace(mask_mod, device)
-    except Exception:  # whatever the user's function raises
+    except Exception:  # anything that the user's function raises
         return None
 
 
 def _searched(mod: Mod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """(some, every) by intervals; None if some read is out of range, or the host may not wait."""
+    """(some, every) by intervals; None if a read is out of range, or synchronising is
+    forbidden."""
     try:
         return _Search(mod, keep, grid).find()
     except (analysis.OutOfRange, _WouldWait):
@@ -79,24 +80,24 @@ def _searched(mod: Mod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor] | No
 
 
 def _may_wait(device: torch.device) -> bool:
-    """Whether the host may wait for a device: not in a CUDA graph, nor if the user forbids it."""
+    """Whether the host may synchronise: not in a CUDA graph, nor if the user forbids it."""
     if device.type != "cuda":
         return True
     return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
 
 
 class _WouldWait(Exception):
-    """Unknown blocks would have to be listed, where the host may not wait for the device."""
+    """Unknown blocks would have to be listed, but the host may not synchronise."""
 
 
-# Stretches.
+# Ranges.
 
 
 def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(some, every), [B or 1, H or 1, R, C] bool, of a mask that is stretches. Waits for nothing.
+    """(some, every), [B or 1, H or 1, R, C] bool, of a mask of ranges. Does not synchronise.
 
-    A query touches the blocks from its first key's to its last key's, and covers those between:
-    it adds one where they begin and takes one where they end, and a running sum counts queries.
+    A query touches the blocks from its first key's to its last key's, and covers those between. It
+    adds one where they begin and subtracts one where they end; a running sum counts queries.
     """
     shape = (grid.batch, grid.heads, grid.q_len)
     first, end = (t.expand(shape) for t in (span.first, span.end))
@@ -113,7 +114,7 @@ def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The same, of some rows of blocks and the stretches of their queries."""
+    """The same for some rows of blocks and the ranges of their queries."""
     (height, size), columns = grid.block, grid.columns
     count = first.shape[-1]
     place = torch.arange(count, device=first.device) // height
@@ -123,7 +124,7 @@ def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tenso
     begin = first // size
     touched = begin, torch.where(is_some, (end + size - 1) // size, begin)
     begin = (first + size - 1) // size
-    # The last block may be cut off: it is covered as far as it exists.
+    # The last block may be cut off: it counts as covered if its existing keys are.
     stop = torch.where(is_some & (end == grid.kv_len), columns, end // size)
     covered = begin, torch.maximum(begin, stop)
     counts: list[Tensor] = []
@@ -138,13 +139,13 @@ def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tenso
     return counts[0] > 0, counts[1] == queries[:, None]
 
 
-# Intervals, and then scores.
+# Intervals, then scores.
 
 
 class _Step(NamedTuple):
     """look(blocks [U, 4]) -> (kept, missed, decided), [U] bool each.
 
-    area: scores, or boxes, that it looks at for a block.
+    area: scores, or boxes, evaluated per block.
     """
 
     look: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -176,7 +177,7 @@ class _Search:
         return self.some, self.every
 
     def _one_grid(self) -> Tensor:
-        """Intervals over all blocks; gives those that are unknown, [U, 4]."""
+        """Intervals over all blocks; returns the unknown ones, [U, 4]."""
         found = self.boxes.over_grid(self.grid.block, self.tables)
         self.some.copy_(found.maybe)
         self.every.copy_(found.always)
@@ -194,7 +195,7 @@ class _Search:
         return flags.nonzero()
 
     def _two_grids(self) -> Tensor:
-        """The same through a coarse grid: most blocks are settled many at a time."""
+        """The same with a coarse grid first: most blocks are settled many at a time."""
         grid, device = self.grid, self.grid.device
         large = (grid.block[0] * COARSE, grid.block[1] * COARSE)
         found = self.boxes.over_grid(large, Tables(large))
@@ -228,10 +229,10 @@ class _Search:
             target.copy_(flag.flatten(4, 5).flatten(2, 3)[..., : grid.rows, : grid.columns])
         return torch.cat(unknown)
 
-    # What is unknown then.
+    # The remaining unknown blocks.
 
     def _settle(self, step: _Step, left: Tensor, must: bool) -> Tensor:
-        """Take a step for blocks that are left, a chunk at a time; give those that still are."""
+        """Apply a step to the remaining blocks, a chunk at a time; return those still unknown."""
         size = max(1, CHUNK_ELEMENTS // step.area)
         is_trial = not must and len(left) > MANY and size > TRIAL
         remaining, start = [self._nothing()], 0
@@ -251,7 +252,7 @@ class _Search:
         return torch.cat(remaining)
 
     def _probe(self, side: int) -> _Step:
-        """Some scores of each block: one that is kept and one that is not make it partial."""
+        """Some scores of each block: a visible one and a hidden one make it partial."""
         device = self.grid.device
         rows, columns = (_scattered(side, n, i, device) for i, n in enumerate(self.grid.block))
 
@@ -316,7 +317,7 @@ class _Search:
 def _within(
     start: Tensor, offset: Tensor, side: int, sizes: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """The ends of parts, none of which leaves its block, or is behind the last position."""
+    """The ends of parts, clamped to their block and to the last position."""
     block, length = sizes
     last = (length - 1) // side * side if block % side == 0 else length - 1
     first = torch.minimum((start + offset).clamp(max=last), start + block - 1)
@@ -324,9 +325,9 @@ def _within(
 
 
 def _scattered(side: int, size: int, axis: int, device: torch.device) -> Tensor:
-    """The two ends of a block and some places between, at irregular distances, increasing.
+    """The two ends of a block and some places between, at irregular increasing distances.
 
-    Regular ones would see one residue of a dilated mask only.
+    Regular distances would see only one residue of a dilated mask.
     """
     if side >= size:
         return torch.arange(size, device=device)

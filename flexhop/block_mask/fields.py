@@ -1,7 +1,7 @@
-"""The fields of a BlockMask: their names, what makes them fit each other, and how they travel.
+"""The fields of a BlockMask: names, consistency checks, and serialisation.
 
-`MaskFields` holds them and hands them on: as a tuple, as a state for torch.save, as leaves of a
-tree. BlockMask (mask.py) says what they mean.
+`MaskFields` holds them and converts them: to a tuple, to a state for torch.save, to pytree leaves.
+BlockMask (mask.py) documents their meaning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN_FIELDS = ("seq_lengths", "BLOCK_SIZE", "dq_kv_order_spt")
 
 
 class MaskFields:
-    """The data of a BlockMask; see there for shapes and meaning."""
+    """The data of a BlockMask; see BlockMask for shapes and meaning."""
 
     seq_lengths: tuple[int, int]
     kv_num_blocks: Tensor
@@ -68,7 +68,7 @@ class MaskFields:
 
     @property
     def device(self) -> torch.device:
-        """Where the lists are."""
+        """The device of the lists."""
         return self.kv_indices.device
 
     def numel(self) -> int:
@@ -79,7 +79,8 @@ class MaskFields:
         return total
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """All fields in PyTorch's order; lengths and block size as two numbers each if flatten."""
+        """All fields in PyTorch's order; flatten splits lengths and block size into two numbers
+        each."""
         lengths = self.seq_lengths if flatten else (self.seq_lengths,)
         sizes = self.BLOCK_SIZE if flatten else (self.BLOCK_SIZE,)
         tensors = tuple(getattr(self, name) for name in TENSOR_FIELDS)
@@ -89,12 +90,12 @@ class MaskFields:
         """Everything but mask_mod: tensors and plain numbers, for torch.save.
 
         A function has no tensors to save. `pickle` and `torch.save` of the mask itself also work
-        if mask_mod can be pickled, that is, if it is defined at the top of a module.
+        if mask_mod can be pickled, that is, if it is defined at module level.
         """
         return {name: getattr(self, name) for name in (*TENSOR_FIELDS, *PLAIN_FIELDS)}
 
     def __repr__(self) -> str:
-        """Shapes only: a debugger or a log must not wait for the device."""
+        """Shapes only: a debugger or a log must not synchronise with the device."""
         lines = [f"    {name}={getattr(self, name)}," for name in PLAIN_FIELDS[:2]]
         for name in TENSOR_FIELDS:
             tensor = getattr(self, name)
@@ -118,7 +119,7 @@ class MaskFields:
 
     @classmethod
     def _unflatten(cls, leaves: tuple[Any, ...], context: tuple[Any, ...]) -> Self:
-        """Put leaves back, whatever they are: trees also carry axes, shapes and None."""
+        """Rebuild from leaves of any kind: trees also carry axes, shapes and None."""
         mask = cls.__new__(cls)
         lengths, block_size, key, spt, absent = context
         plain = {"seq_lengths": lengths, "BLOCK_SIZE": block_size, "dq_kv_order_spt": spt}
@@ -159,7 +160,7 @@ def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def check_fields(fields: MaskFields) -> None:
-    """Refuse tensors that do not fit each other.
+    """Check that the tensors match each other.
 
     Raises:
         BlockMaskFieldError: names the field.
@@ -173,7 +174,7 @@ def check_fields(fields: MaskFields) -> None:
         raise BlockMaskFieldError(
             field="dq_write_order_full", reason="dq_write_order_full requires dq_write_order"
         )
-    if not torch.compiler.is_compiling():  # would tie symbolic lengths to symbolic shapes
+    if not torch.compiler.is_compiling():  # would bind symbolic lengths to symbolic shapes
         _check_rows(fields)
 
 
@@ -206,7 +207,7 @@ def _check_pair(fields: MaskFields, counts_name: str, indices_name: str) -> None
 
 
 def _check_rows(fields: MaskFields) -> None:
-    """Kernels find the row of a query by its position, so every query needs one."""
+    """Kernels find a query's row by its position, so every query needs one."""
     rows = fields.kv_indices.shape[-2]
     covered = rows * fields.BLOCK_SIZE[0]
     if covered < fields.seq_lengths[0]:
@@ -217,16 +218,16 @@ def _check_rows(fields: MaskFields) -> None:
 
 
 def is_mask_like(value: object) -> bool:
-    """Whether value has the attributes that every version of PyTorch's BlockMask has."""
+    """Whether value has the attributes of PyTorch's BlockMask, in every version."""
     needed = ("seq_lengths", "BLOCK_SIZE", "mask_mod", *PAIRS[0])
     return not isinstance(value, type) and all(hasattr(value, name) for name in needed)
 
 
 class MaskModKey:
-    """A mask_mod that compares by what it does, as far as that can be seen.
+    """A mask_mod that compares by code and captured values.
 
-    Trees compare their contexts. A closure made anew in each step is the same mask, if its code
-    and what it captured are the same; tensors are compared by identity.
+    Pytrees compare their contexts. A closure recreated in each step is the same mask if its code
+    and its captured values are the same; tensors compare by identity.
     """
 
     __slots__ = ("mask_mod",)
@@ -243,7 +244,7 @@ class MaskModKey:
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    """Equality of callables by parts, of tensors by identity, of the rest by ==."""
+    """Compare callables by parts, tensors by identity, everything else by ==."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, Tensor):
@@ -267,7 +268,7 @@ def _same_values(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _captured(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """What a function carries besides its code."""
+    """The values that a function captured."""
     closure = inspect.getclosurevars(function).nonlocals
     defaults = getattr(function, "__defaults__", None) or ()
     return (*closure.keys(), *closure.values(), *defaults)

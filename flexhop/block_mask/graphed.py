@@ -1,8 +1,8 @@
-"""Which blocks a mask keeps some of, and all of, as operators of a graph that is being traced.
+"""Which blocks of a mask are non-empty and which are full, as operators of a traced graph.
 
-The same stretches and intervals as in coverage.py, of tensors that have no numbers yet and of
-sizes that may be symbols. Nothing waits for the device, and no shape depends on data. What is
-decided in advance, by the operators of the mask alone, is whether unknown blocks can exist.
+The same ranges and intervals as in coverage.py, on tensors without values and with sizes that may
+be symbolic. Nothing synchronises, and no shape depends on data. The mask's operators alone decide
+in advance whether unknown blocks can exist.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _UNBOUNDED = 2**31  # one more than the largest int32: positions are int32
 
 
 class Mask(NamedTuple):
-    """A mask_mod whose captured tensors are operands, as far as `captures` says.
+    """A mask_mod whose captured tensors are operands, as listed in `captures`.
 
-    captures: None if it holds tensors of its own.
+    captures: None if it holds its own tensors.
     """
 
     function: Callable[..., Tensor]
     captures: tuple[Any, ...] | None = None
 
     def __call__(self, *indices: Tensor) -> Tensor:
-        """Call it as the user wrote it."""
+        """Call the user's function."""
         return self.function(*indices, *(self.captures or ()))
 
 
 def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Whether each block keeps something, and everything: [B or 1, H or 1, R, C] bool each.
+    """Whether each block is non-empty, and whether it is full: [B or 1, H or 1, R, C] bool each.
 
     Args:
         mask: the user's function.
@@ -47,7 +47,7 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
     """
     try:
         mod = analysis.trace(mask, grid.device, in_graph=True)
-    except Exception:  # whatever the user's function raises: asked for scores, it says so
+    except Exception:  # anything that the user's function raises: evaluating scores will report it
         return compiled_coverage(keep, grid)
     bounds = {name: bound_of(size) or _UNBOUNDED for name, size in sizes_of(grid).items()}
     forms = analysis.Forms(mod, bounds)
@@ -78,13 +78,13 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
 
 
 def _blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(some, every) of a mask that is stretches, in as much work as there are queries and blocks.
+    """(some, every) of a mask of ranges, in work linear in queries and blocks.
 
-    Each stretch adds one where it begins and takes one where it ends, of the blocks that it
-    touches and of those that it covers; a running sum counts.
+    Each range adds one where it begins and subtracts one where it ends, for the blocks that it
+    touches and for those that it covers; a running sum counts.
 
     Args:
-        span: of all queries of all blocks, of which the last ones may not exist.
+        span: ranges of all queries of all blocks; the last queries may not exist.
         grid: the blocks.
     """
     (height, size), columns, device = grid.block, grid.columns, grid.device
@@ -95,7 +95,7 @@ def _blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
     is_real = row * height + hidden_count(height, device) < grid.q_len
     is_some = is_real & (end > first)
     touched = first // size, (end + size - 1) // size
-    # The last block may be cut off: it is covered as far as it exists.
+    # The last block may be cut off: it counts as covered if its existing keys are.
     last = torch.full_like(end, columns)
     covered = (first + size - 1) // size, torch.where(end >= grid.kv_len, last, end // size)
     kind, is_end = (hidden_count(2, device).view(-1, *[1] * n) for n in (4, 2))

@@ -1,4 +1,4 @@
-"""From the blocks that a mask keeps some of, and all of, to its lists."""
+"""From non-empty and full blocks to a mask's lists."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from flexhop.block_mask.scores import Grid, whole_blocks
 def listed(
     covered: tuple[Tensor, Tensor], grid: Grid, sides: tuple[bool, bool], *, in_graph: bool
 ) -> tuple[Tensor, ...]:
-    """The lists of some blocks; those of all batches and heads are listed once.
+    """The lists of a mask; lists that all batches and heads share are computed once.
 
     Args:
-        covered: of each block, whether something is kept, and everything: [B', H', R, C] bool.
+        covered: for each block, whether it is non-empty, and whether it is full: [B', H', R, C]
+            bool.
         grid: the blocks.
         sides: whether to list full blocks separately, and the query side.
         in_graph: whether a graph is being traced.
@@ -37,7 +38,7 @@ def listed(
 
 
 def all_lists(fields: Sequence[Tensor], sides: tuple[bool, bool]) -> list[Tensor | None]:
-    """Lists in the order of BlockMask, with None for those that `listed` left out."""
+    """Lists in BlockMask's order, with None for those that `listed` omits."""
     separate, with_queries = sides
     found: list[Tensor | None] = list(fields)
     if not separate:
@@ -47,10 +48,10 @@ def all_lists(fields: Sequence[Tensor], sides: tuple[bool, bool]) -> list[Tensor
 
 
 def _for_all(lists: Tensor, grid: Grid) -> Tensor:
-    """Lists for every batch and head of the grid, in memory of their own.
+    """Lists for every batch and head of the grid, in their own memory.
 
-    Never a view, not even of the same shape: a package of AOTInductor that held views of other
-    tensors as its constants read the wrong memory.
+    Never a view, not even of the same shape: an AOTInductor package with views of other tensors as
+    constants read the wrong memory.
     """
     shape = (grid.batch, grid.heads, *lists.shape[2:])
     return lists.expand(shape).clone(memory_format=torch.contiguous_format)

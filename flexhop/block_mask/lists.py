@@ -1,8 +1,8 @@
-"""Lists of blocks and their dense form: the tensor arithmetic under BlockMask.
+"""Block lists and their dense form: the tensor arithmetic under BlockMask.
 
-A pair (num_blocks [..., R], indices [..., R, W]) says for each of R rows which columns it visits:
-the first num_blocks entries of its row of indices. Nothing here waits for the device or lets a
-shape depend on data, so all of it can be traced and captured in a CUDA graph.
+A pair (num_blocks [..., R], indices [..., R, W]) says which columns each of R rows visits: the
+first num_blocks entries of its row of indices. Nothing here synchronises or lets a shape depend on
+data, so everything can be traced and captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from flexhop.compat.symbols import is_symbolic
 
-# Entries of lists that are made together: about 24 bytes of temporaries for each.
+# Entries of lists to create at once: about 24 bytes of temporaries each.
 LISTED_AT_ONCE = 4 * 1024 * 1024
 
 
 def block_count(length: int, block: int) -> int:
-    """Number of blocks that cover `length` positions; the last one may overhang."""
+    """Number of blocks that cover `length` positions; the last one may extend past the end."""
     return (length + block - 1) // block
 
 
 def listed_count(length: int, block: int) -> int:
-    """Number of blocks that lists have room for: one more than there are if length is symbolic.
+    """Number of blocks that lists have room for: one more than exist if length is symbolic.
 
-    PyTorch compiles code of its own for sizes of 1, and an exported program would be refused
-    because its lengths include some of one block. Nobody visits the block too many.
+    PyTorch specialises on sizes of 1, and would reject an exported program whose lengths include
+    single blocks. Kernels never visit the extra block.
     """
     spare = block if is_symbolic(length) else 0
     return block_count(length + spare, block)
@@ -37,9 +37,9 @@ def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Mark the visited columns of each row.
 
     Args:
-        num_blocks: [..., R] int32, live entries per row.
-        indices: [..., R, W] int32; entries at and after num_blocks mean nothing, whatever their
-            value. A live entry that names no column of the grid is ignored.
+        num_blocks: [..., R] int32, used entries per row.
+        indices: [..., R, W] int32; entries from num_blocks on are ignored, whatever their value.
+            So is a used entry that names no column of the grid.
         columns: C, the width of the grid; independent of W.
 
     Returns:
@@ -47,7 +47,7 @@ def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     """
     position = torch.arange(indices.shape[-1], device=indices.device, dtype=torch.int32)
     named = (position < num_blocks[..., None]) & (indices >= 0) & (indices < columns)
-    # Entries to ignore land in an extra column that is cut off: no shape depends on data.
+    # Ignored entries go to an extra column that is cut off: no shape depends on data.
     target = torch.where(named, indices, columns).long()
     dense = torch.zeros(
         (*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device
@@ -56,7 +56,7 @@ def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 class BlockRanges(NamedTuple):
-    """Blocks start .. stop - 1 of each row, of which full_count from full_start on are full."""
+    """Blocks start .. stop - 1 of each row; full_count of them, from full_start on, are full."""
 
     start: Tensor
     stop: Tensor
@@ -71,33 +71,33 @@ def find_ranges(
     *,
     full_overhangs: bool = False,
 ) -> BlockRanges:
-    """The blocks of a mask whose query i sees the keys first[i] .. end[i] - 1; seen = first, end.
+    """The blocks of a mask whose query i sees keys first[i] .. end[i] - 1; seen = first, end.
 
-    Kernels find them by the same rule (templates/portable/ranges.py.jinja).
+    Kernels use the same rule (templates/portable/ranges.py.jinja).
 
     Args:
-        seen: two of [..., M] integers, neither ever decreasing along a row; nothing is seen where
-            both are equal.
+        seen: two of [..., M] integers, both non-decreasing along a row; a query whose two are
+            equal sees nothing.
         columns: C, number of blocks of keys.
-        block_size: queries and keys of a block.
-        full_overhangs: whether a row of blocks that overhangs the queries may have full blocks.
+        block_size: queries and keys per block.
+        full_overhangs: whether a row of blocks that extends past the queries may have full blocks.
 
     Returns:
-        [..., R] each. Blocks exist and full ones are visited even if ends decrease; then they are
-        the wrong ones.
+        [..., R] each. If ends decrease, the blocks are wrong, but they exist and full ones are
+        visited.
     """
     first, end = seen
     q_size, kv_size = block_size
     queries = first.size(-1)
     rows = torch.arange(block_count(queries, q_size), device=first.device)
-    # The ends never decrease: the first and the last query of a block say all about it.
+    # The ends never decrease, so a block's first and last query determine it.
     top, bottom = rows * q_size, ((rows + 1) * q_size).clamp(max=queries) - 1
     start = _floor(first[..., top], kv_size).clamp(0, columns)
     stop = torch.maximum(_ceil(end[..., bottom], kv_size).clamp(0, columns), start)
     full_start = torch.minimum(torch.maximum(_ceil(first[..., bottom], kv_size), start), stop)
     full_stop = torch.minimum(_floor(end[..., top], kv_size), stop)
     count = (full_stop - full_start).clamp(min=0)
-    if not full_overhangs:  # by the definition of a full block
+    if not full_overhangs:  # by definition of a full block
         count = torch.where(rows < queries // q_size, count, 0)
     return BlockRanges(start, stop, full_start, count)
 
@@ -105,7 +105,7 @@ def find_ranges(
 def ranges_to_dense(
     seen: tuple[Tensor, Tensor], columns: int, block_size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Mark the partial and the full blocks of each row: [..., R, C] bool; args of find_ranges."""
+    """Mark the partial and full blocks of each row: [..., R, C] bool; args of find_ranges."""
     ranges = (t[..., None] for t in find_ranges(seen, columns, block_size))
     start, stop, full_start, full_count = ranges
     column = torch.arange(columns, device=start.device)
@@ -126,7 +126,7 @@ def dense_to_lists(dense: Tensor, *, in_graph: bool = False) -> tuple[Tensor, Te
 
     Args:
         dense: [..., R, C] bool.
-        in_graph: whether a graph is being traced; Dynamo says so itself.
+        in_graph: whether a graph is being traced; Dynamo detects itself.
 
     Returns:
         num_blocks [..., R] and indices [..., R, C], both int32 and contiguous.
@@ -143,32 +143,32 @@ def dense_to_lists(dense: Tensor, *, in_graph: bool = False) -> tuple[Tensor, Te
 
 
 def _order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
-    """The indices of `dense_to_lists`: how many marks are ahead of a column says where it goes."""
+    """The indices of `dense_to_lists`: a column's place is the number of marks before it."""
     column = torch.arange(dense.shape[-1], device=dense.device, dtype=torch.int32)
-    ahead = dense.cumsum(-1, dtype=torch.int32)  # marks up to a column, and in it
+    ahead = dense.cumsum(-1, dtype=torch.int32)  # marks up to and including a column
     place = torch.where(dense, ahead - 1, num_blocks[..., None] + column - ahead)
     order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
     return order.scatter_(-1, place.long(), column.expand_as(place))
 
 
 def transpose_lists(num_blocks: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """For each column the rows that visit it, ascending: ([..., C], [..., C, R]), int32."""
+    """For each column, the rows that visit it, ascending: ([..., C], [..., C, R]), int32."""
     return dense_to_lists(lists_to_dense(num_blocks, indices, columns).mT)
 
 
 def real_sizes(length: int, block: int, blocks: int, device: torch.device) -> Tensor:
-    """How many positions below `length` each of `blocks` blocks holds: [blocks] int64."""
+    """How many positions below `length` each of `blocks` blocks contains: [blocks] int64."""
     start = torch.arange(blocks, device=device) * block
     return (length - start).clamp(0, block)
 
 
 def write_order(visited: Tensor, q_indices: Tensor, descending: bool) -> Tensor:
-    """When each key block adds to the dQ of each query block, if additions must keep an order.
+    """The turn of each key block in adding to the dQ of each query block, if the order is fixed.
 
     Args:
         visited: [..., R, C] bool, partial and full blocks together.
         q_indices: [..., C, W] int32, the query blocks of each key block.
-        descending: the last key block of a row adds first; else the first one does.
+        descending: the last key block of a row adds first; otherwise the first one does.
 
     Returns:
         [..., C, W] int32: for entry w of column c, the turn (from 0) of c in row q_indices[c, w].
@@ -177,7 +177,7 @@ def write_order(visited: Tensor, q_indices: Tensor, descending: bool) -> Tensor:
     if descending:
         earlier = visited.sum(-1, keepdim=True, dtype=torch.int32) - 1 - earlier
     batch = torch.broadcast_shapes(visited.shape[:-2], q_indices.shape[:-2])
-    # Dead entries may hold any number, -1 for example; what they read is never used.
+    # Unused entries may hold any number, such as -1; their result is never used.
     rows = q_indices.clamp(0, visited.shape[-2] - 1).long()
     turns = earlier.mT.expand(*batch, -1, -1)
     return turns.gather(-1, rows.expand(*batch, -1, -1))

@@ -1,8 +1,8 @@
-"""The operator `flexhop_block_lists`: how Dynamo hands a mask to the analysis.
+"""The operator `flexhop_block_lists`: how Dynamo passes a mask to the analysis.
 
-Dynamo traces the mask_mod into a graph of its own and lifts what it captured. Whatever traces the
-operator after that, AOTAutograd or make_fx, records the operators that find the lists instead: no
-graph that reaches a compiler holds it.
+Dynamo traces the mask_mod into its own graph and lifts its captured tensors. AOTAutograd or
+make_fx, which trace the operator afterwards, record the operators that find the lists instead: no
+graph that reaches a compiler contains it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexhop.mods.functions import MaskMod
 
 
 class ListsDoor(NamedTuple):
-    """Operands with which Dynamo meets the operator."""
+    """Operands as Dynamo sees them."""
 
     probe: Tensor  # on the device of the lists
     mask_mod: MaskMod

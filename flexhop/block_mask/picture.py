@@ -1,4 +1,4 @@
-"""Pictures of a BlockMask: characters for a terminal, SVG for a notebook, axes of matplotlib."""
+"""Pictures of a BlockMask: text for a terminal, SVG for a notebook, matplotlib axes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from flexhop.block_mask.fields import MaskFields, dense_blocks
 from flexhop.block_mask.lists import block_count
 from flexhop.errors import MissingPackageError, OptionValueError
 
-# The values of a cell, which are also positions in GLYPHS and COLORS.
+# Cell values, which are also indices into GLYPHS and COLORS.
 EMPTY, PARTIAL, FULL = range(3)
 NAMES = ("empty", "partial", "full")
-# A cell is two characters wide, because a character is about twice as high as wide.
+# A cell is two characters wide, because a character is about twice as tall as wide.
 GLYPHS = ("  ", "░░", "██")
-# Blues that stand out on a white page and on a black one; empty cells are transparent.
+# Blues that are visible on white and on black pages; empty cells are transparent.
 COLORS = ("none", "#a3c4f3", "#3069b8")
 PICTURE_PIXELS = 260
 MAX_PICTURES = 4
 
 
 class MaskPictures(MaskFields):
-    """The drawing methods of a BlockMask. Each waits for the device of the lists."""
+    """The drawing methods of a BlockMask. All of them synchronise."""
 
     def sparsity(self) -> float:
-        """The part of the matrix that is not visited, in percent."""
+        """The fraction of the matrix that is not visited, in percent."""
         raise NotImplementedError
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
@@ -58,7 +58,7 @@ class MaskPictures(MaskFields):
         return f"{self._title()[:-1]}, \n{self.to_string().strip()}\n)"
 
     def to_svg(self, batch: int = 0, head: int = 0, grid_size: int = 64) -> str:
-        """Draw the blocks of one batch and head as an SVG image: text to store in a file.
+        """Draw the blocks of one batch and head as an SVG image, as text.
 
         Args:
             batch: which batch of the mask, 0 if all share one.
@@ -71,7 +71,7 @@ class MaskPictures(MaskFields):
         return svg(self._cells(batch, head, grid_size))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the pictures of the first batches and heads, and a legend."""
+        """A notebook's view: pictures of the first batches and heads, and a legend."""
         if self.device.type == "meta":
             return f"<pre>{html.escape(repr(self))}</pre>"
         figures = [
@@ -87,13 +87,13 @@ class MaskPictures(MaskFields):
         """Draw the blocks of one batch and head with matplotlib.
 
         Args:
-            ax: the Axes to draw into. None makes a new figure.
+            ax: the Axes to draw into. None creates a figure.
             batch: which batch of the mask, 0 if all share one.
             head: which head of the mask, 0 if all share one.
             grid_size: most rows and columns of cells, as in to_string.
 
         Returns:
-            The Axes. Their units are tokens: keys to the right, queries downwards.
+            The Axes, in units of tokens: keys to the right, queries downwards.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -111,7 +111,8 @@ class MaskPictures(MaskFields):
         )  # fmt: skip
         queries, keys = self.seq_lengths
         axes.set(xlim=(0, keys), ylim=(queries, 0), xlabel="key", ylabel="query")
-        # A long cache under a few queries would be a hair: only similar lengths keep their ratio.
+        # A few queries with a long cache would be a thin line: only similar lengths keep their
+        # ratio.
         axes.set_aspect("equal" if queries <= 4 * keys and keys <= 4 * queries else "auto")
         axes.set_title(f"{100 - self.sparsity():.1f} % of the matrix is visited")
         handles = [
@@ -125,7 +126,7 @@ class MaskPictures(MaskFields):
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%)"
 
     def _step(self, dimension: int, limit: int) -> int:
-        """Blocks in one cell, along queries (0) or keys (1)."""
+        """Blocks per cell, along queries (0) or keys (1)."""
         blocks = block_count(self.seq_lengths[dimension], self.BLOCK_SIZE[dimension])
         return 1 if limit < 0 else max(1, block_count(blocks, max(1, limit)))
 
@@ -186,7 +187,7 @@ def outline(chosen: Tensor) -> str:
 
 
 def _reduce(visited: Tensor, full: Tensor, steps: tuple[int, int]) -> Tensor:
-    """Cells of steps[0] x steps[1] blocks; blocks that the grid lacks at its end do not count."""
+    """Merge steps[0] x steps[1] blocks per cell; blocks beyond the grid do not count."""
     rows, columns = (block_count(visited.shape[i], steps[i]) for i in (0, 1))
     missing = (0, columns * steps[1] - visited.shape[1], 0, rows * steps[0] - visited.shape[0])
     grouped = (rows, steps[0], columns, steps[1])

@@ -1,4 +1,4 @@
-"""Block lists where each query sees one range of keys: no element of the mask is looked at."""
+"""Block lists of masks whose queries see one range of keys each, without evaluating the mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexhop.block_mask.lists import block_count, find_ranges
 
 
 class RangeLists(NamedTuple):
-    """The block lists of one side, as BlockMask has them but without the axes of heads."""
+    """The block lists of one side, as in BlockMask but without the head axis."""
 
     num_blocks: Tensor  # [B, R] int32
     indices: Tensor  # [B, R, W] int32
@@ -22,18 +22,18 @@ class RangeLists(NamedTuple):
 def list_rows(
     seen: tuple[Tensor, Tensor], key_length: int, block_size: tuple[int, int], width: int
 ) -> RangeLists:
-    """The blocks that each row visits: for calls that need no gradient.
+    """The blocks that each row visits, for calls without gradients.
 
     Args:
-        seen: two of [B, M] integers, never decreasing along a row: query i sees the keys
-            first[i] .. end[i] - 1.
+        seen: two of [B, M] integers, non-decreasing along a row: query i sees keys first[i] ..
+            end[i] - 1.
         key_length: N.
-        block_size: queries and keys of a block.
-        width: the most blocks that a row visits.
+        block_size: queries and keys per block.
+        width: most blocks that a row visits.
 
     Returns:
-        [B, R] and [B, R, W]. A row of blocks that overhangs the queries may have full blocks: what
-        kernels compute for queries that do not exist is not stored.
+        [B, R] and [B, R, W]. A row of blocks that extends past the queries may have full blocks:
+        kernels do not store results of queries that do not exist.
     """
     columns = block_count(key_length, block_size[1])
     ranges = find_ranges(seen, columns, block_size, full_overhangs=True)

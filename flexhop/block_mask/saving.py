@@ -1,8 +1,8 @@
-"""A mask_mod as plain data: how masks are saved, and found again without running anything.
+"""A mask_mod as plain data: masks are saved and loaded without running code.
 
-A function is saved by its module and name. A ready mask of flexhop is saved by the name of its
-formula and what it was made of. Files may come from strangers: reading one looks functions up in
-modules that are imported already, and imports nothing.
+A function is saved by its module and name. A built-in mask is saved by the name of its formula and
+its arguments. Files may be untrusted: loading looks up functions in modules that are already
+imported, and imports nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PLAIN = (Tensor, int, float, str, type(None))
 
 
 class SavedMask(MaskFields):
-    """How a BlockMask is pickled, and so saved by torch.save and copied to other processes."""
+    """Pickling of BlockMask, which torch.save and copies to other processes use."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As objects are by default, but for mask_mod.
+        """The default, except for mask_mod.
 
-        torch.save writes protocol 2, and may be read with weights_only=True, which finds no
-        functions: there mask_mod becomes plain data if it can.
+        torch.save uses protocol 2. Loading with weights_only=True finds no functions, so mask_mod
+        becomes plain data if it can.
         """
         mod = self.mask_mod
         if isinstance(mod, types.FunctionType) and not _is_found(mod):
@@ -51,7 +51,7 @@ class SavedMask(MaskFields):
 
 
 def to_data(value: Any) -> list[Any] | None:
-    """A mask_mod as nested lists of names, numbers and tensors; None if it is something else."""
+    """A mask_mod as nested lists of names, numbers and tensors; None for anything else."""
     if isinstance(value, types.FunctionType):
         return ["function", value.__module__, value.__qualname__] if _is_found(value) else None
     if not isinstance(value, functools.partial) or value.keywords:
@@ -68,7 +68,7 @@ def from_data(data: list[Any]) -> Any:
     """Undo to_data.
 
     Raises:
-        UnsupportedFeatureError: a function is not there.
+        UnsupportedFeatureError: a function cannot be found.
     """
     kind, module, name, *parts = data
     found = _find(module, name)
@@ -90,7 +90,7 @@ def from_data(data: list[Any]) -> Any:
 
 
 def _part_to_data(part: Any) -> list[Any]:
-    """[kind, data]; the kind is None for what cannot be saved."""
+    """[kind, data]; the kind is None if it cannot be saved."""
     if isinstance(part, _PLAIN):
         return ["value", part]
     if isinstance(part, tuple):
@@ -107,7 +107,7 @@ def _part_from_data(kind: str, data: Any) -> Any:
 
 
 def _is_formula(function: Any) -> bool:
-    """Whether it is flexhop's own: strangers' files may not call others with their arguments."""
+    """Whether it is flexhop's own. An untrusted file must not call other functions."""
     return isinstance(function, types.FunctionType) and (
         function.__module__.partition(".")[0] == __name__.partition(".")[0]
     )
@@ -122,10 +122,10 @@ def _find(module: str, name: str) -> Any:
 
 
 def dump_context(context: tuple[Any, ...]) -> list[Any]:
-    """What torch.export writes about a mask besides its tensors.
+    """The data that torch.export saves for a mask besides its tensors.
 
     Raises:
-        UnsupportedFeatureError: mask_mod is neither found by a name nor made of numbers and such.
+        UnsupportedFeatureError: mask_mod is neither found by name nor made of plain values.
     """
     lengths, block_size, key, spt, absent = context
     data = to_data(key.mask_mod)
@@ -142,7 +142,7 @@ def load_context(dumped: Any) -> tuple[Any, ...]:
     """Undo dump_context.
 
     Raises:
-        UnsupportedFeatureError: as from_data.
+        UnsupportedFeatureError: see from_data.
     """
     lengths, block_size, data, spt, absent = dumped
     return tuple(lengths), tuple(block_size), MaskModKey(from_data(data)), spt, tuple(absent)

@@ -1,7 +1,7 @@
-"""Which blocks a mask keeps some of, and all of, by looking at every score.
+"""Which blocks of a mask are non-empty and which are full, by evaluating every score.
 
-Eagerly they are looked at chunk by chunk, within CHUNK_ELEMENTS. Under torch.compile it is one
-reduction over a pointwise function, which Inductor turns into a loop that stores nothing else.
+Eager mode evaluates chunks of CHUNK_ELEMENTS. Under torch.compile it is one reduction over a
+pointwise function, which Inductor turns into a loop that stores nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from flexhop.compat.indexing import IndexMode
 from flexhop.compat.symbols import is_symbolic
 from flexhop.mods.functions import MaskMod
 
-# Elements of the mask that eager creation looks at together. A mask of a few comparisons holds
-# about 16 bytes of temporaries for each, so this is about 64 MiB.
+# Mask elements that eager creation evaluates at once. A mask of a few comparisons needs about 16
+# bytes of temporaries each, so this is about 64 MiB.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
-# Longest side of what it looks at as one; longer blocks are looked at in pieces.
+# Longest side of a piece that is evaluated at once; longer blocks are split.
 LONGEST = 1024
 # vmap's in_dims for mapping over kv_idx, q_idx, h and b in turn; the last one is outermost.
 MAPPED = (
@@ -33,7 +33,7 @@ MAPPED = (
 
 
 class Grid(NamedTuple):
-    """The matrix of one mask, and how it is cut into blocks."""
+    """The matrix of one mask, and its division into blocks."""
 
     batch: int
     heads: int
@@ -54,7 +54,7 @@ class Grid(NamedTuple):
 
 
 def whole_blocks(grid: Grid) -> Tensor:
-    """[R, C] bool: blocks that do not overhang; only they can be full."""
+    """[R, C] bool: blocks within both lengths; only they can be full."""
     return _first_blocks(grid, grid.q_len // grid.block[0], grid.kv_len // grid.block[1])
 
 
@@ -66,11 +66,11 @@ def _first_blocks(grid: Grid, rows: int, columns: int) -> Tensor:
 
 
 def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Whether each block keeps something, and everything: [B, H, R, C] bool each.
+    """Whether each block is non-empty, and whether it is full: [B, H, R, C] bool each.
 
     Two things keep Inductor from storing the mask. All indices have the shape of the whole, so
-    that whatever it computes on the way has the loops of the final sum and fuses with it. And one
-    sum says both facts, so that the mask has one reader.
+    intermediate results have the loops of the final sum and fuse with it. And one sum encodes both
+    facts, so the mask has one reader.
     """
     device = grid.device
     queries = _pieces(grid.q_len, grid.block[0], device)
@@ -96,7 +96,7 @@ def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def coverage_by_chunks(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The same as `compiled_coverage`, looking at CHUNK_ELEMENTS at a time."""
+    """The same as `compiled_coverage`, CHUNK_ELEMENTS at a time."""
     batch, heads = count_up(grid.batch, grid.device), count_up(grid.heads, grid.device)
     queries = _pieces(grid.q_len, grid.block[0], grid.device, LONGEST)
     keys = _pieces(grid.kv_len, grid.block[1], grid.device, LONGEST)
@@ -116,13 +116,12 @@ def coverage_by_chunks(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(length: int, block: int, device: torch.device, longest: int | None = None) -> Tensor:
-    """Positions in order, a row for each block, or for each piece of a block: [P, size] int32.
+    """Positions in order, one row per block, or per piece of a block: [P, size] int32.
 
-    What a piece lacks at the end of its block, or a block at the end of the sequence, is filled
-    by repeating the last position, which changes neither "some" nor "every" and keeps captured
-    tables from being read out of range.
+    Pieces are padded, at the end of their block or of the sequence, by repeating the last
+    position. That changes neither "some" nor "every" and keeps captured tables in range.
     """
-    # A symbolic length is not compared: that would be a guard.
+    # Do not compare a symbolic length: that would be a guard.
     reach = block if is_symbolic(length) else min(block, length)
     size = reach if longest is None else min(reach, longest)
     within = torch.arange(block_count(reach, size) * size, device=device, dtype=torch.int32)
@@ -132,7 +131,7 @@ def _pieces(length: int, block: int, device: torch.device, longest: int | None =
 
 
 def _chunks(shape: tuple[int, ...], area: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a table into parts of at most CHUNK_ELEMENTS, if each entry stands for `area`."""
+    """Split a table into parts of at most CHUNK_ELEMENTS, if each entry stands for `area`."""
     room = max(1, CHUNK_ELEMENTS // area)
     spans: list[list[slice]] = []
     for size in reversed(shape):  # the last dimension first: its parts are contiguous
@@ -145,10 +144,10 @@ def _chunks(shape: tuple[int, ...], area: int) -> Iterator[tuple[slice, ...]]:
 def evaluate_mod(
     mod: Callable[..., Tensor], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 ) -> Tensor:
-    """Apply a mod to each combination of indices: [len(b), len(h), len(q_idx), len(kv_idx)].
+    """Evaluate a mod for each combination of indices: [len(b), len(h), len(q_idx), len(kv_idx)].
 
-    Mapped and not broadcast, because a mod may index in steps, `table[b][q_idx]`, which means
-    something else for indices that have dimensions.
+    Uses vmap rather than broadcasting: a mod may index in steps, `table[b][q_idx]`, which means
+    something else if indices have dimensions.
     """
     for dims in MAPPED:
         mod = torch.vmap(mod, in_dims=dims)
@@ -157,15 +156,15 @@ def evaluate_mod(
 
 
 def count_up(size: int, device: torch.device) -> Tensor:
-    """0 to size - 1, as kernels count: int32."""
+    """0 to size - 1, as in kernels: int32."""
     return torch.arange(size, device=device, dtype=torch.int32)
 
 
 def hidden_count(size: int, device: torch.device) -> Tensor:
-    """0 to size - 1, int32, of which Inductor does not know that they are loop counters.
+    """0 to size - 1, int32, hidden from Inductor as loop counters.
 
-    It writes sums and quotients of counters as formulas, which is slow for many of them, fails for
-    some (2.13), and leaves out the rest of a length that is no multiple of a divisor (2.11 to
+    Inductor writes sums and quotients of counters as formulas. That is slow for many counters,
+    fails for some (2.13), and drops the rest of a length that is no multiple of a divisor (2.11 to
     2.15, on a CPU).
     """
     return count_up(size, device).bitwise_or(0)

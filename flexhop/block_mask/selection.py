@@ -1,4 +1,4 @@
-"""Indexing a BlockMask: from what the user wrote to slices, and the length that remains."""
+"""Indexing a BlockMask: from the user's index to slices, and the remaining length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Index = int | slice | Tensor
 
 
 def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoReturn:
-    """The mask_mod of a selection: where its indices would point is not known.
+    """The mask_mod of a selection; it does not know the offset of its indices.
 
     Raises:
         SlicedMaskModError: always.
@@ -65,10 +65,10 @@ def _as_slice(position: int, size: int) -> slice:
 def _remaining(
     selection: slice | Tensor, length_and_block: tuple[int, int], blocks: int, chosen: int
 ) -> int:
-    """Number of queries in the chosen blocks; all blocks are whole but the last one."""
+    """Number of queries in the chosen blocks; all blocks but the last are whole."""
     length, block = length_and_block
     if isinstance(selection, Tensor):
-        return chosen * block  # where the last block went is data, and this must not wait for it
+        return chosen * block  # where the last block went is data, and this must not synchronise
     start = 0 if selection.start is None else selection.start
     start = start + blocks if start < 0 else start
     last = max(start, 0) + (chosen - 1) * (1 if selection.step is None else selection.step)

@@ -1,6 +1,6 @@
-"""A mask asked as if it were a tensor: its size, where it is, copies of it.
+"""Tensor methods of a mask: size, device, copies.
 
-Frameworks hand masks about as tensors and ask these questions on the way.
+Frameworks treat masks like tensors and call these methods.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from flexhop.mods.captured import captured_tensors, map_captured
 
 
 class TensorLikeMask(MaskFields):
-    """Methods of a BlockMask that tensors have too.
+    """Methods that a BlockMask shares with tensors.
 
-    Those that copy also copy the tensors that mask_mod has captured, in closures, in partials and
-    in objects; not those in globals or modules.
+    Copies include the tensors that mask_mod captured in closures, partials and objects, but not
+    those in globals or modules.
     """
 
     @property
     def ndim(self) -> int:
-        """4: batch, head, query, key; 2 if batch and head were left out."""
+        """4: batch, head, query, key; 2 without batch and head."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """As ndim."""
+        """Same as ndim."""
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
@@ -43,32 +43,33 @@ class TensorLikeMask(MaskFields):
         return self.device.type == "cuda"
 
     def is_contiguous(self) -> bool:
-        """Whether every list is."""
+        """Whether every list is contiguous."""
         return all(t.is_contiguous() for t in self._tensors())
 
     def contiguous(self) -> Self:
-        """The mask, with contiguous lists; itself if they are. Captured tensors are left alone."""
+        """The mask with contiguous lists; itself if they are. Captured tensors stay as they
+        are."""
         return self if self.is_contiguous() else self._with_lists(Tensor.contiguous)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A mask on `device`, and with it what mask_mod captured."""
+        """A mask on `device`, with the tensors that mask_mod captured."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def cpu(self) -> Self:
-        """As to("cpu")."""
+        """Same as to("cpu")."""
         return self.to("cpu")
 
     def cuda(self, device: torch.device | str | int = "cuda", non_blocking: bool = False) -> Self:
-        """As to(device)."""
+        """Same as to(device)."""
         where = f"cuda:{device}" if isinstance(device, int) else device
         return self.to(where, non_blocking)
 
     def pin_memory(self) -> Self:
-        """A mask in page-locked memory, from which copies to a GPU need not be waited for."""
+        """A mask in page-locked memory, for asynchronous copies to a GPU."""
         return self.map_tensors(Tensor.pin_memory)
 
     def clone(self) -> Self:
-        """A mask that shares no tensor with this one."""
+        """A copy that shares no tensor with this mask."""
         return self.map_tensors(Tensor.clone)
 
     def detach(self) -> Self:
@@ -86,15 +87,15 @@ class TensorLikeMask(MaskFields):
         return made
 
     def copy_(self, source: MaskFields) -> Self:
-        """Overwrite this mask with another one in place, as captured CUDA graphs need it.
+        """Overwrite this mask with another one in place, as captured CUDA graphs require.
 
         Args:
-            source: a BlockMask of the same lengths, block size, batches, heads and mask_mod, but
-                for the values of its lists and of the tensors that mask_mod captured. Its rows of
+            source: a BlockMask of the same lengths, block size, batches, heads and mask_mod. The
+                values of its lists and of mask_mod's captured tensors may differ. Its rows of
                 blocks may be narrower than this mask's.
 
         Raises:
-            BlockMaskFieldError: it does not fit; nothing has been copied.
+            BlockMaskFieldError: it does not match; nothing has been copied.
         """
         pairs = [*self._matched_lists(source), *self._matched_captures(source)]
         for own, other in pairs:
@@ -116,7 +117,7 @@ class TensorLikeMask(MaskFields):
         return [pair for pair in pairs if pair is not None]
 
     def _matched_list(self, name: str, source: MaskFields) -> tuple[Tensor, Tensor] | None:
-        """Where one list goes and what it becomes; None if the target does without it."""
+        """The target and source of one list; None if the target does not need it."""
         own: Tensor | None = getattr(self, name)
         other: Tensor | None = getattr(source, name)
         if own is None or (other is None and name.startswith("full_")):  # that becomes empty
@@ -130,7 +131,7 @@ class TensorLikeMask(MaskFields):
         return own, other
 
     def _matched_captures(self, source: MaskFields) -> list[tuple[Tensor, Tensor]]:
-        """What mask_mod captured here and there."""
+        """Pairs of tensors that the two mask_mods captured."""
         if self.mask_mod is source.mask_mod:
             return []
         if _without_tensors(self.mask_mod) != _without_tensors(source.mask_mod):
@@ -151,7 +152,7 @@ class TensorLikeMask(MaskFields):
         return [t for name in TENSOR_FIELDS if (t := getattr(self, name)) is not None]
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A mask with `change` applied to every list and to what mask_mod captured."""
+        """A mask with `change` applied to every list and every captured tensor of mask_mod."""
         made = self._with_lists(change)
         made.mask_mod = map_captured(self.mask_mod, change)
         return made
@@ -167,7 +168,7 @@ class TensorLikeMask(MaskFields):
 
 
 def _without_tensors(mod: Any) -> MaskModKey:
-    """A mod as a key that is equal for mods that differ in captured tensors only."""
+    """A key that is equal for mods that differ only in captured tensors."""
     return MaskModKey(map_captured(mod, lambda _: _ANY_TENSOR))
 
 

@@ -1,8 +1,8 @@
-"""The operator `flexhop_unknown_blocks`: asks a mask itself about the blocks that are unknown.
+"""The operator `flexhop_unknown_blocks`: evaluates a mask in the unknown blocks.
 
-Intervals in a graph give one of four states for each block. How many are unknown is data, so it
-may not be a shape: the operator takes and gives the states of all blocks. A kernel looks at each
-state and evaluates the mask where it must (lowering/open_blocks.py).
+Intervals in a graph give each block one of four states. How many are unknown is data, so it may
+not be a shape: the operator takes and returns the states of all blocks. A kernel reads each state
+and evaluates the mask if it must (lowering/open_blocks.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexhop.block_mask.scores import CHUNK_ELEMENTS, MAPPED
 from flexhop.compat import hop
 from flexhop.compat.indexing import IndexMode
 
-NONE, SOME, EVERY, UNKNOWN = range(4)  # what a mask keeps of a block
+NONE, SOME, EVERY, UNKNOWN = range(4)  # states of a block
 
 
 class UnknownArgs(NamedTuple):
@@ -35,12 +35,12 @@ unknown_blocks = hop.Operator("flexhop_unknown_blocks", UnknownArgs, ("mask_mod"
 
 
 def states_of(keep: Callable[..., Tensor], args: UnknownArgs, part: Tensor) -> Tensor:
-    """The states of some blocks, by every score of theirs: [U] int8.
+    """The states of some blocks, from all of their scores: [U] int8.
 
     Args:
-        keep: the mask, of its indices alone.
+        keep: the mask, as a function of its indices alone.
         args: of the operator.
-        part: [U] int64, places in the flat tensor of states.
+        part: [U] int64, indices into the flat tensor of states.
     """
     _, heads, rows, columns = args.states.shape
     (height, width), (_, _, q_len, kv_len) = args.block, args.sizes

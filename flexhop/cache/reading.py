@@ -1,4 +1,4 @@
-"""What a call says of its cache, checked and in the operator's form: page_table, k_mod, v_mod."""
+"""A call's cache arguments, checked and converted for the operator: page_table, k_mod, v_mod."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flexhop.cache.pages import PageTable, cache_mistake, in_pages, table_mistak
 from flexhop.mods.keys import Dequantize, KeyMod, noop_key, same_number
 from flexhop.ops.call import Mistake, note_mistake
 
-# Numbers that mean what they say without a scale; a factor may stand in score_mod, or nowhere.
+# Dtypes whose numbers need no scale; a factor may be in score_mod, or nowhere.
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
 class CacheReading(NamedTuple):
-    """How key and value become numbers; fields as in CachedArgs."""
+    """How key and value are decoded; fields as in CachedArgs."""
 
     key_mod: KeyMod
     value_mod: KeyMod
@@ -31,10 +31,10 @@ def read_cache(
     k_mod: KeyMod | None,
     v_mod: KeyMod | None,
 ) -> tuple[Operands, CacheReading, Mistake | None]:
-    """The operands, in pages if there is a table, how they are read, and the first mistake.
+    """The operands, paged if there is a table; how to read them; and the first invalid argument.
 
-    Args: query, key and value, and as for flex_attention. Eagerly the values of the table are
-    looked at, too.
+    Args: query, key and value, and flex_attention's cache arguments. Eager calls also check the
+    values of the table.
     """
     query, key, value = operands
     mods = (_mod_of(k_mod, key), _mod_of(v_mod, value))
@@ -52,7 +52,7 @@ def read_cache(
 
 
 def stores_numbers(*caches: object) -> bool:
-    """Whether one of key and value stores numbers in a dtype that no call computes in."""
+    """Whether key or value has a dtype that no call computes in."""
     return any(isinstance(cache, Tensor) and cache.dtype in _EIGHT_BITS for cache in caches)
 
 
@@ -83,7 +83,7 @@ def _table_mistake(query: Tensor, key: Tensor, value: Tensor, table: Any) -> Mis
 
 
 def _values_mistake(table: PageTable, key: Tensor) -> Mistake | None:
-    """A length or page that does not exist; compiled code and CUDA graphs cannot wait for it."""
+    """An invalid length or page; compiled code and CUDA graphs cannot synchronise to check."""
     if torch.compiler.is_compiling() or not _has_values(table.pages):
         return None
     found, expected = value_mistake(table, key.size(0))
@@ -99,7 +99,7 @@ def _has_values(tensor: Tensor) -> bool:
 def _scale_mistake(
     name: str, mod: Dequantize, operands: tuple[Tensor, Tensor], table: PageTable | None
 ) -> Mistake | None:
-    """A scale whose shape does not fit the cache; `operands` are query and it."""
+    """A scale whose shape does not match the cache; `operands` are query and the cache."""
     if not isinstance(mod.scale, Tensor):
         return None
     query, cache = operands

@@ -1,4 +1,4 @@
-"""The dial FLEXHOP_DEBUG: print the stages of a call while they happen.
+"""FLEXHOP_DEBUG: print the stages of a call as they happen.
 
     FLEXHOP_DEBUG=graph,kernel python train.py
 
@@ -9,8 +9,8 @@
 | kernel | tile, shared memory, reason and constants of each kernel, when it is chosen |
 | source | the Triton source of each candidate, before Inductor fuses what follows into it |
 
-Stages are printed to stderr. A graph that comes from one of PyTorch's caches is not lowered again
-and prints nothing; `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` switches the caches off.
+Stages go to stderr. A graph from one of PyTorch's caches is not lowered again and prints nothing;
+`TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` disables the caches.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ARGUMENTS = {
 
 @functools.cache
 def wanted() -> frozenset[str]:
-    """The stages that the environment asks for; read once per process.
+    """The stages that the environment requests; read once per process.
 
     Raises:
-        OptionValueError: a name that is no stage.
+        OptionValueError: an unknown stage.
     """
     words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
     stages = frozenset(word for word in words if word)
@@ -51,13 +51,13 @@ def wanted() -> frozenset[str]:
 
 
 def reread() -> frozenset[str]:
-    """Read the environment anew, for a program that changes it."""
+    """Read the environment again, for a program that changes it."""
     wanted.cache_clear()
     return wanted()
 
 
 def show(stage: str, title: str, text: Callable[[], str]) -> None:
-    """Print one stage if it was asked for; `text` is called only then."""
+    """Print one stage if requested; `text` is called only then."""
     if stage in wanted():
         print(f"--- flexhop {stage}: {title}\n{text().rstrip()}", file=sys.stderr, flush=True)
 
@@ -86,9 +86,9 @@ def mod_code(graph: fx.GraphModule, kind: str) -> str:
         copies[node] = named.placeholder(name)
     named.output(named.graph_copy(graph.graph, copies))
     text = named.python_code("self").src.strip()
-    text = re.sub(r";  (?:\w+ = )+None", "", text)  # frees memory early; noise to a reader
+    text = re.sub(r";  (?:\w+ = )+None", "", text)  # frees memory early; noise for a reader
     text = re.sub(r"\n\n+", "\n", text)
-    # One form on every version: types of arguments and of results are left out.
+    # Same text on every version: omit the types of arguments and results.
     head, _, body = text.partition("\n")
     inputs = ", ".join(node.name for node in named.find_nodes(op="placeholder"))
     head = f"def {'joint' if kind == 'joint' else kind + '_mod'}({inputs}):"

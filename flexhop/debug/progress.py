@@ -1,8 +1,8 @@
-"""One line about a compilation that takes long: that it goes on, and with which of its parts.
+"""One line about a long compilation: that it is running, and at which stage.
 
-A compilation starts and ends with PyTorch's. It is reported if it holds attention and takes more
-than SECONDS: a line on stderr, or in a terminal a running clock if tqdm is installed. Of several
-ranks the first speaks. `FLEXHOP_PROGRESS=0` switches it off.
+A compilation starts and ends with PyTorch's. If it contains attention and takes more than SECONDS,
+one line goes to stderr; in a terminal with tqdm installed, a running clock. Only the first of
+several ranks prints. `FLEXHOP_PROGRESS=0` turns it off.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ SECONDS = 5.0
 
 
 class Progress:
-    """The compilation of this moment. PyTorch compiles one at a time, whatever the threads."""
+    """The current compilation. PyTorch compiles one at a time, in any thread."""
 
     def __init__(self) -> None:
         self._done: threading.Event | None = None
-        self._is_watched = False  # whether this one is
+        self._is_watched = False  # whether this compilation is watched
         self._since = 0.0
         self.part = ""
 
     @property
     def is_watching(self) -> bool:
-        """Whether a compilation with attention goes on."""
+        """Whether a compilation with attention is running."""
         return self._done is not None and self._is_watched
 
     def start(self) -> None:
-        """PyTorch begins to compile something."""
+        """PyTorch starts to compile something."""
         self._done, self._since = threading.Event(), time.monotonic()
         self._is_watched = False
 
     def enter(self, part: str) -> None:
-        """Attention is in it, and this is what happens now; watch from now on."""
+        """The compilation contains attention and reaches this stage; watch from now on."""
         self.part = part
         if self._done is None or self._is_watched or os.environ.get(VARIABLE) == "0":
             return
@@ -50,7 +50,7 @@ class Progress:
         ).start()
 
     def end(self) -> None:
-        """It is over, well or not."""
+        """It has ended, successfully or not."""
         if self._done is not None:
             self._done.set()
         self._done = None
@@ -69,7 +69,7 @@ class Progress:
         return f"flexhop: compiling for {elapsed}: {self.part} ({VARIABLE}=0 hides this)"
 
     def _run_clock(self, done: threading.Event, since: float) -> None:
-        """Rewrite the line every second, until the end."""
+        """Rewrite the line every second until the end."""
         from tqdm import tqdm
 
         bar: Any = tqdm(bar_format="{desc}", leave=True)
