@@ -1,1 +1,1 @@
-"""The operators: what attention is, and how a graph carries it."""
+"""The operators: the reference implementation of attention, and its form in graphs."""

@@ -1,7 +1,7 @@
-"""Whether all ranks of a group call with the same things, found out before they exchange any.
+"""Check that all ranks of a group make the same call, before they exchange anything.
 
-Ranks compare texts through their process group's store: a rank that does not come, or comes with
-something else, is an error and not a collective that never ends.
+Ranks compare texts through their process group's store. A rank that is missing or differs causes
+an error rather than a collective that hangs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _comparisons: collections.Counter[str] = collections.Counter()
 
 
 def agree(subject: str, text: str, group: str, mend: str) -> None:
-    """Compare a text with those of the other ranks, once for each text.
+    """Compare a text with the other ranks', once per text.
 
     Args:
-        subject: of the text, for the error.
+        subject: subject of the text, for the error.
         text: what this rank calls with.
-        group: name of the process group, all of whose ranks come here.
-        mend: what to do about a difference.
+        group: name of the process group; all its ranks call this.
+        mend: how to fix a difference.
 
     Raises:
-        RankDisagreementError: another rank has another text, or does not come in time.
+        RankDisagreementError: another rank's text differs, or does not arrive in time.
     """
     if (group, subject, text) in _known:
         return

@@ -1,8 +1,8 @@
 """The operands of the operators, named once.
 
-On the wire (in FX graphs, in export files) an operator call is a flat tuple of positional operands
-in the order of the fields below. Every container among them is homogeneous, because export refuses
-to serialise a tuple that mixes tensors and callables. Everywhere else the fields are used by name.
+On the wire (in FX graphs and export files), an operator call is a flat tuple of positional
+operands in the order of the fields below. Each container among them is homogeneous, because export
+cannot serialise a tuple that mixes tensors and callables. Everywhere else, use the fields by name.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-Capture = Any  # Tensor | int | SymInt | SymFloat: whatever a user function closed over
+Capture = Any  # Tensor | int | SymInt | SymFloat: anything that a user function captured
 
 
 class BlockTensors(NamedTuple):
-    """The block lists of one mask, every pair present.
+    """The block lists of one mask; every pair is present.
 
-    A pair that the mask lacks repeats another pair; `Options` says which pairs are real. All are
-    int32; counts are [B', H', rows], indices [B', H', rows, columns], B' and H' broadcast.
+    If the mask lacks a pair, another pair stands in; `Options` says which pairs are real. All are
+    int32; counts are [B', H', rows], indices [B', H', rows, columns]; B' and H' broadcast.
     """
 
     kv_num_blocks: Tensor
@@ -33,10 +33,10 @@ class BlockTensors(NamedTuple):
 
 
 class RangeTensors(NamedTuple):
-    """The ranges of one mask whose queries see one range of keys each (sequences/ranges.py).
+    """The ranges of a mask whose queries see one range of keys each (sequences/ranges.py).
 
-    Query i sees the keys first_key[i] .. end_key[i] - 1; key j is seen by the queries
-    first_query[j] .. end_query[j] - 1. All are int32; none decreases.
+    Query i sees keys first_key[i] .. end_key[i] - 1; key j is seen by queries first_query[j] ..
+    end_query[j] - 1. All are int32 and non-decreasing.
     """
 
     first_key: Tensor  # [1, 1, M]
@@ -45,7 +45,7 @@ class RangeTensors(NamedTuple):
     end_query: Tensor  # [1, 1, N, 1]
 
 
-# What `Options` calls the masks of RangeTensors; masks of BlockTensors have no name there.
+# The kind that `Options` names for RangeTensors; BlockTensors have none.
 RANGES = "ranges"
 
 
@@ -62,11 +62,11 @@ class AttentionArgs(NamedTuple):
     options: dict[str, int | str | bool | float]
     score_captures: tuple[Capture, ...] = ()
     mask_captures: tuple[Capture, ...] = ()
-    dropout_seed: tuple[Tensor, ...] = ()  # [2] int64, or nothing: graphs leave it out then
+    dropout_seed: tuple[Tensor, ...] = ()  # [2] int64, or nothing: graphs then omit it
 
 
 class AttentionDoor(NamedTuple):
-    """Operands with which Dynamo meets `flexhop_attention`: `call` is not checked yet."""
+    """Operands of `flexhop_attention` as Dynamo sees them: `call` is not checked yet."""
 
     query: Tensor
     key: Tensor
@@ -79,14 +79,14 @@ class AttentionDoor(NamedTuple):
 
 
 class CachedArgs(NamedTuple):
-    """Operands of `flexhop_cached_attention`, which reads a cache and has no gradient.
+    """Operands of `flexhop_cached_attention`, which reads a KV cache and has no gradient.
 
-    With pages, (table [B, W] int32, lengths [B] int32), key is [P, Hkv, page_size, D] and value
+    With pages (table [B, W] int32, lengths [B] int32), key is [P, Hkv, page_size, D] and value
     likewise, N is W * page_size, and keys from lengths[b] on do not exist.
     """
 
     query: Tensor  # [B, Hq, M, D]
-    key: Tensor  # [B or 1, Hkv, N, D], of any dtype if key_mod makes numbers of it
+    key: Tensor  # [B or 1, Hkv, N, D], of any dtype if key_mod decodes it
     value: Tensor
     score_mod: Callable[..., Tensor]
     mask_mod: Callable[..., Tensor]
@@ -103,7 +103,7 @@ class CachedArgs(NamedTuple):
 
 
 class CachedDoor(NamedTuple):
-    """As AttentionDoor, for `flexhop_cached_attention`."""
+    """Like AttentionDoor, for `flexhop_cached_attention`."""
 
     query: Tensor
     key: Tensor
@@ -169,12 +169,12 @@ Wanted = TypeVar("Wanted", AttentionArgs, BackwardArgs, DerivativeArgs)
 
 
 def operands_of(kind: type[Wanted], args: Any, **others: Any) -> Wanted:
-    """Operands of one operator made of those of another, which have the same names.
+    """Build one operator's operands from another's, which have the same names.
 
     Args:
-        kind: the operands to make.
+        kind: the operands to build.
         args: the operands of the other operator.
-        **others: what the other lacks, or has otherwise.
+        **others: operands that the other lacks, or that differ.
     """
     shared = {name: getattr(args, name) for name in kind._fields if hasattr(args, name)}
     return kind(**(shared | others))
@@ -183,7 +183,7 @@ def operands_of(kind: type[Wanted], args: Any, **others: Any) -> Wanted:
 def read_blocks(
     args: AttentionArgs | CachedArgs | BackwardArgs | DerivativeArgs,
 ) -> BlockTensors | RangeTensors | None:
-    """The tensors of a call's mask, by the kind of mask that `Options` names."""
+    """The tensors of a call's mask, of the kind that `Options` names."""
     if not args.blocks:
         return None
     if args.options.get("mask_kind") == RANGES:
@@ -192,7 +192,7 @@ def read_blocks(
 
 
 class Site(NamedTuple):
-    """One place where a captured tensor that needs a gradient is read."""
+    """One read of a captured tensor that needs a gradient."""
 
     capture: int  # position among score_captures
     value: int  # position of its gradient value among the joint graph's outputs

@@ -1,4 +1,4 @@
-"""Autocast, as the operator sees it: which dtype it wants, and a region without it."""
+"""Autocast for the operator: the requested dtype, and a region without autocast."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["wanted_dtype", "without_autocast"]
 
 
 def wanted_dtype(device: str) -> torch.dtype | None:
-    """What autocast converts operands on a device of this type to; None outside of it."""
+    """The dtype that autocast converts operands on this device type to; None outside autocast."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return None  # "meta" has no autocast, and does not answer the second question
+        return None  # "meta" has no autocast, and cannot answer the second question
     return torch.get_autocast_dtype(device)
 
 

@@ -81,7 +81,7 @@ hop.register_checkpoint(attention_backward)
 
 
 def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> BackwardArgs:
-    """Under autocast, where torch.func.grad calls it: as the forward call was."""
+    """Apply autocast if torch.func.grad calls it, as in the forward call."""
     args = BackwardArgs(*operands)
     names = ("query", "key", "value", "out", "grad_out")
     return args._replace(**{name: getattr(args, name).to(dtype) for name in names})
@@ -91,10 +91,10 @@ hop.register_autocast(attention_backward, _cast)
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients, whose own gradient is the derivative operator's.
+    """The gradients; their own gradient is the derivative operator.
 
-    Inputs: the operator's operands without those that follow; out and lse; then the inputs of
-    `of_backward`. Out and lse get no gradient: there they are functions of the inputs.
+    Inputs: the operator's other operands; out and lse; then the inputs of `of_backward`. Out and
+    lse get no gradient: there they are functions of the inputs.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ def _autograd(*operands: Any) -> Any:
 
 
 def backward_of_call(args: BackwardArgs) -> Any:
-    """The operator; without dispatch if a call runs kernels and nothing else looks on."""
+    """Call the operator; without dispatch if a call runs kernels and no mode is active."""
     if OPTION in args.options:
         inputs = (*args[:3], *args.score_captures, args.grad_out, args.grad_lse)
         needs = torch.is_grad_enabled() and any(needs_grad(inputs))
@@ -185,7 +185,7 @@ hop.register_vmap(attention_backward, fold_backward, _nested)
 
 
 def _count(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Five matrix products: scores again, then the gradients of weights, value, key and query."""
+    """Five matrix products: recomputed scores, then gradients of weights, value, key and query."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.size(2) * (3 * width + 2 * value.size(3))
 

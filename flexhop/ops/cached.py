@@ -66,7 +66,7 @@ hop.register_checkpoint(cached_attention)
 
 
 def cast_cached(dtype: torch.dtype, operands: tuple[Any, ...]) -> CachedArgs:
-    """Query in autocast's dtype, and a cache that has query's."""
+    """Query in autocast's dtype, and a cache that has query's dtype."""
     args = CachedArgs(*operands)
     alike = [t.to(dtype) if t.dtype == args.query.dtype else t for t in (args.key, args.value)]
     return args._replace(query=args.query.to(dtype), key=alike[0], value=alike[1])
@@ -91,7 +91,7 @@ hop.register_refusal(
 
 
 def _count(*operands: Any, **_: Any) -> int:
-    """Two matrix products over all that the pages hold."""
+    """Two matrix products over all keys that the pages hold."""
     args = CachedArgs(*operands)
     batch, heads, length, width = args.query.shape
     keys = args.key.size(2)

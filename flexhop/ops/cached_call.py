@@ -1,4 +1,4 @@
-"""Check a call that reads a cache; plain Python over real or fake tensors, as ops/call.py."""
+"""Check a call that reads a cache; plain Python on real or fake tensors, like ops/call.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexhop import errors
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.call import DTYPES, Call, Wire, check_requests, prepare
 
-# What a kernel can make numbers of.
+# Dtypes that a kernel can decode.
 STORED_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
@@ -24,7 +24,7 @@ def prepare_cached(
     """Check a call and return the operator's scale and options.
 
     Args:
-        args: the operator's operands; its mods, scale and options are not looked at.
+        args: the operator's operands; its mods, scale and options are not read.
         call: everything else.
         has_mods: whether there are a key_mod and a value_mod.
 
@@ -51,7 +51,7 @@ def _check_gradients(tensors: tuple[Any, ...]) -> None:
 
 
 def gradient_refusal() -> errors.UnsupportedFeatureError:
-    """What a call says that would need a gradient."""
+    """The error of a call that would need a gradient."""
     return errors.UnsupportedFeatureError(
         feature="A gradient of flex_attention with page_table, k_mod or v_mod",
         reason="a cache is filled without gradients",
@@ -60,7 +60,7 @@ def gradient_refusal() -> errors.UnsupportedFeatureError:
 
 
 def _check_stored(args: CachedArgs, has_mods: tuple[bool, bool]) -> None:
-    """Refuse a dtype that no mod makes numbers of."""
+    """Check that every stored dtype can be decoded."""
     named = (("key", "k_mod", args.key), ("value", "v_mod", args.value))
     for (name, mod, tensor), has in zip(named, has_mods, strict=True):
         if tensor.dtype not in (STORED_DTYPES if has else DTYPES):
@@ -74,11 +74,11 @@ def _check_stored(args: CachedArgs, has_mods: tuple[bool, bool]) -> None:
 
 
 def _as_keys(args: CachedArgs, cache: Tensor, has_mod: bool) -> Tensor:
-    """A stand-in with the shape and dtype that the keys have once they are read."""
+    """A stand-in with the shape and dtype of the decoded keys."""
     if has_mod and cache.dtype != args.query.dtype:
         cache = cache.detach()[:1, :1, :1].to(args.query.dtype).expand(cache.shape)
     if not args.pages:
         return cache
-    # A page's size is a constant of the kernel: int() is a guard.
+    # The page size is a constant of the kernel: int() is a guard.
     length = args.pages[0].size(1) * int(cache.size(2))
     return cache[:1, :, :1].expand(args.query.size(0), -1, length, -1)

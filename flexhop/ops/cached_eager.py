@@ -1,4 +1,4 @@
-"""Attention to a cache by definition: put the keys in order, apply their mods, then attend."""
+"""Reference attention to a cache: put the keys in order, apply their mods, then attend."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flexhop.ops.eager import accumulate_dtype, attend
 
 
 def attend_cached(args: CachedArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """As `eager.attend`, with keys from a cache and numbers that key_mod and value_mod make."""
+    """Like `eager.attend`, with keys from a cache, decoded by key_mod and value_mod."""
     return attend(ordered_args(args), lengths_of(args))
 
 
 def lengths_of(args: CachedArgs) -> Tensor | None:
-    """[B], keys of each sequence; None if all exist."""
+    """[B], number of keys of each sequence; None if all exist."""
     return args.pages[1] if args.pages else None
 
 
@@ -39,24 +39,24 @@ def _in_order(
     wide = cache.to(accumulate_dtype(args.query.dtype))
     wide = wide.expand(args.query.size(0), -1, -1, -1)
     result = _over_numbers(mod, wide, captures).to(args.query.dtype)
-    # What is no key has weight 0, and would still make a NaN of a sum if it were one.
+    # Rows that are not keys have weight 0, but a NaN there would still spoil a sum.
     return result if live is None else torch.where(live, result, 0.0)
 
 
 def _gather(cache: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of each sequence, [B, Hkv, N, D], and which of these rows are keys, [B, 1, N, 1]."""
+    """Keys of each sequence, [B, Hkv, N, D], and which rows are keys, [B, 1, N, 1]."""
     page_size = cache.size(2)
     position = torch.arange(table.size(1) * page_size, device=cache.device)
     live = position < lengths[:, None]
     page = torch.where(live, table[:, position // page_size], 0).clamp(0, cache.size(0) - 1)
-    # Bytes, because not every operator knows numbers of 8 bits.
+    # As bytes, because not every operator supports 8-bit floats.
     rows = cache.view(torch.uint8) if cache.element_size() == 1 else cache
     rows = rows[page, :, position % page_size]
     return rows.view(cache.dtype).transpose(1, 2), live[:, None, :, None]
 
 
 def _over_numbers(mod: Callable[..., Tensor], x: Tensor, captures: tuple[Any, ...]) -> Tensor:
-    """mod(x, b, h, kv_idx, *captures) for every number of [B, Hkv, N, D]."""
+    """mod(x, b, h, kv_idx, *captures) for every element of [B, Hkv, N, D]."""
     index = [torch.arange(n, device=x.device, dtype=torch.int32) for n in x.shape[:3]]
     rest = [None] * len(captures)
     mapped = torch.vmap(mod, in_dims=(0, None, None, None, *rest))  # over columns

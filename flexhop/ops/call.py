@@ -1,7 +1,8 @@
-"""Check one call and write its static operands; plain Python over real or fake tensors.
+"""Check one call and serialise its static operands; plain Python on real or fake tensors.
 
-Under `torch.compile` Dynamo does not trace this module: the operator's tracker calls it on fake
-tensors, so a mistake raises the same error, compiled or not, and sizes compared here are guards.
+Under `torch.compile`, Dynamo does not trace this module: the operator's tracker calls it on fake
+tensors. A mistake therefore raises the same error, compiled or not, and sizes compared here become
+guards.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ class MaskFacts(NamedTuple):
     has_full_blocks: bool
     has_q_blocks: bool
     is_sliced: bool = False  # whether its mask_mod was lost by slicing
-    kind: str = ""  # RANGES of ops/args.py, or nothing for lists
+    kind: str = ""  # RANGES of ops/args.py, or empty for lists
 
 
 class Mistake(NamedTuple):
-    """An error to raise: its class, and its facts as pairs, which Dynamo takes for constants."""
+    """An error to raise: its class, and its facts as pairs, which Dynamo treats as constants."""
 
     error: type[errors.FlexhopError]
     facts: tuple[tuple[str, Any], ...]
 
 
 def note_mistake(error: type[errors.FlexhopError], **facts: Any) -> Mistake:
-    """The mistake that error(**facts) tells."""
+    """Record the error error(**facts)."""
     return Mistake(error, tuple(facts.items()))
 
 
 def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
-    """The first tensor that has not `rank` dimensions, if there is one."""
+    """A RankError for the first tensor without `rank` dimensions, if there is one."""
     for argument, tensor in tensors.items():
         if tensor.dim() != rank:
             return note_mistake(
@@ -60,7 +61,7 @@ def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
 
 
 class Call(NamedTuple):
-    """The arguments of one call that are not tensors; `prepare` checks them."""
+    """The non-tensor arguments of one call; `prepare` checks them."""
 
     scale: float | None
     enable_gqa: bool
@@ -69,12 +70,12 @@ class Call(NamedTuple):
     mask: MaskFacts | None
     wrong_mask: str | None = None  # type of a block_mask argument that is not a block mask
     has_two_requests: bool = False  # return_lse and return_aux at once
-    mistake: Mistake | None = None  # that another front door found
+    mistake: Mistake | None = None  # found by the entry point
     dropout_p: float = 0
     sum_groups: str = ""  # process groups over which gradients of captured tensors are summed
-    first: tuple[int, int] = (0, 0)  # the batch and head that the call counts as 0
-    dropout_groups: int = 0  # 16 queries each that a placed seed has (ops/dropout.py); 0: none is
-    agree_groups: str = ""  # process groups whose ranks make the same call
+    first: tuple[int, int] = (0, 0)  # global indices of the call's first batch and head
+    dropout_groups: int = 0  # groups of 16 queries in a placed seed (ops/dropout.py); 0: none
+    agree_groups: str = ""  # process groups whose ranks must make the same call
 
 
 def prepare(
@@ -117,7 +118,7 @@ def prepare(
 
 
 def agree_on_shapes(query: Tensor, key: Tensor, value: Tensor, groups: str) -> None:
-    """Compare the shapes of a call with those of the other ranks of some groups.
+    """Compare a call's shapes with those of the other ranks in some groups.
 
     Raises:
         RankDisagreementError: they differ.
@@ -129,18 +130,18 @@ def agree_on_shapes(query: Tensor, key: Tensor, value: Tensor, groups: str) -> N
 
 
 def _sizes(tensor: Tensor) -> str:
-    """Sizes; those that vary from call to call under torch.compile are not compared."""
+    """Sizes; sizes that are dynamic under torch.compile are not compared."""
     return str(["any" if isinstance(s, torch.SymInt) else s for s in tensor.shape])
 
 
 def is_determinism_required() -> bool:
-    """Whether PyTorch asks for results that repeat."""
+    """Whether PyTorch requires deterministic results."""
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warns_only
 
 
 def check_requests(call: Call) -> None:
-    """Raise what a front door noted, and what cannot be asked for."""
+    """Raise the entry point's error, or an error of the call's options."""
     if call.mistake is not None:
         error, facts = call.mistake
         raise error(**dict(facts))
@@ -242,11 +243,11 @@ def _mask_options(mask: MaskFacts) -> Wire:
 
 
 def check_backward(is_needed: bool, options: Wire) -> None:
-    """If a backward pass will follow, refuse what its kernels cannot use.
+    """If a backward pass will follow, check that its kernels can run.
 
     Raises:
         MissingQueryBlocksError: the mask has no query lists.
-        TileError: a tile of the user's does not divide the blocks of the mask.
+        TileError: a tile from the user does not divide the blocks of the mask.
     """
     if not is_needed or "q_block_size" not in options:
         return
@@ -257,9 +258,9 @@ def check_backward(is_needed: bool, options: Wire) -> None:
 
 
 def _check_tile(field: str, options: Wire, q_block: int, kv_block: int) -> None:
-    """Refuse a tile of the user's that does not divide the blocks of the mask."""
+    """Check that a tile from the user divides the blocks of the mask."""
     rows, columns = (options.get(f"{field}.{side}") for side in ("block_m", "block_n"))
-    # What the user left open is chosen to fit.
+    # Unset fields are chosen to fit.
     if q_block % int(rows or 1) or kv_block % int(columns or 1):
         raise errors.TileError(
             kernel=field, block_m=rows, block_n=columns, q_block=q_block, kv_block=kv_block
@@ -267,7 +268,7 @@ def _check_tile(field: str, options: Wire, q_block: int, kv_block: int) -> None:
 
 
 def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
-    """Refuse captures without a gradient when a call is made that will need gradients."""
+    """Check that every captured tensor that needs a gradient can have one."""
     check_backward(True, options)
     for position, capture in enumerate(mask_captures):
         if isinstance(capture, Tensor) and capture.requires_grad:
@@ -275,7 +276,7 @@ def check_gradients(mask_captures: tuple[Any, ...], options: Wire) -> None:
 
 
 def check_result(result: object, kind: str, name: str) -> None:
-    """Refuse the result of a mod unless it is a scalar of the right dtype."""
+    """Check that a mod's result is a scalar of the right dtype."""
     if kind == "mask_mod":
         mods.check_mask_result(result, name)
     else:
@@ -288,7 +289,7 @@ def check_result(result: object, kind: str, name: str) -> None:
 
 
 def check_captures(query: Tensor, mod: str, captures: tuple[Any, ...]) -> None:
-    """Captured tensors live where the query lives."""
+    """Check that captured tensors are on query's device."""
     for position, capture in enumerate(captures):
         if isinstance(capture, Tensor) and capture.device != query.device and capture.dim() > 0:
             raise errors.CaptureDeviceError(

@@ -1,7 +1,7 @@
-"""Functions that read tensors, numbers and such functions by name, by what they read.
+"""Describe functions that read tensors, numbers and other such functions by name.
 
-Two such functions with equal descriptions compute the same, with the tensors that they read
-exchanged. Most mods are of this kind. For others, such as methods, there is no description.
+Two functions with equal descriptions compute the same once their tensors are exchanged. Most mods
+are of this kind. Others, such as methods, have no description.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 __all__ = ["Described", "Places", "describe"]
 
-# Of each function and each of its captures: (True, number of a tensor) or (False, a number).
+# For each function and each of its captures: (True, index of a tensor) or (False, a number).
 Places = tuple[tuple[tuple[bool, Any], ...], ...]
 _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class _NotPlain(Exception):
-    """A function reads more."""
+    """A function reads something else."""
 
 
 class Described(NamedTuple):
@@ -34,7 +34,7 @@ class Described(NamedTuple):
     tensors: list[Tensor]
 
     def places(self, captures: Sequence[Sequence[Any]]) -> Places | None:
-        """Where captures stand; None if one is no tensor of the closures."""
+        """The places of captures; None if one is not a tensor of the closures."""
         found = tuple(tuple(self._place(item) for item in items) for items in captures)
         return None if any(place is None for places in found for place in places) else found  # pyright: ignore
 
@@ -44,7 +44,7 @@ class Described(NamedTuple):
         return next(((True, i) for i, t in enumerate(self.tensors) if t is item), None)
 
     def at(self, places: Places) -> tuple[tuple[Any, ...], ...]:
-        """The captures that stand at these places."""
+        """The captures at these places."""
         tensors = self.tensors
         return tuple(
             tuple(tensors[at] if is_tensor else at for is_tensor, at in each) for each in places
@@ -52,7 +52,7 @@ class Described(NamedTuple):
 
 
 def describe(functions: Sequence[Any]) -> Described | None:
-    """What functions read; None if one of them reads something else."""
+    """Describe functions; None if one of them reads something else."""
     tensors: list[Tensor] = []
     try:
         return Described(tuple([_describe(function, tensors) for function in functions]), tensors)
@@ -92,7 +92,7 @@ def _describe_function(value: Any, tensors: list[Tensor]) -> Hashable:
     except ValueError:  # a name that is assigned later
         raise _NotPlain from None
     for name in read:
-        if (found := names.get(name, torch)) is not torch:  # what is no global is a builtin
+        if (found := names.get(name, torch)) is not torch:  # not a global: a builtin
             held = (*held, _describe(found, tensors))
     return (code, *held, _describe(defaults, tensors)) if defaults else (code, *held)
 

@@ -1,6 +1,7 @@
 """The operator `flexhop_attention_derivative` and its dispatch rules; see ops/program.py.
 
-It is closed: a derivative of a derivative is the same operator with one step more.
+It is closed under differentiation: a derivative of a derivative is the same operator with one more
+step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ attention_derivative = hop.Operator(
 
 
 def _like(args: DerivativeArgs, name: str) -> Tensor | None:
-    """The operand whose order of dimensions a result has; None for a contiguous one."""
+    """The operand whose dimension order a result has; None for a contiguous one."""
     return {QUERY: args.query, OUT: args.query, KEY: args.key, VALUE: args.value}.get(name)
 
 
@@ -78,7 +79,7 @@ hop.register_checkpoint(attention_derivative)
 
 
 def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> DerivativeArgs:
-    """Under autocast, as for attention: what is like query, key, value or out is cast."""
+    """Apply autocast as for attention: cast values that are like query, key, value or out."""
     args = DerivativeArgs(*operands)
     query, key, value = (t.to(dtype) for t in args[:3])
     names = signature_of(args).inputs[3 + len(args.score_captures) :]
@@ -93,7 +94,7 @@ hop.register_autocast(attention_derivative, _cast)
 
 
 def _inputs(args: DerivativeArgs) -> tuple[Any, ...]:
-    """What the program's function is a function of."""
+    """The inputs of the program's function."""
     return (*args[:3], *args.score_captures, *args.directions)
 
 
@@ -109,7 +110,7 @@ def _with_inputs(args: DerivativeArgs, inputs: Sequence[Any]) -> DerivativeArgs:
 def differentiate(
     args: DerivativeArgs, needed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs that need one, from those of the outputs."""
+    """Gradients of the inputs that need one, from gradients of the outputs."""
     given = tuple(i for i, grad in enumerate(grads) if grad is not None)
     wanted = tuple(i for i, need in enumerate(needed) if need)
     if not given or not wanted:
@@ -120,7 +121,7 @@ def differentiate(
     )
     by_input = dict(zip(wanted, found, strict=True))
     options: Any = args.options
-    if "sum_groups" in options:  # captured tensors that every rank has; see ops/forward.py
+    if "sum_groups" in options:  # replicated captured tensors; see ops/forward.py
         for i in range(3, 3 + len(args.score_captures)):
             if i in by_input:
                 by_input[i] = sum_over_all(by_input[i], options["sum_groups"])
@@ -134,7 +135,7 @@ def _next(args: DerivativeArgs, step: Step, directions: Sequence[Any]) -> Deriva
 
 
 class _Derivative(torch.autograd.Function):
-    """A derivative whose own gradient is the operator with one step more.
+    """A derivative; its own gradient is the operator with one more step.
 
     Inputs: a function of the operator's operands, the operands without its inputs, and these.
     """
@@ -160,13 +161,13 @@ class _Derivative(torch.autograd.Function):
 
 
 def save_derivative(ctx: Any, args: DerivativeArgs) -> None:
-    """Keep the operands of a derivative."""
+    """Save the operands of a derivative."""
     save(ctx, args._replace(score_mod=None, mask_mod=None))
     ctx.functions = (args.score_mod, args.mask_mod)
 
 
 def restore_derivative(ctx: Any) -> DerivativeArgs:
-    """What `save_derivative` kept."""
+    """Restore the operands that `save_derivative` saved."""
     score_mod, mask_mod = ctx.functions
     return restore(ctx)._replace(score_mod=score_mod, mask_mod=mask_mod)
 
@@ -211,7 +212,7 @@ def push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> transf
 
 
 def refuse_mask_tangents(tangents: Sequence[Any]) -> None:
-    """A mask has no derivative, in forward mode as in reverse mode."""
+    """Raise if a mask has a tangent: it has no derivative in any mode."""
     for position, tangent in enumerate(tangents):
         if tangent is not None:
             raise MaskCaptureGradError(index=position)
@@ -234,7 +235,7 @@ hop.register_vmap(attention_derivative, fold_derivative)
 
 
 def of_backward(args: BackwardArgs) -> DerivativeArgs:
-    """The backward pass as a derivative; its out and lse are functions of the inputs there."""
+    """The backward pass as a derivative; there, its out and lse are functions of the inputs."""
     given = (0,) if args.grad_lse is None else (0, 1)
     directions = [args.grad_out] if args.grad_lse is None else [args.grad_out, args.grad_lse]
     wanted = (0, 1, 2, *(3 + i for i in sorted(set(args.sites[::2]))))

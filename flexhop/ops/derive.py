@@ -1,8 +1,8 @@
-"""Derivatives of attention by definition: a program of ops/program.py, a chunk of queries a time.
+"""Reference derivatives of attention: a program of ops/program.py, one chunk of queries at a time.
 
-What a chunk gives is computed by PyTorch's own transforms of the definition below, so that every
-order and every mix of modes is exact; memory is O(chunk * S) in all of them, because a derivative
-of attention is, like attention, rows of the queries and sums over them.
+PyTorch's own transforms differentiate the definition below, so every order and every mix of modes
+is exact. Memory is O(chunk * S) in all of them: like attention, its derivatives consist of rows
+per query and sums over queries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from flexhop.ops.program import (
 )
 from flexhop.ops.smooth import smooth
 
-Parts = tuple[Tensors, Tensors]  # rows of some results, and what is added to the others
+Parts = tuple[Tensors, Tensors]  # rows of some results, and addends of the others
 
 
 def signature_of(args: DerivativeArgs) -> Signature:
@@ -62,7 +62,7 @@ def result_like(args: DerivativeArgs, name: str) -> tuple[tuple[Any, ...], torch
 
 
 def derive(args: DerivativeArgs) -> Tensors:
-    """The outputs of a call, each in the dtype of what it is like."""
+    """The outputs of a call, each in the dtype of the value that it is like."""
     names = signature_of(args).outputs
     grids, wide = listed_blocks(args), widened(args)
     rows: list[Tensors] = []
@@ -79,7 +79,7 @@ def derive(args: DerivativeArgs) -> Tensors:
 
 
 def widened(args: DerivativeArgs) -> DerivativeArgs:
-    """The same call with every operand that can have a derivative in the dtype of sums."""
+    """The same call with every differentiable operand in the accumulation dtype."""
     query, key, value = (_wide(args, t) for t in args[:3])
     return args._replace(
         query=query, key=key, value=value,
@@ -95,7 +95,7 @@ def _wide(args: DerivativeArgs, value: Any) -> Any:
 
 
 def zero_sums(args: DerivativeArgs) -> Tensors:
-    """Where results that are no rows are added up."""
+    """Zeros to accumulate the results that have no rows."""
     names = (name for name in signature_of(args).outputs if name not in ROWS)
     likes = (result_like(args, name) for name in names)
     wide = accumulate_dtype(args.query.dtype)
@@ -106,11 +106,11 @@ def zero_sums(args: DerivativeArgs) -> Tensors:
 
 
 def derive_rows(args: DerivativeArgs, grids: Grids, chunk: Chunk) -> Parts:
-    """What one chunk of queries gives.
+    """The contribution of one chunk of queries.
 
     Args:
         args: widened.
-        grids, chunk: as in ops/eager.py.
+        grids, chunk: see ops/eager.py.
 
     Returns:
         Its rows of the results that have rows, and its parts of the others.
@@ -135,7 +135,7 @@ class _Hidden(NamedTuple):
 
 
 class _Definition:
-    """Attention of one chunk of queries, written to be differentiated any number of times."""
+    """Attention of one chunk of queries, differentiable any number of times."""
 
     def __init__(self, args: DerivativeArgs, grids: Grids, chunk: Chunk, query: Tensor) -> None:
         self.args = args._replace(score_mod=smooth(args.score_mod))
@@ -164,6 +164,6 @@ class _Definition:
 def as_derivative(
     args: AttentionArgs, program: Sequence[str], directions: Sequence[Tensor]
 ) -> DerivativeArgs:
-    """A derivative of a call of attention."""
+    """Convert an attention call to a derivative."""
     more: dict[str, Any] = {"program": tuple(program), "directions": tuple(directions)}
     return DerivativeArgs(**args._asdict(), **more)

@@ -1,4 +1,4 @@
-"""From a checked call to a result: eagerly, as one operator of a graph, or under a tracer."""
+"""Run a call: eagerly, as one operator of a graph, or under a tracer."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Args = TypeVar("Args", AttentionArgs, CachedArgs)
 
 
 def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluate one call whose `scale` and `options` are still open.
+    """Evaluate one call whose `scale` and `options` are not set yet.
 
-    Dynamo meets the operator itself, with `call` in place of options: its tracker (compat.dynamo)
-    calls `prepare` and writes the node.
+    Dynamo sees the operator itself, with `call` in place of options: its tracker (compat.dynamo)
+    calls `prepare` and emits the node.
     """
     if torch.compiler.is_dynamo_compiling():
         door = AttentionDoor(
@@ -53,7 +53,7 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """As run_operator, for a call that reads a cache."""
+    """Like run_operator, for a call that reads a cache."""
     has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)
     if torch.compiler.is_dynamo_compiling():
         door = CachedDoor(
@@ -69,7 +69,7 @@ def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, T
 
 
 def _plain(call: Call) -> tuple[Any, ...]:
-    """The call as plain tuples: Dynamo's variables for named ones differ between versions."""
+    """The call as plain tuples: Dynamo's variables for named tuples differ between versions."""
     facts: Any = None if call.mask is None else tuple(call.mask)
     return tuple(call._replace(mask=facts))
 
@@ -77,7 +77,8 @@ def _plain(call: Call) -> tuple[Any, ...]:
 def _run_traced(
     run: Callable[..., tuple[Tensor, Tensor, Tensor]], args: Any, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """make_fx and non-strict export do not lift captured tensors; Dynamo does, and goes first."""
+    """make_fx and non-strict export do not lift captured tensors. Dynamo does, so it goes
+    first."""
     with hop.setup_compilation_env() as backend:
         return torch.compile(run, backend=backend, fullgraph=True)(args, call)
 
@@ -128,7 +129,7 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
-    """The mod, refusing a wrong result where it returns one."""
+    """The mod, with a check of its result."""
     name = getattr(mod, "__name__", type(mod).__name__)
 
     @functools.wraps(mod, updated=())
@@ -141,16 +142,16 @@ def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
 
 
 def _autocast(args: Args, cast: Callable[[torch.dtype, tuple[Any, ...]], Args]) -> Args:
-    """The operands under autocast, which meets the operator itself only when it is compiled."""
+    """Apply autocast to the operands; it sees the operator itself only in compiled calls."""
     dtype = wanted_dtype(args.query.device.type)
     return args if dtype is None else cast(dtype, args)
 
 
 def closed_over(mod: Any) -> tuple[Tensor, ...]:
-    """Tensors that a function holds in its closure or as arguments of functools.partial.
+    """Tensors in a function's closure or among the arguments of a functools.partial.
 
-    Those inside modules, objects and functions that it calls are not seen: PyTorch itself notices
-    a wrong device there, in its own words.
+    Excludes those inside modules, objects and called functions: PyTorch itself reports a wrong
+    device there.
     """
     if isinstance(mod, functools.partial):
         held = (*mod.args, *mod.keywords.values())
@@ -173,7 +174,7 @@ def _warn_once() -> None:
 
 
 def _level_of_user() -> int:
-    """The `stacklevel`, for the caller's warning, of the nearest code that is not a library's."""
+    """The `stacklevel`, for the caller's warning, of the nearest code outside libraries."""
     libraries = tuple(str(Path(inspect.getfile(module)).parent) for module in (flexhop, torch))
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_code.co_filename.startswith(libraries):
@@ -182,5 +183,5 @@ def _level_of_user() -> int:
 
 
 def reset_warnings() -> None:
-    """Let the eager warning appear again."""
+    """Allow the eager warning to appear again."""
     _warn_once.cache_clear()

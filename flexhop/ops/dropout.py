@@ -1,10 +1,10 @@
-"""Which weights dropout keeps: a function of a seed and of where the weight stands, nothing else.
+"""Which weights dropout keeps, as a function of only a seed and the position of the weight.
 
-Philox 4x32-10 is keyed on the two words of the seed, and its counter says where a weight stands:
-(group of queries, batch, group of keys, head). One call gives 16 bits to each weight of a group:
-the queries i and i + 8 and the keys j, j + 1, j + 8 and j + 9 of a 16 x 16 square, because that is
-what one thread holds of a product of the tensor cores. Tiles, splits, recomputation and the kernel
-that runs do not enter. The kernels' form of this file is templates/mods/dropout.py.jinja.
+The generator is Philox 4x32-10. Its key is the two words of the seed, and its counter is the
+position (group of queries, batch, group of keys, head). One call yields 16 bits for each weight of
+a group: queries i and i + 8 and keys j, j + 1, j + 8 and j + 9 of a 16 x 16 square, because one
+thread holds these of a tensor core product. Tiles, splits, recomputation and the choice of kernel
+make no difference. templates/mods/dropout.py.jinja is the kernels' version of this file.
 
 Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
 """
@@ -25,16 +25,16 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from PyTorch's generator of the device, [2] int64: two words of 32 bits.
+    """Draw a seed from the device's PyTorch generator, [2] int64: two 32-bit words.
 
-    An ordinary random operation, so that torch.manual_seed, checkpointing, the replay of CUDA
-    graphs and the partition of a joint graph treat it as they treat every other.
+    This is an ordinary random operation, so torch.manual_seed, checkpointing, CUDA graph replay
+    and joint graph partitioning treat it like any other.
     """
     return torch.randint(0, 1 << 32, (2,), dtype=torch.int64, device=device)
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random words of 32 bits, as int64, from a counter and a key of such words."""
+    """Four random 32-bit words, as int64, from a counter and a key of such words."""
     c0, c1, c2, c3 = counter
     k0, k1 = (word & _WORD for word in key)
     for _ in range(ROUNDS):
@@ -46,9 +46,9 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a product, by halves of the factor.
+    """High and low word of a product, computed by halves of the factor.
 
-    The whole product overflows int64, which C++ compilers take for impossible: they drop masks.
+    The whole product overflows int64. C++ compilers assume that this cannot happen and drop masks.
     """
     upper, lower = word * (factor >> 16), word * (factor & 0xFFFF)
     return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _WORD
@@ -58,11 +58,11 @@ def random_bits(seed: Tensor, index: tuple[Tensor, ...]) -> Tensor:
     """The 16 bits of every weight, int64 in [0, 65536).
 
     Args:
-        seed: [2] integers; only their low 32 bits count.
+        seed: [2] integers; only their low 32 bits are used.
         index: b, h, q_idx, kv_idx, integers that broadcast.
     """
     b, h, q_idx, kv_idx = (tensor.long() for tensor in index)
-    # Shifts and not quotients: Inductor's C++ backend splits a loop whose counter is divided.
+    # Shifts, not quotients: Inductor's C++ backend splits a loop whose counter is divided.
     rows, columns = q_idx >> 4 << 3 | q_idx & 7, kv_idx >> 4 << 2 | (kv_idx >> 1) & 3
     words = philox((rows, b, columns, h), (seed[0], seed[1]))
     below, right = (q_idx & 8) != 0, (kv_idx & 8) != 0
@@ -72,27 +72,27 @@ def random_bits(seed: Tensor, index: tuple[Tensor, ...]) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Weights are dropped whose bits are below this: the probability in units of 2**-16."""
+    """A weight is dropped if its bits are below this: the probability in units of 2**-16."""
     return min(round(dropout_p * (1 << 16)), 0xFFFF)
 
 
 def is_kept(seed: Tensor, dropout_p: float, index: tuple[Tensor, ...]) -> Tensor:
-    """Which weights are kept, bool; arguments as for random_bits."""
+    """Which weights are kept, bool; arguments as in random_bits."""
     return random_bits(seed, index) >= threshold(dropout_p)
 
 
 def place(seed: Tensor, first: tuple[int, int], groups: Tensor) -> Tensor:
-    """The operand of a call whose numbers of batches, heads and tokens are not those of the mask.
+    """The seed operand of a call whose batch, head and token indices differ from the mask's.
 
     Args:
         seed: [2] int64.
-        first: the batch and the query head that the call counts as 0.
-        groups: int64, by 16 queries of the call, and then by 16 keys, the number of 16 queries or
-            keys of the mask.
+        first: the mask's indices of the call's first batch and query head.
+        groups: int64, for each 16 queries of the call, then for each 16 keys, the index of the
+            mask's group of 16.
 
     Returns:
-        [4 + groups] int64: seed, first, groups. `dropout_groups` of the operator's options says
-        how many groups are of queries.
+        [4 + groups] int64: seed, first, groups. The operator's option `dropout_groups` is the
+        number of query groups.
     """
     numbers = [seed.new_full((1,), number) for number in first]
     return torch.cat((seed, *numbers, groups))
@@ -101,7 +101,7 @@ def place(seed: Tensor, first: tuple[int, int], groups: Tensor) -> Tensor:
 def _placed(
     seed: Tensor, queries: int, index: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where weights of a call stand in the mask; templates/mods/dropout.py.jinja says the same."""
+    """Positions of a call's weights in the mask; templates/mods/dropout.py.jinja does the same."""
     b, h, q_idx, kv_idx = (tensor.long() for tensor in index)
     groups = seed[4:]
     return (
@@ -115,11 +115,11 @@ def _placed(
 def drop(
     weights: Tensor, seed: tuple[Tensor, ...], options: dict[str, Any], index: tuple[Tensor, ...]
 ) -> Tensor:
-    """Weights, or gradients of them, [B, Hq, m, N]: 0 or divided by 1 - p.
+    """Apply dropout to weights, or their gradients, [B, Hq, m, N]: 0 or divided by 1 - p.
 
     Args:
-        weights: as they are if `seed` is empty.
-        seed: the operand of AttentionArgs. options: of the operator.
+        weights: returned unchanged if `seed` is empty.
+        seed: the operand of AttentionArgs. options: the operator's options.
         index: the four index vectors.
     """
     if not seed:

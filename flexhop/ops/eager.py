@@ -1,9 +1,9 @@
-"""Attention by definition, in plain PyTorch: the specification of every kernel.
+"""The reference implementation of attention in plain PyTorch: every kernel's specification.
 
 Queries are evaluated in chunks, so memory is O(chunk * S) forward and backward. Mods run under
-`torch.vmap`, one score at a time as far as they can tell, exactly as the kernels run them.
-`attend_rows` and `grad_rows` define one chunk; they write to none of their inputs, so that
-lowering/chunked.py can trace them.
+`torch.vmap`: they see one score at a time, exactly as in the kernels. `attend_rows` and
+`grad_rows` define one chunk. They write to none of their inputs, so lowering/chunked.py can trace
+them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flexhop.ops.args import (
 )
 from flexhop.ops.dropout import drop
 
-# Scores that one chunk holds: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
+# Scores per chunk: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
 CHUNK_ELEMENTS = 1 << 22
 
 Operands = AttentionArgs | BackwardArgs | DerivativeArgs
 
 
 class Chunk(NamedTuple):
-    """Some queries.
+    """A chunk of queries.
 
     q_idx: [m] int32, their positions. pick(tensor): the rows of a [B, Hq, M, ...] tensor at these
-    positions. live: [m] bool, False for rows that only fill the chunk up; None if there are none.
+    positions. live: [m] bool, False for rows that only pad the chunk; None if there are none.
     """
 
     q_idx: Tensor
@@ -48,9 +48,9 @@ class Chunk(NamedTuple):
 
 
 class Grids(NamedTuple):
-    """Which blocks are listed, [B', H', R, C] bool each; None: every key is left to mask_mod.
+    """Which blocks are listed, [B', H', R, C] bool each; None: mask_mod decides about every key.
 
-    lengths: [B], keys of each batch that exist; None: all.
+    lengths: [B], number of keys of each batch; None: all.
     """
 
     partial: Tensor | None = None
@@ -59,7 +59,7 @@ class Grids(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The scores of one chunk of queries against every key."""
+    """The scores of one chunk of queries with every key."""
 
     raw: Tensor  # [B, Hq, m, N] scaled dot products
     modified: Tensor  # [B, Hq, m, N] after score_mod, -inf where not visible
@@ -68,12 +68,13 @@ class _Rows(NamedTuple):
 
 
 def attend(args: AttentionArgs, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by definition: scores, score_mod, mask, softmax, combine.
+    """Reference attention: scores, score_mod, mask, softmax, combine.
 
     Args:
-        args: see AttentionArgs. A key is visible to a query if its block is listed as full, or is
-            listed as partial and mask_mod keeps it; without blocks, if mask_mod keeps it.
-        lengths: [B], keys of each batch that exist; all of them by default.
+        args: see AttentionArgs. A key is visible to a query if its block is listed as full, or if
+            its block is listed as partial and mask_mod keeps it. Without blocks, mask_mod alone
+            decides.
+        lengths: [B], number of keys of each batch; all by default.
 
     Returns:
         out [B, Hq, M, Dv] in query's dtype; lse [B, Hq, M], natural logarithm, -inf for rows that
@@ -90,7 +91,7 @@ def attend(args: AttentionArgs, lengths: Tensor | None = None) -> tuple[Tensor, 
 def _attend_chunk(
     args: AttentionArgs, grids: Grids, chunk: Chunk
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # A tensor with a tangent saves more than its recomputation, when the tangent is gone.
+    # A tensor with a tangent saves more than its recomputation does, once the tangent is gone.
     if torch.is_grad_enabled() and hop.can_checkpoint() and not transforms.is_forward_mode():
         return checkpoint(attend_rows, args, grids, chunk, use_reentrant=False)
     return attend_rows(args, grids, chunk)
@@ -107,14 +108,14 @@ def attend_rows(args: AttentionArgs, grids: Grids, chunk: Chunk) -> tuple[Tensor
 
 
 def softmax_rows(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What softmax is made of, written to be differentiated any number of times.
+    """The parts of a softmax, differentiable any number of times.
 
     Args:
         scores: [..., N], -inf where not visible.
 
     Returns:
-        Weights [..., N] up to a factor, what to divide them by [...], and lse [...]. A row that
-        sees nothing has weights 0, 1 to divide by, and lse -inf.
+        Unnormalised weights [..., N], their divisor [...], and lse [...]. A row that sees nothing
+        has weights 0, divisor 1 and lse -inf.
     """
     largest = scores.detach().amax(-1, keepdim=True)
     shift = torch.where(largest == float("-inf"), 0.0, largest)
@@ -127,17 +128,17 @@ def softmax_rows(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """A row that sees nothing has lse -inf; subtracting 0 instead leaves its weights 0."""
+    """Replace the lse -inf of a row that sees nothing by 0, which leaves its weights 0."""
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
 def chunk_rows(elements_per_query: int) -> int:
-    """Queries per chunk, if each has this many scores."""
+    """Queries per chunk, given the number of scores per query."""
     return max(16, CHUNK_ELEMENTS // max(1, elements_per_query))
 
 
 def chunks(args: Operands) -> Iterator[Chunk]:
-    """The queries of a call, a chunk at a time."""
+    """Iterate over a call's queries in chunks."""
     batch, heads, length, _ = args.query.shape
     rows = chunk_rows(batch * heads * args.key.size(2))
     for start in range(0, length, rows):
@@ -145,7 +146,7 @@ def chunks(args: Operands) -> Iterator[Chunk]:
 
 
 def slice_chunk(query: Tensor, start: int, stop: int) -> Chunk:
-    """The queries start..stop of [B, Hq, M, D]."""
+    """Queries start..stop of [B, Hq, M, D]."""
     q_idx = torch.arange(start, stop, device=query.device, dtype=torch.int32)
     return Chunk(q_idx, lambda tensor: tensor[:, :, start:stop])
 
@@ -188,7 +189,7 @@ def combine_values(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def index_grids(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The 1-d index vectors b, h, q_idx, kv_idx of scores, each counted from 0."""
+    """The 1-d index vectors b, h, q_idx, kv_idx, each counted from 0."""
     b, h, q_idx, kv_idx = (
         torch.arange(size, device=scores.device, dtype=torch.int32) for size in scores.shape
     )
@@ -206,17 +207,17 @@ def over_elements(
 
     Args:
         function: of 0-d tensors.
-        leading: how many of `elements` come before the indices.
+        leading: how many of `elements` precede the indices.
         elements: [B, Hq, m, N] each.
         index: the four index vectors.
         captures: passed whole.
 
     Returns:
-        What `function` returns, every tensor expanded to [B, Hq, m, N].
+        The results of `function`, every tensor expanded to [B, Hq, m, N].
     """
     trailing = len(elements) - leading
     mapped = function
-    for position in reversed(range(4)):  # the innermost map runs over keys
+    for position in reversed(range(4)):  # the innermost map is over keys
         index_dims = [0 if i == position else None for i in range(4)]
         dims = (*[0] * leading, *index_dims, *[0] * trailing, *[None] * len(captures))
         mapped = torch.vmap(mapped, in_dims=dims)
@@ -230,7 +231,7 @@ def listed_blocks(args: Operands) -> Grids:
     if blocks is None:
         return Grids()
     size = int(args.options["q_block_size"]), int(args.options["kv_block_size"])
-    # One more than there are: PyTorch compiles code of its own for sizes of 1.
+    # One more than there are: PyTorch specialises on sizes of 1.
     columns = block_count(args.key.size(2), size[1]) + 1
     if isinstance(blocks, RangeTensors):
         seen = blocks.first_key, blocks.end_key.squeeze(-1)
@@ -287,7 +288,7 @@ Totals = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 def zero_totals(args: BackwardArgs) -> Totals:
-    """Where the gradients of key, value and captures are added up."""
+    """Zeros to accumulate the gradients of key, value and captures."""
     dtype = accumulate_dtype(args.query.dtype)
     grad_key, grad_value = (
         torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (args.key, args.value)
@@ -321,7 +322,7 @@ def cast_gradients(
 def grad_rows(
     args: BackwardArgs, grids: Grids, chunk: Chunk, captured: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """What one chunk of queries gives.
+    """The contribution of one chunk of queries.
 
     Returns:
         Its rows of grad_query, its parts of grad_key and grad_value, and `captured` plus its part.
@@ -362,7 +363,8 @@ def _scatter(total: Tensor, site: Site, outputs: tuple[Tensor, ...], visible: Te
         return total + values.sum()
     indices = [outputs[i] for i in site.indices]
     for dim in range(values.dim()):
-        # vmap expands what does not vary: all elements along `dim` add to one place, as one sum.
+        # vmap expands values that do not vary: all elements along `dim` add to one place, so sum
+        # them.
         if all(index.stride(dim) == 0 for index in indices):
             values = values.sum(dim, keepdim=True)
             indices = [index.narrow(dim, 0, 1) for index in indices]
@@ -370,7 +372,7 @@ def _scatter(total: Tensor, site: Site, outputs: tuple[Tensor, ...], visible: Te
 
 
 def _reduce_heads(weights: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """weightsᵀ @ rows, summed over the query heads of a group and over a broadcast batch."""
+    """weightsᵀ @ rows, summed over the query heads of a group and over a shared batch."""
     kv_heads = like.size(1)
     grad = _fold_group(weights, kv_heads).transpose(-1, -2) @ _fold_group(rows, kv_heads)
     return grad.sum(0, keepdim=True) if like.size(0) != grad.size(0) else grad

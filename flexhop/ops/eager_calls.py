@@ -1,4 +1,4 @@
-"""A call outside of torch.compile that runs kernels: its mods lifted, its choices remembered."""
+"""A call outside torch.compile that runs kernels: lifts its mods, remembers its options."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flexhop.ops.examples import score_dtype
 from flexhop.ops.forward import attend_bare, attention, cast_operands
 
 Results = tuple[Tensor, Tensor, Tensor]
-_MOST = 4096  # calls whose checks are remembered
+_MOST = 4096  # calls whose checks are cached
 _CALL: Any = tuple(Call(None, False, None, False, None))
 _checked: dict[Hashable, tuple[float, dict[str, Any]]] = {}
 _fixed: dict[Hashable, tuple[tuple[Any, ...], Places]] = {}
 
 
 def run_with_kernels(args: AttentionArgs, call: Call) -> Results:
-    """Evaluate a call by kernels; as run_operator."""
+    """Evaluate a call with kernels; see run_operator."""
     device = args.query.device.type
     if wanted_dtype(device) is not None:
         args = cast_operands(wanted_dtype(device), args)
@@ -69,9 +69,9 @@ def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
 def _choices(
     args: Any, call: Any, check: Callable[[], tuple[float, Any]], more: Sequence[Tensor] = ()
 ) -> tuple[float, dict[str, Any]]:
-    """Scale and options; a call like one that was checked is not checked again.
+    """Scale and options; a call equal to a checked one is not checked again.
 
-    Checks look at shapes, dtypes, devices and at whether gradients are needed, and at no values.
+    Checks read shapes, dtypes, devices and whether gradients are needed, but no values.
     """
     tensors = (*args[:3], *args.blocks[:1], *more)
     key = (
@@ -110,9 +110,9 @@ def _meet_cached(
 
 
 def _lifted(operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any]) -> Lifted:
-    """Mods as graphs, and what they captured.
+    """Mods as graphs, and their captures.
 
-    Dynamo is asked again only about mods that read more than names (ops/closures.py).
+    Only mods that read more than names need Dynamo again (ops/closures.py).
     """
     device, dtype = query.device, score_dtype(query)
     described = describe(mods)
@@ -132,6 +132,6 @@ def _lifted(operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any
 
 @functools.cache
 def _stand_in(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A query of this device and of scores of this dtype."""
+    """A stand-in query with this device and score dtype."""
     with apart(), torch.inference_mode(False):
         return torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Example inputs of user functions, with which they are traced."""
+"""Example inputs for tracing user functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SCORE_DTYPE = torch.float32
 def index_examples(device: torch.device) -> list[Tensor]:
     """Distinct 0-d int32 tensors for b, h, q_idx, kv_idx.
 
-    Distinct, because a tracer merges equal objects: `q_idx - kv_idx` became `kv_idx - kv_idx`.
+    They are distinct because tracers merge equal objects: `q_idx - kv_idx` became `kv_idx -
+    kv_idx`.
     """
     return [torch.zeros((), dtype=torch.int32, device=device) for _ in range(NUM_INDICES)]
 

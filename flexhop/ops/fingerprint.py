@@ -1,7 +1,7 @@
-"""A fingerprint of the sources that decide what a compiled graph contains.
+"""A fingerprint of the sources that determine compiled graphs.
 
-Inductor's caches are keyed by the graph, its inputs and PyTorch's own sources, not by ours. The
-fingerprint is one of the operator's options, so an edit of a template or lowering is a new key.
+Inductor's cache keys cover the graph, its inputs and PyTorch's own sources, but not flexhop's. The
+fingerprint is one of the operator's options, so editing a template or lowering changes the key.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PACKAGE = Path(__file__).parents[1]
 def source_fingerprint(package: Path = _PACKAGE) -> str:
     """First 16 hexadecimal digits of the SHA-256 of every source file of the package.
 
-    All of them, because the CPU's graphs hold the definition (ops/eager.py) and whatever it calls:
-    a list of rooms would be wrong as soon as a helper moved.
+    It covers all files, because CPU graphs contain the reference (ops/eager.py) and everything
+    that it calls. A list of rooms would be wrong as soon as a helper moved.
     """
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):

@@ -1,4 +1,4 @@
-"""torch.vmap of the operators: the mapped dimension becomes a part of the batch."""
+"""torch.vmap of the operators: fold the mapped dimension into the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Unfold = Callable[[Sequence[Tensor]], list[tuple[Tensor, bool]]]
 
 
 def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
-    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; the shared stays."""
+    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; shared batches stay
+    1."""
     if not is_mapped:
         if tensor.size(0) == 1:
             return tensor
@@ -27,7 +28,7 @@ def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tenso
 
 
 def unfolded_mod(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
-    """A mod that sees the batch index and its entries of mapped captures as before the fold."""
+    """A mod that sees the batch index and its entries of mapped captures as before folding."""
     key = (unfolded_mod, leading, batch, is_mapped)
     return keeping(key, mod, lambda: _unfolded(mod, leading, batch, is_mapped))
 
@@ -44,17 +45,17 @@ def _unfolded(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) ->
 
 
 class _Fold:
-    """One mapped dimension of a call whose results are different for each of its entries."""
+    """One mapped dimension of a call whose results differ along it."""
 
     def __init__(self, count: int, batch: int, kv_batch: int) -> None:
         self.count, self.batch, self.kv_batch = count, batch, kv_batch
 
     def each(self, tensor: Tensor, is_mapped: bool) -> Tensor:
-        """[count, ...], whether it had the dimension or not."""
+        """[count, ...], with or without the dimension before."""
         return tensor if is_mapped else tensor.expand(self.count, *tensor.shape)
 
     def rows(self, tensor: Tensor, is_mapped: bool) -> Tensor:
-        """[count * batch, ...], also of what all share."""
+        """[count * batch, ...], also of shared values."""
         each = self.each(tensor, is_mapped)
         return each.expand(self.count, self.batch, *each.shape[2:]).flatten(0, 1)
 
@@ -64,7 +65,7 @@ class _Fold:
         return tuple(into_batch(tensor, flag, self.count, self.batch) for tensor, flag in pairs)
 
     def unfold(self, result: Tensor, name: str) -> Tensor:
-        """A result that is like the value of that name, [count, ...]."""
+        """Unfold a result that is like the value of that name: [count, ...]."""
         if capture_position(name) is not None:
             return result
         result = result.unflatten(0, (self.count, self.batch))
@@ -111,7 +112,7 @@ def fold_derivative(count: int, mapped: Any, operands: Any) -> tuple[DerivativeA
 
 
 def _common(fold: _Fold, args: Any, is_mapped: Any, flags: tuple[bool, ...]) -> dict[str, Any]:
-    """Operands that both operators have."""
+    """Operands that both operators share."""
     query, key, value = map(fold.rows, args[:3], map(bool, is_mapped[:3]))
     return {
         "query": query,

@@ -68,7 +68,7 @@ hop.register_checkpoint(attention)
 
 
 def cast_operands(dtype: torch.dtype, operands: tuple[Any, ...]) -> AttentionArgs:
-    """What autocast does to scaled_dot_product_attention: query, key and value in its dtype."""
+    """Apply autocast as scaled_dot_product_attention does: cast query, key and value."""
     args = AttentionArgs(*operands)
     return args._replace(
         query=args.query.to(dtype), key=args.key.to(dtype), value=args.value.to(dtype)
@@ -79,11 +79,12 @@ hop.register_autocast(attention, cast_operands)
 
 
 def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:
-    """Inputs of _Attention: joint graph, sites, what needs no gradient, and what may need one."""
+    """Inputs of _Attention: joint graph, sites, operands without gradients, and operands that may
+    need one."""
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, args.options)
     joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    hop.share(joint.score_mod)  # the forward lowering looks at the backward operator's graphs
+    hop.share(joint.score_mod)  # the forward lowering reads the backward operator's graphs
     fixed = args._replace(
         query=None, key=None, value=None, score_mod=joint.score_mod, score_captures=()
     )
@@ -104,7 +105,7 @@ def _gradients(
     sites: tuple[int, ...],
     grad_outputs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Gradients of query, key, value and captures, from those of the results."""
+    """Gradients of query, key, value and captures, from gradients of the results."""
     grad_out, grad_lse, _ = grad_outputs
     if grad_out is None:
         grad_out = torch.zeros_like(results[0])
@@ -145,7 +146,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Of operands that need a gradient as well; others take `_push`, in one pass."""
+        """For operands that also need a gradient; others use `_push`, in one pass."""
         args, _, _ = restore(ctx)
         score_mod, _, mask_mod, _ = ctx.functions
         args = args._replace(score_mod=score_mod, mask_mod=mask_mod)
@@ -155,7 +156,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Bare(torch.autograd.Function):
-    """The same if nothing but autograd looks on: without dispatch, in PyTorch's quicker form."""
+    """The same if only autograd is active: without dispatch, in PyTorch's faster form."""
 
     @staticmethod
     def forward(ctx: Any, joint: Joint, args: AttentionArgs, *inputs: Any) -> Any:
@@ -178,7 +179,7 @@ class _Bare(torch.autograd.Function):
 
 
 def attend_bare(args: AttentionArgs) -> tuple[Tensor, ...]:
-    """The operator of a call that runs kernels, if nothing but autograd looks on."""
+    """The operator of a call that runs kernels, if only autograd is active."""
     inputs = (*args[:3], *args.score_captures, *args.mask_captures)
     if torch.is_grad_enabled() and any(needs_grad(inputs)):
         check_gradients(args.mask_captures, args.options)
@@ -218,7 +219,7 @@ transforms.register_jvp(attention, _push)
 
 
 def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
-    """Put the dimension that torch.vmap maps in front of the batch; see hop.register_vmap."""
+    """Fold torch.vmap's dimension into the batch; see hop.register_vmap."""
     args = AttentionArgs(*operands)
     if args.dropout_seed:
         raise VmapError(argument="the dropout")
@@ -237,7 +238,7 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     )  # fmt: skip
 
     def unfold(results: tuple[Tensor, ...]) -> list[tuple[Tensor, bool]]:
-        # max_scores is empty if nobody asked for it.
+        # max_scores is empty unless requested.
         return [
             (r.unflatten(0, (count, batch)), True) if r.dim() > 1 else (r, False) for r in results
         ]
@@ -249,7 +250,7 @@ hop.register_vmap(attention, _fold)
 
 
 def _count(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Two matrix products; masked blocks are counted."""
+    """Two matrix products; masked blocks count too."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.size(2) * (width + value.size(3))
 

@@ -1,4 +1,4 @@
-"""What the rules of both forward operators share; their operands have these names in common."""
+"""Dispatch rules that both forward operators share; their operands have these names in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Results = tuple[Tensor, Tensor, Tensor]
 
 
 def real_results(args: AttentionArgs | CachedArgs, found: Results) -> Results:
-    """(out, lse, max_scores) of the definition as the operator stores them."""
+    """(out, lse, max_scores) of the reference, as the operator stores them."""
     out, lse, max_scores = found
     if not args.options.get("return_max"):
         max_scores = lse.new_empty(0)
@@ -38,10 +38,10 @@ def fake_results(args: AttentionArgs | CachedArgs) -> Results:
 def refuse_mutation(
     mods: Mapping[str, Any], examples: Sequence[Sequence[Any]], pre_dispatch: bool
 ) -> None:
-    """Functionalization would silently drop a write to a capture.
+    """Raise if a mod writes to a capture; functionalization would silently drop the write.
 
     Raises:
-        CaptureMutationError: one of the mods, by name, writes to one of its example inputs.
+        CaptureMutationError: one of the named mods writes to one of its example inputs.
     """
     for (name, mod), example in zip(mods.items(), examples, strict=True):
         with IndexMode():

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def dense_strides(sizes: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of `sizes` whose dimensions are ordered in memory as in `like`.
+    """Strides of a dense tensor of `sizes` with the dimension order of `like`.
 
-    The last dimension stays innermost where it is innermost in `like`; otherwise the result is
+    The last dimension stays innermost if it is innermost in `like`. Otherwise the result is
     contiguous, because kernels write rows.
     """
     order = list(range(len(sizes)))
     if like[-1] == 1:
-        # Stable: among equal strides (expanded dimensions) the outer dimension stays outer.
+        # Stable sort: among equal strides (expanded dimensions), the outer dimension stays outer.
         order[:-1] = sorted(order[:-1], key=lambda d: like[d], reverse=True)
     strides = [0] * len(sizes)
     step = 1
@@ -32,7 +32,7 @@ def empty_ordered(sizes: Sequence[int], like: Tensor) -> Tensor:
 
 def ordered(result: Tensor, like: Tensor) -> Tensor:
     """`result` stored in the dimension order of `like`."""
-    # Not written to an empty tensor: under torch.vmap and forward mode that may lack a dimension.
+    # Do not write to an empty tensor: under torch.vmap and forward mode it may lack a dimension.
     strides = dense_strides(result.shape, like.stride())
     order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
     inverse = sorted(range(len(order)), key=order.__getitem__)

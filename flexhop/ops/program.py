@@ -1,16 +1,16 @@
-"""Derivatives of attention of any order, as programs: which function a derivative operator is.
+"""Derivatives of attention of any order, as programs that identify a function.
 
-A function maps inputs to outputs, each of which is like one of attention's own values: an input
-like query has its shape and dtype, whether it is query, a tangent of it or a gradient. Attention
-itself maps query, key, value and the tensors that score_mod captured to out and lse. A program is
-a sequence of steps, each of which makes a new function of the last one:
+A function maps inputs to outputs. Each of them is like one of attention's own values: an input
+like query has query's shape and dtype, whether it is query, a tangent of it or a gradient.
+Attention itself maps query, key, value and the tensors that score_mod captured to out and lse. A
+program is a sequence of steps, each of which turns the last function into a new one:
 
     "jvp 0 1"      takes tangents of the inputs 0 and 1 as further inputs, and returns, after the
                    outputs, their tangents.
     "vjp 0 > 1 2"  takes the gradient of output 0 as a further input, and returns the gradients of
                    the inputs 1 and 2 alone.
 
-So ("vjp 0 > 0 1 2",) is the backward pass, and after "vjp 0 1 2 > 0 1 2 3" it is differentiated
+So ("vjp 0 > 0 1 2",) is the backward pass, and appending "vjp 0 1 2 > 0 1 2 3" differentiates it
 again.
 """
 
@@ -29,7 +29,7 @@ Function = Callable[..., Tensors]
 Program = tuple[str, ...]
 
 QUERY, KEY, VALUE, OUT, LSE = "query", "key", "value", "out", "lse"
-ROWS = (QUERY, OUT, LSE)  # what has a row for every query; all else is summed over queries
+ROWS = (QUERY, OUT, LSE)  # values with a row per query; all others are sums over queries
 _ARROW = ">"
 
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     kind: str  # "jvp" or "vjp"
     given: tuple[int, ...]  # inputs with tangents, or outputs with gradients
-    wanted: tuple[int, ...] = ()  # of vjp: inputs whose gradients are returned
+    wanted: tuple[int, ...] = ()  # vjp: inputs whose gradients are returned
 
     def word(self) -> str:
         """The step as a word of a program."""
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 def read_step(word: str) -> Step:
-    """The step of a word of a program."""
+    """Parse a word of a program."""
     kind, *rest = word.split()
     if _ARROW not in rest:
         return Step(kind, tuple(map(int, rest)))
@@ -63,7 +63,7 @@ class Signature(NamedTuple):
 
 
 def capture_name(position: int) -> str:
-    """What a captured tensor is called in a signature."""
+    """The name of a captured tensor in a signature."""
     return f"capture {position}"
 
 
@@ -74,10 +74,11 @@ def capture_position(name: str) -> int | None:
 
 
 def signature(num_captures: int, program: Sequence[str]) -> Signature:
-    """Inputs and outputs of the function that a program makes of attention.
+    """Inputs and outputs of the function that a program derives from attention.
 
     Args:
-        num_captures: of score_mod, numbers included: they are inputs without derivatives.
+        num_captures: captures of score_mod, including numbers: they are inputs without
+            derivatives.
         program: see above.
     """
     captures = (capture_name(i) for i in range(num_captures))
@@ -94,7 +95,7 @@ def signature(num_captures: int, program: Sequence[str]) -> Signature:
 
 
 def run(function: Function, program: Sequence[str], values: Sequence[object]) -> Tensors:
-    """Evaluate what a program makes of `function` at the inputs `values`."""
+    """Evaluate the function that a program derives from `function`, at the inputs `values`."""
     for word in program:
         step = read_step(word)
         function = (_jvp if step.kind == "jvp" else _vjp)(function, step)

@@ -1,7 +1,7 @@
-"""Captured tensors that every rank of a mesh has, and whose gradients are summed over it.
+"""Replicated captured tensors, whose gradients are summed over a mesh.
 
-Compiled calls sum the gradients that the backward operator returns (ops/forward.py). Eager calls
-are differentiated by autograd, so here captured tensors are replaced while a mod runs.
+Compiled calls sum the gradients that the backward operator returns (ops/forward.py). In eager
+calls autograd differentiates, so captured tensors are replaced while a mod runs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(tensor: Tensor, groups: str) -> Tensor:
-    """The tensor, which all ranks have; its gradient is the sum of theirs.
+    """A replicated tensor, whose gradient is summed over all ranks.
 
     Args:
         tensor: the same on all ranks.
-        groups: names of process groups, with commas between them; sums over one after the other.
+        groups: comma-separated names of process groups; sums over one after the other.
     """
     return _SumGradient.apply(tensor, groups) if groups else tensor
 
@@ -48,7 +48,7 @@ def sum_over_all(tensor: Tensor, groups: str) -> Tensor:
 
 
 def shared_seed(seed: Tensor, groups: str) -> Tensor:
-    """The seed of the first rank, on all ranks of some groups."""
+    """The first rank's seed, on all ranks of some groups."""
     for group in groups.split(","):
         seed = collectives.from_first(seed, group)
     return seed
@@ -57,15 +57,15 @@ def shared_seed(seed: Tensor, groups: str) -> Tensor:
 def with_summed_gradients(
     score_mod: Callable[..., Tensor], query: Tensor, groups: str
 ) -> Callable[..., Tensor]:
-    """A score_mod of eager calls whose captured tensors have their gradients summed.
+    """A score_mod for eager calls whose captured tensors have their gradients summed.
 
-    Captured is whatever needs a gradient and does not come from the mod's own inputs, be it held
-    by a closure, a module, an object or a global name.
+    A captured tensor is one that needs a gradient and does not come from the mod's own inputs. A
+    closure, a module, an object or a global may hold it.
 
     Args:
         score_mod: (score, b, h, q_idx, kv_idx) -> score.
-        query: of the call.
-        groups: as for sum_gradient.
+        query: the call's query.
+        groups: see sum_gradient.
     """
     finder = _Finder()
     inputs = score_examples(query.device, query.dtype)
@@ -84,14 +84,14 @@ def with_summed_gradients(
 
 
 def with_local_captures(mod: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
-    """A mod of eager calls whose captured DTensors are whole tensors of the rank.
+    """A mod for eager calls whose captured DTensors become the rank's whole local tensors.
 
-    A DTensor and a plain index cannot meet. Their gradients are those of replicated tensors, so
-    whoever needs a sum over ranks takes it as of any other captured tensor.
+    A DTensor cannot be indexed with a plain tensor. Their gradients are those of replicated
+    tensors; callers sum them over ranks like those of any captured tensor.
 
     Args:
         mod: a score_mod or a mask_mod.
-        inputs: examples of what it is called with.
+        inputs: example arguments.
     """
     mode = _Localize()
     with IndexMode(), mode:
@@ -107,14 +107,14 @@ def with_local_captures(mod: Callable[..., Tensor], inputs: Sequence[Tensor]) ->
 
 
 class _Localize(TorchFunctionMode):
-    """Puts whole local tensors in the place of DTensors."""
+    """Replaces DTensors by whole local tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.local: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call with the operands replaced."""
+        """Call with replaced operands."""
         if not any(map(dtensors.is_dtensor, _tensors((args, kwargs)))):
             return func(*args, **(kwargs or {}))
         args, kwargs = pytree.tree_map_only(Tensor, self._other, (args, kwargs or {}))
@@ -129,15 +129,15 @@ class _Localize(TorchFunctionMode):
 
 
 class _Finder(TorchFunctionMode):
-    """Remembers tensors that need a gradient and that no call under the mode made."""
+    """Collects tensors that need a gradient and that no call under the mode created."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Tensor] = []
-        self.made: list[Tensor] = []  # kept, so that no other object gets their ids
+        self.made: list[Tensor] = []  # kept alive, so that ids stay unique
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the operands of a call, then at its results."""
+        """Inspect a call's operands, then its results."""
         known = {id(t) for t in (*self.found, *self.made)}
         for tensor in _tensors((args, kwargs)):
             if tensor.requires_grad and id(tensor) not in known:
@@ -148,14 +148,14 @@ class _Finder(TorchFunctionMode):
 
 
 class _Replace(TorchFunctionMode):
-    """Puts other tensors in the place of some, by identity."""
+    """Replaces some tensors, by identity."""
 
     def __init__(self, replaced: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.replaced = replaced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call with the operands replaced."""
+        """Call with replaced operands."""
 
         def other(tensor: Tensor) -> Tensor:
             return self.replaced[id(tensor)][1] if id(tensor) in self.replaced else tensor

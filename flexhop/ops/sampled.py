@@ -1,7 +1,7 @@
-"""The definition at some queries and keys only, in fp64 or as plain PyTorch rounds it.
+"""The reference at some queries and keys only, in fp64 or as plain PyTorch rounds it.
 
-Memory is that of the scores of the sampled rows: no S x S matrix is held. `flexhop.verify` holds
-kernels against it.
+Memory is that of the sampled rows of scores, never S x S. `flexhop.verify` compares kernels with
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexhop.ops.eager import (
 
 
 class Saved(NamedTuple):
-    """Results of a call, and the gradients that they were given: [B, Hq, M, Dv] or [B, Hq, M]."""
+    """Results of a call, and the gradients that they received: [B, Hq, M, Dv] or [B, Hq, M]."""
 
     out: Tensor
     lse: Tensor
@@ -46,7 +46,7 @@ def widened(args: AttentionArgs) -> AttentionArgs:
 def query_rows(args: AttentionArgs, rows: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
     """out, lse and grad_query of the queries at `rows` [m], in the order of `rows`.
 
-    Products are in the dtype of the operands, the rest in fp32 (fp64 for fp64).
+    Products are in the operands' dtype, the rest in fp32 (fp64 for fp64).
     """
     args = _detached(args)
     with torch.enable_grad():
@@ -77,7 +77,7 @@ def key_rows(args: AttentionArgs, keys: Tensor, saved: Saved) -> dict[str, Tenso
 def _key_part(
     args: AttentionArgs, grids: Grids, places: tuple[Tensor, Tensor], saved: Saved
 ) -> tuple[Tensor, Tensor]:
-    """What some queries give to the gradients of some keys and values."""
+    """The contribution of some queries to the gradients of some keys and values."""
     rows, _ = places
     query = args.query.index_select(2, rows)
     with torch.enable_grad():
@@ -104,7 +104,7 @@ def _key_part(
 def _scores(
     args: AttentionArgs, grids: Grids, query: Tensor, places: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Scaled products, which gradients reach; scores, -inf where hidden; and the indices."""
+    """Scaled products, which gradients reach; scores, -inf if hidden; and the indices."""
     product = query @ _per_head(args.key, query).mT
     raw = product.to(accumulate_dtype(query.dtype)) * args.scale
     if not raw.requires_grad:
@@ -124,7 +124,7 @@ def _per_head(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def _sum_heads(grad: Tensor, like: Tensor) -> Tensor:
-    """[B, Hq, N, E] -> the sizes of key: summed over a group, and over a shared batch."""
+    """[B, Hq, N, E] -> the sizes of key: summed over groups, and over a shared batch."""
     grad = grad.unflatten(1, (like.size(1), -1)).sum(2)
     return grad.sum(0, keepdim=True) if like.size(0) != grad.size(0) else grad
 
@@ -144,7 +144,7 @@ def _detached(args: AttentionArgs) -> AttentionArgs:
 
 
 def _with_operands(args: AttentionArgs, change: Callable[[Any], Any]) -> AttentionArgs:
-    """The call with other operands and captures."""
+    """The call with different operands and captures."""
     return args._replace(
         query=change(args.query), key=change(args.key), value=change(args.value),
         score_captures=tuple(map(change, args.score_captures)),

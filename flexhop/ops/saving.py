@@ -1,4 +1,4 @@
-"""What an autograd function of ours keeps between its forward and its derivatives."""
+"""Save values of our autograd functions between forward and derivatives."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-_TENSOR = object()  # stands where a tensor stood
+_TENSOR = object()  # placeholder for a tensor
 
 
 def save(ctx: Any, values: Any) -> None:
-    """Keep tensors by save_for_backward and everything else (ints, SymInts, strings) as is.
+    """Save tensors with save_for_backward and everything else (ints, SymInts, strings) as is.
 
     Args:
-        ctx: of the function.
-        values: nested tuples; other containers hold no tensors.
+        ctx: the function's context.
+        values: nested tuples; other containers must hold no tensors.
     """
     tensors: list[Tensor] = []
     ctx.form = _without_tensors(values, tensors)
@@ -25,7 +25,7 @@ def save(ctx: Any, values: Any) -> None:
 
 
 def restore(ctx: Any) -> Any:
-    """What `save` kept."""
+    """Restore the values that `save` saved."""
     return _with_tensors(ctx.form, iter(ctx.saved_tensors))
 
 
@@ -47,5 +47,5 @@ def _with_tensors(form: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _like(value: tuple[Any, ...], items: list[Any]) -> Any:
-    """A tuple of the class of `value`, which may be a named one."""
+    """A tuple of the class of `value`, which may be a named tuple."""
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -1,6 +1,6 @@
-"""The slot in which a context of flexhop.distributed stands while it is entered.
+"""The slot that holds the active context of flexhop.distributed.
 
-The front door looks here; the room that fills the slot lies above it.
+Entry points look here; the room that fills the slot is above this one.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call
 
-VIEW = "flexhop_view"  # attribute of masks and offsets for which an entered context has a view
+VIEW = "flexhop_view"  # attribute of masks and offsets for which an active context has a view
 
 
 class Context(Protocol):
-    """What the front doors ask of a context."""
+    """The interface of a context to the entry points."""
 
     def run(
         self, args: AttentionArgs, call: Call, block_mask: Any, wants_lse: bool
     ) -> tuple[Tensor, Any, Tensor]:
-        """Results of one rank's queries against all keys; lse only if it is wanted."""
+        """Attention of one rank's queries to all keys; lse only if it is used."""
         ...
 
     def packed(self, packing: Any, mask_mod: Any) -> tuple[Any, Any]:
@@ -30,18 +30,18 @@ class Context(Protocol):
         ...
 
     def sum_gradient(self, tensor: Tensor) -> Tensor:
-        """The tensor, whose gradient is summed over the mesh."""
+        """The tensor, with its gradient summed over the mesh."""
         ...
 
     def seed(self, dropout: Any, query: Tensor) -> tuple[Tensor, ...]:
-        """The operand of dropout, the same on all ranks; () if nothing is dropped."""
+        """The dropout operand, the same on all ranks; () without dropout."""
         ...
 
 
 class Slot:
-    """Holds the context that is entered now, if there is one.
+    """Holds the active context, if there is one.
 
-    attend_dtensors: what a front door does with DTensors; the plugin says.
+    attend_dtensors: how entry points handle DTensors; set by the plugin.
     """
 
     current: Context | None = None
@@ -52,10 +52,10 @@ SLOT = Slot()
 
 
 def view_of(block_mask: Any) -> Any:
-    """The view that an entered context has of a mask, or None.
+    """The active context's view of a mask, or None.
 
-    FSDP rebuilds the arguments of a layer, masks too, and keeps their tensors: so the view also
-    lies on one of them.
+    FSDP rebuilds the arguments of a layer, including masks, but keeps their tensors. The view is
+    therefore also stored on one of them.
     """
     found = getattr(block_mask, VIEW, None)
     return (

@@ -1,4 +1,4 @@
-"""Attention sinks: one more logit per head, which takes weight and has no value."""
+"""Attention sinks: one extra logit per head, which takes part in the softmax but has no value."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from torch import Tensor
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse as if every query of head h had seen one more score, sinks[h], of value 0.
+    """Output and lse as if every query of head h had one more score, sinks[h], with value 0.
 
-    Exact, because the sink only enters the sum that the output is divided by:
-    with lse' = log(exp(lse) + exp(sink)), out' = out · exp(lse - lse'). Gradients of all three
-    follow, since lse is differentiable. A sink of -inf changes nothing; a query that sees no key
-    has out 0 and lse sinks[h].
+    This is exact, because the sink only enters the softmax denominator: with lse' = log(exp(lse) +
+    exp(sink)), out' = out · exp(lse - lse'). The gradients of all three follow, because lse is
+    differentiable. A sink of -inf changes nothing. For a query that sees no key, out is 0 and lse
+    is sinks[h].
 
     Args:
         out: [B, Hq, M, Dv]. lse: [B, Hq, M], natural logarithm.
-        sinks: [Hq], any floating dtype.
+        sinks: [Hq], any floating-point dtype.
 
     Source: Xiao et al. 2023 (arXiv 2309.17453), section 3.3; as learned logits: gpt-oss.
     """
     sink = sinks.to(lse.dtype)[None, :, None]
     has_keys, has_sink = lse > -torch.inf, sink > -torch.inf
-    # -inf takes no part in what is differentiated, because inf - inf would.
+    # Exclude -inf from differentiation, because inf - inf would be NaN.
     finite_lse, finite_sink = torch.where(has_keys, lse, 0.0), torch.where(has_sink, sink, 0.0)
     both = torch.logaddexp(finite_lse, finite_sink)
     total = torch.where(has_keys & has_sink, both, torch.where(has_keys, lse, sink))

@@ -1,4 +1,4 @@
-"""Mods for derivatives of any order: without operators that PyTorch differentiates once."""
+"""Mods for derivatives of any order: replace operators that PyTorch differentiates only once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import fx
 from flexhop.errors import UnsupportedFeatureError
 
 _PLAIN = {"flexhop::tanh_approx": torch.ops.aten.tanh.default}
-# Of positions, which have no derivative.
+# Operators on positions, which have no derivative.
 _POSITIONS = ("flexhop::bounded",)
 _SPACES = ("aten", "prims", "_operator")
 
 
 def smooth(mod: Any) -> Any:
-    """The same mod, of operators that have derivatives of every order and mode.
+    """The same mod, made of operators that have derivatives of every order and mode.
 
-    A custom operator of PyTorch has a gradient at most; forward mode gives a tangent of 0 for it
-    without a word.
+    A custom operator has at most a gradient; in forward mode, PyTorch silently returns a tangent
+    of 0 for it.
 
     Raises:
-        UnsupportedFeatureError: the mod calls somebody else's custom operator.
+        UnsupportedFeatureError: the mod calls a third-party custom operator.
     """
     if not isinstance(mod, fx.GraphModule):
         return mod

@@ -74,7 +74,7 @@ def trace_key(
 
 
 class Joint(NamedTuple):
-    """What differentiation of one score_mod gives."""
+    """The derivative of one score_mod."""
 
     score_mod: Callable[..., Tensor]  # over the hoisted captures
     joint: fx.GraphModule  # see BackwardArgs
@@ -92,12 +92,12 @@ def trace_joint(
 
     Args:
         score_mod: (score, b, h, q_idx, kv_idx, *captures) -> score, traceable.
-        query: gives device and dtype of the trace.
-        captures: what the mod closed over.
+        query: gives the device and dtype of the trace.
+        captures: the mod's captures.
         wanted: which captures get a gradient; by default those that require one.
 
     Raises:
-        UnsupportedFeatureError: a captured tensor that needs a gradient is used other than by
+        UnsupportedFeatureError: a captured tensor that needs a gradient is used in other ways than
             reading single elements or short rows.
     """
     needs = tuple(needs_grad(captures) if wanted is None else wanted)
@@ -118,7 +118,7 @@ def trace_joint(
 
 @dataclasses.dataclass
 class _Parts:
-    """What calls that hand out the same mod have in common."""
+    """Parts that calls with the same mod share."""
 
     main: fx.GraphModule
     before: fx.GraphModule | None
@@ -138,7 +138,7 @@ def _hoisted(
 
 
 def _compose_reads(graph: fx.GraphModule) -> None:
-    """table[b][q] -> table[b, q]: a chain of reads of leading dimensions is one read."""
+    """table[b][q] -> table[b, q]: merge a chain of reads of leading dimensions into one."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         inner = node.args[0]
         if (
@@ -172,7 +172,7 @@ def _is_scalar_read(node: fx.Node) -> bool:
 def _hoist(
     graph: fx.GraphModule, wanted: Sequence[bool]
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:
-    """Split off what depends on differentiable captures alone.
+    """Split off the work that depends only on differentiable captures.
 
     Returns:
         The mod over (score, b, h, q_idx, kv_idx, kept captures..., hoisted tensors...); the
@@ -283,7 +283,7 @@ def _element_grads(reads: Sequence[_Read], grads: Sequence[Tensor]) -> list[Tens
 
 
 def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[Tensor]:
-    """The position of each element in its capture: indices of the read, then place in the row."""
+    """The index of each element in its capture: indices of the read, then place in the row."""
     found: list[Tensor] = []
     start = 0
     for read in reads:
@@ -300,7 +300,7 @@ def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[
 def _score_gradients(
     body: Callable[..., Tensor], mod_inputs: Sequence[Any], values: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of body(score, ..., *values) for score and values; zeros for what is unused."""
+    """Gradients of body(score, ..., *values) for score and values; zeros for unused ones."""
     with torch.enable_grad():
         leaves = [leaf.detach().requires_grad_() for leaf in (mod_inputs[0], *values)]
         result = body(leaves[0], *mod_inputs[1:], *leaves[1:])
@@ -315,7 +315,7 @@ def _score_gradients(
 
 class _Read(NamedTuple):
     capture: int
-    node: fx.Node  # whose value is the element, or the short row of elements, that is read
+    node: fx.Node  # its value is the element, or the short row, that is read
     indices: tuple[fx.Node, ...]
     elements: tuple[tuple[int, ...], ...] = ((),)  # positions in the row; a scalar has one: ()
 
@@ -347,7 +347,7 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[_Read]:
 
 
 def _elements_read(user: fx.Node) -> tuple[tuple[int, ...], ...] | None:
-    """Positions in the row that an index operation reads; None for anything else."""
+    """Positions in the row that an index operation reads; None for any other operation."""
     if user.target is not aten.index.Tensor or not _is_scalar_read(user):
         return None
     shape = [int(size) for size in user.meta["val"].shape]  # guards on a symbolic size

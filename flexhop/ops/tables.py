@@ -1,9 +1,9 @@
-"""Parts of a score_mod that take few values: computed once into tables, which kernels read.
+"""Parts of a score_mod with few distinct values: precomputed as tables that kernels read.
 
-T5's buckets, Swin's bias in two dimensions or a decay depend on the score's place by a distance
-alone. Such a part, if it costs more than a read, is computed by plain operators before attention,
-which Inductor compiles, for every value of what it sees. Its gradient is the gradient of a
-captured table, and goes on through these operators by ordinary autograd.
+T5's buckets, Swin's two-dimensional bias or a decay depend only on a distance. If such a part
+costs more than a read, plain operators compute it before attention, for every value of its inputs,
+and Inductor compiles them. Its gradient is the gradient of a captured table and continues through
+these operators by ordinary autograd.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flexhop.ops.subgraphs import trace_score
 
 aten = torch.ops.aten
 INPUTS = ("score", "b", "h", "q", "k")
-_LARGEST = 2**22  # entries of a table
-_SCORES_PER_ENTRY = 8  # at least, or the table costs what it saves
-_READ, _SUM = 3.0, 2.0  # instructions of a read, and of a sum that makes its index
+_LARGEST = 2**22  # most entries of a table
+_SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
+_READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
 _LEAST_SAVED = 2.0  # instructions per score
-# Of these, entries that no score reads may be infinite or NaN, and so would be what they pass on
+# For these operators, entries that no score reads may be infinite or NaN. They would pass that on
 # to a captured tensor that needs a gradient, although their own gradient is 0.
 _UNBOUNDED = frozenset({
     "acos", "acosh", "asin", "atanh", "cosh", "digamma", "div", "erfinv", "exp", "exp2", "expm1",
@@ -37,10 +37,10 @@ _UNBOUNDED = frozenset({
 
 
 class Table(NamedTuple):
-    """A part of a mod as a table.
+    """A part of a mod, as a table.
 
-    node: whose values are its entries. axes: what these depend on, its dimensions in order: "b",
-    "h", "q", "k", or a Coordinate, one integer of both positions such as their distance.
+    node: its values are the entries. axes: what they depend on, in dimension order: "b", "h", "q",
+    "k", or a Coordinate, one integer of both positions such as their distance.
     """
 
     node: fx.Node
@@ -52,9 +52,9 @@ class Tabulated(NamedTuple):
 
     Args:
         score_mod: (score, b, h, q_idx, kv_idx, *captures) -> score.
-        captures: what it reads: captured tensors, then tables.
-        sizes: of each table.
-        saved: instructions per score that it does without.
+        captures: captured tensors, then tables.
+        sizes: size of each table.
+        saved: instructions per score that the tables save.
     """
 
     score_mod: Callable[..., Tensor]
@@ -64,10 +64,10 @@ class Tabulated(NamedTuple):
 
 
 def tabulate(args: AttentionArgs) -> Tabulated | None:
-    """Take out of a call's score_mod what is cheaper read from tables; None if nothing is.
+    """Move parts of a call's score_mod into tables if reading them is cheaper; None if none is.
 
-    Tables are differentiable functions of what it captured. They have the sizes of one call, so
-    none may vary.
+    Tables are differentiable functions of the captures. Their sizes are those of one call, so no
+    size may be dynamic.
     """
     score_mod, query, captures = args.score_mod, args.query, args.score_captures
     sizes: Any = (*query.shape[:3], args.key.size(2))
@@ -76,7 +76,7 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     if not all(isinstance(capture, Tensor) for capture in captures):
         return None
     graph = trace_score(score_mod, query, captures)
-    # The analysis computes with numbers, which are no part of what is traced around us.
+    # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
         found = analyse(graph, INPUTS, dict(zip(INPUTS[1:], sizes, strict=True)))
     is_trained = any(capture.requires_grad for capture in captures)
@@ -96,7 +96,7 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
 
 
 class _Choice:
-    """From the result down: the largest parts whose tables pay."""
+    """Search from the result down for the largest parts that pay off as tables."""
 
     def __init__(self, found: Analysis, captures: Sequence[Tensor], scores: int) -> None:
         self.found, self.scores = found, scores
@@ -139,7 +139,7 @@ class _Choice:
         return table if entries <= min(_LARGEST, self.scores // _SCORES_PER_ENTRY) else None
 
     def _is_plain(self, node: fx.Node) -> bool:
-        """Whether everything that it is made of and depends on an index is a number."""
+        """Whether all its inputs are numbers and depend on an index."""
         pending, seen = [node], set[fx.Node]()
         while pending:
             current = pending.pop()
@@ -156,7 +156,7 @@ class _Choice:
         return True
 
     def _is_safe(self, node: fx.Node) -> bool:
-        """Whether entries that no score reads cannot spoil the gradient of a captured tensor."""
+        """Whether unread entries cannot spoil the gradient of a captured tensor."""
         pending, seen = [node], set[fx.Node]()
         while pending and node in self._trained:
             current = pending.pop()
@@ -168,7 +168,8 @@ class _Choice:
         return True
 
     def _cost(self, tables: Sequence[Table], root: fx.Node) -> float:
-        """Instructions per score of a node, and of what it alone needs, with tables in place."""
+        """Instructions per score of a node and of the nodes that only it needs, given the
+        tables."""
         forms, total = self.found.forms, 0.0
         pending: list[Any] = [root]
         seen = set[fx.Node]()
@@ -191,7 +192,7 @@ class _Choice:
 
 
 def with_tables(args: AttentionArgs) -> AttentionArgs:
-    """A call whose score_mod reads tables; the same call if they would save nothing."""
+    """A call whose score_mod reads tables; the same call if they save nothing."""
     found = tabulate(args)
     if found is None:
         return args
@@ -199,7 +200,7 @@ def with_tables(args: AttentionArgs) -> AttentionArgs:
 
 
 def _dependents(found: Analysis, roots: Any) -> set[fx.Node]:
-    """What is computed from some nodes as floats, through which gradients go."""
+    """Nodes computed from some nodes as floats, through which gradients flow."""
     reached = set(roots)
     for node in found.mod.operators:
         if _is_float(node) and any(source in reached for source in node.all_input_nodes):
@@ -220,10 +221,10 @@ def _extent(found: Analysis, axis: Any) -> tuple[int, int]:
 
 
 class _Maker:
-    """Computes tables by the mod's own operators, on tensors that broadcast in place of numbers.
+    """Computes tables with the mod's own operators, on broadcasting tensors instead of scalars.
 
-    Captured tensors of 16 bits are read in fp32, in which gradients of their entries are summed;
-    kernels compute with them in fp32 as well.
+    16-bit captured tensors are read in fp32, because gradients of their entries are summed in
+    fp32; kernels also compute with them in fp32.
     """
 
     def __init__(self, found: Analysis, captures: Sequence[Tensor]) -> None:
@@ -244,7 +245,7 @@ class _Maker:
         return self._value(table, known, table.node).expand(shape).contiguous()
 
     def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
-        """The values of an axis, in its dimension."""
+        """The values of an axis, along its dimension."""
         first, size = _extent(self._found, axis)
         values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
         return values.view([-1 if axis == other else 1 for other in table.axes])
@@ -261,7 +262,7 @@ class _Maker:
         return known[node]
 
     def _split(self, node: fx.Node) -> Any:
-        """A node that is a sum of a coordinate and others, or compares two parts of one."""
+        """Split a node that adds a coordinate to other terms, or compares such a sum."""
         forms = self._found.forms
         is_sum = forms.form(node) is not None
         compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
@@ -276,7 +277,7 @@ class _Maker:
         return total
 
     def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
-        """The sum itself, or for a comparison the difference of its sides held against 0."""
+        """The sum itself, or for a comparison, the difference of its sides compared with 0."""
         if self._found.forms.form(node) is not None:
             return total.to(node.meta["val"].dtype)
         return node.target(total, torch.zeros_like(total))  # type: ignore[operator]
@@ -301,7 +302,7 @@ def _widened(capture: Tensor) -> Tensor:
 def _with_reads(
     found: Analysis, tables: Sequence[Table]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The mod with reads in place of tables, and which captures it still reads."""
+    """The mod with reads in place of the tabulated parts, and the captures that it still reads."""
     writer = _Writer(found, tables)
     writer.graph.output(writer.copy(found.mod.result))
     captures = [writer.known[node] for node in found.mod.captures]
@@ -313,7 +314,7 @@ def _with_reads(
 
 
 class _Writer:
-    """Copies a mod, with reads in place of tables."""
+    """Copies a mod, with reads in place of tabulated parts."""
 
     def __init__(self, found: Analysis, tables: Sequence[Table]) -> None:
         self.graph, self.known = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -326,7 +327,7 @@ class _Writer:
         }
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """The node that computes, or reads, what `node` computes."""
+        """The node that computes or reads the value of `node`."""
         if node not in self.known and node in self._tables:
             indices = [self._place(axis) for axis in self._tables[node].axes]
             self.known[node] = self._call(aten.index.Tensor, self._sources[node], indices)
@@ -336,7 +337,7 @@ class _Writer:
         return self.known[node]
 
     def _place(self, axis: Any) -> fx.Node:
-        """The index of an axis: what of a coordinate is the query's, and what is the key's."""
+        """The index of an axis: the query's and the key's parts of a coordinate."""
         if isinstance(axis, str):
             return self.known[self._inputs[axis]]
         (first, coefficient), *others = axis.terms
