@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
@@ -295,8 +297,10 @@ def on_cpu(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], l
 
 def zeros_for(graph: GraphModule, *values: Any) -> list[Any]:
     """Zeros in place of what a graph computes from `values`: only the sizes are worked out."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(values))
+    # Offsets of nested tensors bring a symbol of their own.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    as_fake = partial(mode.from_tensor, static_shapes=True)
+    fakes = pytree.tree_map_only(torch.Tensor, as_fake, list(values))
     with mode:
         found = torch.fx.Interpreter(graph).run(*fakes)
     return pytree.tree_map_only(FakeTensor, _zeros_like, list(found))

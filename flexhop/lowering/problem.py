@@ -83,11 +83,13 @@ class ModFacts(NamedTuple):
     has_score_mod, has_mask_mod: whether they do anything.
     reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
     key. reads_by_position: whether it reads any at an index that depends on one of them.
+    reads_score: whether its result depends on the score.
     score_cost, mask_cost: instructions for each score.
     has_key_slope, has_key_bend: whether score_mod adds a line over keys, and one that has a bend
     (lowering/mods/lines.py).
-    mask_reads: whether mask_mod reads captured tensors. mask_uses_batch, mask_uses_head: whether
-    it looks at b and h.
+    mask_reads: whether mask_mod reads captured tensors. mask_reads_per_element: whether it does at
+    indices that depend on query and key. mask_uses_batch, mask_uses_head: whether it looks at b
+    and h.
     mask_band: the keys near a query that it keeps, if it does just that (lowering/mods/bands.py).
     """
 
@@ -95,10 +97,12 @@ class ModFacts(NamedTuple):
     has_mask_mod: bool
     reads_per_element: bool
     reads_by_position: bool
+    reads_score: bool
     score_cost: float
     has_key_slope: bool
     has_key_bend: bool
     mask_reads: bool
+    mask_reads_per_element: bool
     mask_uses_batch: bool
     mask_uses_head: bool
     mask_cost: float

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -158,3 +160,28 @@ def test_a_page_table_whose_pages_have_a_size_that_depends_on_another():
 
     generated = generate_code(call, torch.zeros(2, 6, 1, 72), cache, cache.clone(), dynamic=True)
     generated.kernel_with("attend_share")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reads_score", "function"),
+    [(torch.float32, True, "grad_query_blocks"), (BF16, False, "attend_tile")],
+)
+def test_a_mask_and_a_score_that_read_tables_by_both_positions(dtype, reads_score, function):
+    """Triton fails on branches with such reads, if an operand of a product follows at once."""
+    kept, table = torch.ones(70, 70, dtype=torch.bool), torch.zeros(70)
+    mask = flexhop.create_block_mask(
+        lambda b, h, q, k: kept[k, q] & (q >= k), None, None, 70, 70, "cpu", BLOCK_SIZE=64
+    )
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        if reads_score:
+            return torch.clamp(score, -4.0, 4.0)
+        return table[q_idx] * table[(q_idx - kv_idx).abs()]
+
+    options = flexhop.KernelOptions(backend="triton", float32_precision="ieee")
+    call = partial(
+        flexhop.flex_attention, score_mod=score_mod, block_mask=mask, kernel_options=options
+    )
+    inputs = operands(1, 2, 70, 32, learned="qkv" if reads_score else "", dtype=dtype)
+    generated = generate_code(call, *inputs, grad=reads_score)
+    assert compile_kernel(generated.kernel_with(function), 90).registers

@@ -82,18 +82,20 @@ def _score_inputs(device: torch.device) -> list[Any]:
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
     """The facts of both user functions."""
     score, mask = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
-    reads = _read_positions(score)
-    mask_depends = _depends(mask)
+    reads = _read_positions(score, SCORE)
+    mask_depends = _depends(mask, INDICES)
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
         reads_per_element=any(map(all, reads)),
         reads_by_position=any(map(any, reads)),
+        reads_score="score" in _depends(score, SCORE),
         score_cost=instructions(analysed(score, SCORE)),
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
+        mask_reads_per_element=any(map(all, _read_positions(mask, INDICES))),
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
         mask_cost=mask_instructions(analysed(mask, INDICES)),
@@ -120,15 +122,15 @@ def read_joint(joint: Any, sites: tuple[int, ...] = ()) -> GradFacts:
     )
 
 
-def _depends(mask: fx.GraphModule) -> frozenset[str]:
-    """The indices that a mask_mod depends on."""
-    found = analysed(mask, INDICES)
+def _depends(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[str]:
+    """The inputs that a user function depends on."""
+    found = analysed(mod, roles)
     return found.forms.depends_on(found.mod.result)
 
 
-def _read_positions(score: fx.GraphModule) -> list[tuple[bool, bool]]:
+def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:
     """Of all reads of captured tensors: do indices depend on q_idx, and on kv_idx?"""
-    found = analysed(score, SCORE)
+    found = analysed(mod, roles)
     reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
 

@@ -116,6 +116,7 @@ class GradQueryConstants(SharedConstants):
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool
+    BRANCH_FOR_MASK: bool
     SUBTRACT_FIRST: bool
     LSE_SCALE: float
 
@@ -131,6 +132,7 @@ class GradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM: int
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
+    BRANCH_FOR_MASK: bool
     SUBTRACT_FIRST: bool
     LSE_SCALE: float
 
@@ -142,6 +144,7 @@ class JvpGradQueryConstants(SharedConstants):
     HEADS_PER_SECTION: int
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
+    BRANCH_FOR_MASK: bool
     SUBTRACT_FIRST: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
@@ -160,6 +163,7 @@ class JvpGradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM: int
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
+    BRANCH_FOR_MASK: bool
     SUBTRACT_FIRST: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool

@@ -24,7 +24,13 @@ from flexhop.lowering.portable.constants import (
 from flexhop.lowering.portable.memory import shared_memory
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.search import search_tiles
-from flexhop.lowering.portable.shared import LOG2_E, exponent, heads_per_section, is_float32
+from flexhop.lowering.portable.shared import (
+    LOG2_E,
+    branches_for_mask,
+    exponent,
+    heads_per_section,
+    is_float32,
+)
 from flexhop.lowering.portable.shared import shared as shared_constants
 from flexhop.lowering.portable.tiles import smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
@@ -129,6 +135,7 @@ def grad_query_constants(
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
+        BRANCH_FOR_MASK=branches_for_mask(problem, options),
         SUBTRACT_FIRST=is_float32(problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
@@ -149,6 +156,7 @@ def grad_key_value_constants(
         OUT_HEAD_DIM=width,
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
         CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
+        BRANCH_FOR_MASK=True,
         SUBTRACT_FIRST=is_float32(problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
+from flexhop.lowering.problem import MaskBlocks, ModFacts, Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)
@@ -50,12 +50,28 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
         "HAS_SCORE_MOD": problem.mods.has_score_mod,
-        "ISOLATE_SCORE_MOD": problem.mods.has_score_mod and problem.mods.reads_per_element,
+        "ISOLATE_SCORE_MOD": _isolates_score_mod(problem.mods),
         **exponent(problem),
         "SM_SCALE": problem.scale,
         "FLOAT32_PRECISION": _float32_precision(options),
         "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
     }
+
+
+def _isolates_score_mod(mods: ModFacts) -> bool:
+    # Triton fails on a branch whose result does not depend on the products: the scores then have
+    # the layout of the weights as an operand, and it cannot reduce rows in that.
+    return mods.has_score_mod and mods.reads_per_element and mods.reads_score
+
+
+def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
+    """Whether grad_query has the mask in a branch that only tiles of partial blocks take.
+
+    Triton computes fp32 products that are exact by multiply-adds. It then gives the branch the
+    layout of an operand of the product that follows, and cannot compile reads per element in that.
+    """
+    is_exact = is_float32(problem) and _float32_precision(options) == "ieee"
+    return not (is_exact and problem.mods.mask_reads_per_element)
 
 
 def is_float32(problem: Problem) -> bool:
