@@ -13,7 +13,6 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -299,8 +298,7 @@ def zeros_for(graph: GraphModule, *values: Any) -> list[Any]:
     """Zeros in place of what a graph computes from `values`: only the sizes are worked out."""
     # Offsets of nested tensors bring a symbol of their own.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    as_fake = partial(mode.from_tensor, static_shapes=True)
-    fakes = pytree.tree_map_only(torch.Tensor, as_fake, list(values))
+    fakes = [mode.from_tensor(v, static_shapes=True) if torch.is_tensor(v) else v for v in values]
     with mode:
         found = torch.fx.Interpreter(graph).run(*fakes)
     return pytree.tree_map_only(FakeTensor, _zeros_like, list(found))
