@@ -50,8 +50,7 @@ class Boxes:
         k: tuple[Tensor, Tensor],
         tables: Tables,
     ) -> Found:
-        """Evaluate boxes, each of one batch and head, and of queries and keys between two
-        bounds."""
+        """Evaluate boxes: one batch and head each, and queries and keys between two bounds."""
         inputs = {
             name: analysis.point(index, torch.int32, (0, self.bounds[name] - 1), name)
             for name, index in (("b", b), ("h", h))

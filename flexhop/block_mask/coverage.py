@@ -71,8 +71,7 @@ def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
 
 
 def _searched(mod: Mod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """(some, every) by intervals; None if a read is out of range, or synchronising is
-    forbidden."""
+    """(some, every) by intervals; None if a read is out of range or the host may not wait."""
     try:
         return _Search(mod, keep, grid).find()
     except (analysis.OutOfRange, _WouldWait):

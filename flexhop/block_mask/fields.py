@@ -79,8 +79,7 @@ class MaskFields:
         return total
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """All fields in PyTorch's order; flatten splits lengths and block size into two numbers
-        each."""
+        """All fields in PyTorch's order; flatten splits lengths and block size."""
         lengths = self.seq_lengths if flatten else (self.seq_lengths,)
         sizes = self.BLOCK_SIZE if flatten else (self.BLOCK_SIZE,)
         tensors = tuple(getattr(self, name) for name in TENSOR_FIELDS)

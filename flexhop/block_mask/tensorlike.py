@@ -47,8 +47,7 @@ class TensorLikeMask(MaskFields):
         return all(t.is_contiguous() for t in self._tensors())
 
     def contiguous(self) -> Self:
-        """The mask with contiguous lists; itself if they are. Captured tensors stay as they
-        are."""
+        """The mask with contiguous lists; itself if they are. Captured tensors stay."""
         return self if self.is_contiguous() else self._with_lists(Tensor.contiguous)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:

@@ -1,4 +1,4 @@
-"""The decision: which kernel, with which constants, for these shapes."""
+"""Lowering: choose a kernel and its constants for the shapes at hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flexhop.primitives.bounded import BOUNDED
 
 
 def register() -> None:
-    """Tell Inductor how our operators are lowered; importing this package imports Inductor."""
+    """Register the operators' lowerings with Inductor; importing this package imports Inductor."""
     views.hold_strides()
     fallback.install()
     tanh.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def _reported(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering that says what it does, if the compilation takes long."""
+    """A lowering that reports its stage if the compilation takes long."""
 
     @functools.wraps(lower)
     def reported(*operands: Any) -> Any:
@@ -60,7 +60,7 @@ def _reported(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expect_kernels() -> None:
-    """Let the dialects of the GPU prepare to compile; called while graphs are traced."""
+    """Let the GPU's dialects prepare to compile; called while graphs are traced."""
     if not torch.cuda.is_initialized():
         return
     capability = torch.cuda.get_device_capability()

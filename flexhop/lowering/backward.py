@@ -58,7 +58,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
 def _scatter_sites(
     args: BackwardArgs,
 ) -> tuple[dict[int, Any], list[inductor.ScatterSite]]:
-    """Zero-filled buffers for captured gradients by capture, and what the kernel adds to them."""
+    """Zero-filled buffers for captured gradients, by capture, and what the kernel adds to them."""
     query: Any = args.query
     key: Any = args.key
     batch, heads, length, _ = query.get_size()
@@ -77,22 +77,22 @@ def _scatter_sites(
 
 
 def _is_exact(args: BackwardArgs) -> bool:
-    """Whether gradients of captured tensors must be the same in every run."""
+    """Whether gradients of captured tensors must be reproducible."""
     return bool(args.options.get("deterministic"))
 
 
 def _sum_dtype(scores: int, entries: int) -> torch.dtype:
-    """What the gradient of a captured tensor with that many entries is summed in.
+    """The accumulation dtype of a captured tensor's gradient, given its number of entries.
 
-    Where many scores read one entry, rounding after each addition would cost fp32 its last
-    digits. Such a tensor is much smaller than the scores, so fp64 costs little memory.
+    If many scores read one entry, rounding after each addition would cost fp32 its last digits.
+    Such a tensor is much smaller than the scores, so fp64 costs little memory.
     """
     return torch.float64 if scores >= _MANY_READS * entries else torch.float32
 
 
 def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.ScatterSite:
     by = read_by(args.joint, site)
-    strides = tuple(buffer.get_stride())  # Inductor pads where it likes to
+    strides = tuple(buffer.get_stride())  # Inductor may pad
     row, strides = (strides[0], strides[1:]) if _is_exact(args) else (None, strides)
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
     return inductor.ScatterSite(
@@ -111,7 +111,7 @@ def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.Scatt
 
 
 def _captured_grads(args: BackwardArgs, buffers: dict[int, Any]) -> list[Any]:
-    """The buffers in their captures' dtypes; after the kernel, or zeros would be read."""
+    """The buffers in their captures' dtypes; read after the kernel, or they would be zeros."""
     if _is_exact(args):
         fakes = BackwardArgs(*inline.fake_operands()).score_captures
         return [exact.lower_value(buffers[i], fakes[i]) for i in sorted(buffers)]

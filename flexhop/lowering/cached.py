@@ -1,4 +1,4 @@
-"""Lowering of `flexhop_cached_attention`: as forward.py, with keys that are read from a cache."""
+"""Lowering of `flexhop_cached_attention`: like forward.py, with keys from a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 class Readers(NamedTuple):
-    """How a cache is read: what stays of the mods, and what went into scores and weights."""
+    """How to read a cache: the remaining mods, and the factors moved to scores and weights."""
 
     key: fx.GraphModule
     value: fx.GraphModule
@@ -71,7 +71,7 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
 
 
 def key_dtypes(args: CachedArgs) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of query, key and value, which are tensors."""
+    """The dtypes of query, key and value, which are tensors."""
     return args.query.dtype, args.key.dtype, args.value.dtype
 
 
@@ -83,7 +83,7 @@ def index_sizes(args: CachedArgs) -> tuple[Any, Any, Any, Any]:
 
 
 def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Readers:
-    """Divide the work of k_mod and v_mod among columns, scores and weights."""
+    """Split the work of k_mod and v_mod into work per element, per score and per weight."""
     dtype, key_dtype, value_dtype = dtypes
     key, value = read_key_mod(args.key_mod), read_key_mod(args.value_mod)
     key_factor = key.factor if is_exact(key_dtype, dtype) else None
@@ -119,12 +119,12 @@ class _Reader(NamedTuple):
 def _lower_readers(
     args: CachedArgs, readers: Readers, fakes: CachedArgs, pages: Sequence[Any]
 ) -> list[Any]:
-    """Subgraphs 2 to 7 of the templates: k_mod, v_mod, factors of both, page table, lengths."""
+    """Subgraphs 2 to 7 of the templates: k_mod, v_mod, their factors, page table, lengths."""
     batch, _, _, length = index_sizes(fakes)
     sizes = {"b": batch, "h": fakes.key.size(1), "kv_idx": length}
     found = [*_mod_readers(args, readers, fakes), *_page_readers(fakes, pages)]
     if fakes.pages:
-        # The template hands the number of a page's entry to the page table as kv_idx.
+        # The template passes the index of a page table entry as kv_idx.
         found[4:5] = [found[4]._replace(inputs=("b", "entry"))]
         sizes["entry"] = fakes.pages[0].size(1)
     return [_lower_reader(reader, sizes, inductor.device_of(args.query)) for reader in found]
@@ -175,7 +175,7 @@ def _mod_readers(args: CachedArgs, readers: Readers, fakes: CachedArgs) -> list[
 
 
 def _page_readers(fakes: CachedArgs, pages: Sequence[Any]) -> list[_Reader]:
-    """The page of an entry of a sequence's table, and the number of its keys."""
+    """The page of an entry of a sequence's table, and the sequence's number of keys."""
     if not pages:
         unused = _trace(lambda b: b, fakes, 1, ())
         entry = _trace(lambda b, entry: entry, fakes, 2, ())
@@ -190,11 +190,11 @@ def _page_readers(fakes: CachedArgs, pages: Sequence[Any]) -> list[_Reader]:
 
 
 def _clamp_count(graph: fx.Graph, fakes: CachedArgs) -> None:
-    """Hold a number of keys between 0 and what the table has room for."""
+    """Clamp a number of keys to 0 and the capacity of the table."""
     output = graph.output_node()
     table = graph.find_nodes(op="placeholder")[1]
     width: Any = fakes.pages[0].size(1)
-    page_size = int(fakes.key.size(2))  # a constant of the kernel, which prepare_cached guards
+    page_size = int(fakes.key.size(2))  # a constant of the kernel; prepare_cached guards it
     with graph.inserting_before(output):
         room: Any = width * page_size
         if not isinstance(width, int):
@@ -234,7 +234,7 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
         has_pages=bool(args.pages),
     )
     device = read_device(query.get_device())
-    # Halved strides that are not numbers would hide from Triton where rows begin.
+    # Halving symbolic strides would hide the alignment of rows from Triton.
     constant = [value.get_stride()[2], *([value.get_stride()[0]] if args.pages else ())]
     has_pairs = gluon.suits_bulk_copies(value) and all(map(inductor.is_constant, constant))
     cache = dataclasses.replace(cache, has_pairs=has_pairs)

@@ -1,7 +1,7 @@
-"""Where there is no kernel, on the CPU and in fp64, the specification itself is lowered.
+"""Lower the reference implementation where there is no kernel: on the CPU and in fp64.
 
-Chunks of queries are evaluated one after the other by a loop in the compiled code, so memory is
-O(chunk * S); what happens in one chunk is ops/eager.py, word for word.
+A loop in the compiled code evaluates one chunk of queries after the other, so memory is O(chunk *
+S). Each chunk runs ops/eager.py unchanged.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flexhop.ops.eager import (
     zero_totals,
 )
 
-# Scores that one chunk holds: 1 MiB in fp32, so that they stay in a core's cache.
+# Scores per chunk: 1 MiB in fp32, to stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
-# On a GPU 16 MiB, so that a chunk is work for all of it and its temporaries stay in the L2 cache.
+# On a GPU 16 MiB: a chunk keeps the whole GPU busy, and its temporaries stay in the L2 cache.
 GPU_CHUNK_ELEMENTS = 1 << 22
 LEAST_ROWS = 16
 
@@ -38,10 +38,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class Rowwise(NamedTuple):
-    """A computation chunk by chunk.
+    """A computation in chunks.
 
-    step(args, grids, chunk, totals) gives the chunk's rows of every result, each
-    [B, Hq, m, *width], and the totals with the chunk's part added.
+    step(args, grids, chunk, totals) returns the chunk's rows of every result, each [B, Hq, m,
+    *width], and the totals with the chunk's part added.
     """
 
     step: Callable[[Any, Grids, Chunk, Tensors], tuple[Tensors, Tensors]]
@@ -49,7 +49,7 @@ class Rowwise(NamedTuple):
 
 
 def is_without_kernel(query: Any) -> bool:
-    """Whether the templates cannot serve this query."""
+    """Whether the templates do not support this query."""
     if fallback.is_without_kernels():
         return True
     return query.get_device().type == "cpu" or query.get_dtype() == torch.float64
@@ -75,7 +75,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
 
 
 def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
-    """Lower `flexhop_cached_attention`: its keys in order, then as above."""
+    """Lower `flexhop_cached_attention`: put its keys in order, then as above."""
     args = CachedArgs(*operands)
     returns_max = bool(args.options.get("return_max"))
 
@@ -129,7 +129,7 @@ def _grad_step(
 
 
 def lower_definition(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any]:
-    """Lower formula(args, rows) for operands that are IR, strides as the node says."""
+    """Lower formula(args, rows) for operands that are IR; strides come from the node."""
     fakes = type(args)(*inline.fake_operands())
     rows = _rows_per_chunk(args, fakes.query.size(2))
     positions, rebuild = inline.separate(fakes)
@@ -141,14 +141,16 @@ def lower_definition(args: Any, formula: Callable[[Any, int | None], Tensors]) -
     metas = inline.leaves(inductor.output_meta())
     return [
         inline.with_strides(result, inductor.as_expressions(meta.stride()))
-        for result, meta in zip(results, metas, strict=False)  # unwanted max_scores come last
+        for result, meta in zip(
+            results, metas, strict=False
+        )  # max_scores, if not requested, come last
     ]
 
 
 def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
-    """Queries per chunk; None if all of them are known to fit into one.
+    """Queries per chunk; None if all are known to fit into one.
 
-    fake_length: number of queries, a SymInt if it varies.
+    fake_length: number of queries, a SymInt if it is dynamic.
     """
     batch, heads, length, _ = map(inductor.hint, args.query.get_size())
     per_query = batch * heads * inductor.hint(args.key.get_size()[2])
@@ -160,7 +162,7 @@ def _rows_per_chunk(args: Any, fake_length: object) -> int | None:
     if isinstance(fake_length, int) and length <= rows:
         return None
     chunks = -(-length // rows)
-    return -(-length // chunks)  # equal chunks, so that the last one is not mostly filling
+    return -(-length // chunks)  # equal chunks, so that the last one is not mostly padding
 
 
 def over_chunks(
@@ -180,7 +182,7 @@ def over_chunks(
     )
     done = _loop(work, args, grids, rows, (buffers, totals))
     results, totals = done[: len(buffers)], done[len(buffers) :]
-    # Not a slice: whether that is contiguous would become a guard on the length.
+    # Not a slice: whether a slice is contiguous would become a guard on the length.
     kept = torch.arange(length, device=args.query.device)
     return tuple(result.index_select(2, kept) for result in results), totals
 
@@ -188,7 +190,7 @@ def over_chunks(
 def _loop(
     work: Rowwise, args: Any, grids: Grids, rows: int, carried: tuple[Tensors, Tensors]
 ) -> Tensors:
-    """The buffers after every chunk wrote its rows to them, then the totals."""
+    """Write every chunk's rows to the buffers; then return buffers and totals."""
     positions, rebuild = inline.separate((args, grids))
     flat = inline.leaves((args, grids))
     buffers, totals = carried
@@ -215,6 +217,6 @@ def _loop(
 
 
 def _chunk_at(position: Tensor, length: int) -> Chunk:
-    """The queries at `position`; those from `length` on only fill the chunk."""
+    """The queries at `position`; those from `length` on only pad the chunk."""
     inside = position.clamp(max=length - 1)
     return Chunk(inside.int(), lambda tensor: tensor.index_select(2, inside), position < length)

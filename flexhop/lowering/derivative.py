@@ -1,4 +1,5 @@
-"""Lowering of `flexhop_attention_derivative`: a kernel for tangents; else the definition."""
+"""Lowering of `flexhop_attention_derivative`: a kernel for tangents and second orders, otherwise
+the reference."""
 
 from __future__ import annotations
 

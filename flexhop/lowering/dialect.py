@@ -1,7 +1,7 @@
-"""A dialect: a family of kernels, in a folder of its own, and the choice between them.
+"""Dialects: families of kernels, each in its own folder, and the choice between them.
 
-flexhop/options/dialects.py is the registry. It names the dialects in order of preference, and the
-package that holds each. The last one serves every GPU and almost every call.
+flexhop/options/dialects.py is the registry. It lists the dialects in order of preference, with the
+package of each. The last one supports every GPU and almost every call.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Kernels(Protocol):
     """The kernels of one direction: pure functions of the facts of a call."""
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why they cannot serve a call, most general reason first; nothing if they can."""
+        """Why they do not support a call, most general reason first; empty if they do."""
         ...
 
     def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why a later dialect is likely to be faster; asked only if the user leaves the choice."""
+        """Why a later dialect is probably faster; consulted only if the user leaves the choice
+        open."""
         ...
 
     def plans(
@@ -41,12 +42,12 @@ class Kernels(Protocol):
         """Describe the kernels: tiles, constants, programs.
 
         Args:
-            problem: of the call.
-            options: of the user.
-            passed: words that follow the reason of a tile: why no earlier dialect serves.
+            problem: the call's problem.
+            options: the user's options.
+            passed: text to append to a tile's reason: why no earlier dialect was chosen.
 
         Raises:
-            TileError, TileResourceError: a tile of the user's does not fit.
+            TileError, TileResourceError: a tile from the user does not fit.
         """
         ...
 
@@ -58,12 +59,13 @@ class ForwardKernels(Kernels, Protocol):
         """Emit them.
 
         Args:
-            call: what all kernels of the call share.
+            call: data that all kernels of the call share.
             args: operands with storage.
             output: the result; `written` is lse, and max_scores if they are asked for.
 
         Returns:
-            The output, or None if the machine code turns out to be slow: the next dialect serves.
+            The output, or None if the machine code turns out to be slow: the next dialect takes
+            the call.
         """
         ...
 
@@ -77,10 +79,10 @@ class BackwardKernels(Kernels, Protocol):
         """Emit them.
 
         Args:
-            call: what all kernels of the call share.
+            call: data that all kernels of the call share.
             args: operands; query, key, value and grad_out have storage.
             joint: the lowered joint graph: its first output, and for sites the others.
-            captured: where to add gradients of captured tensors, and what.
+            captured: where to add gradients of captured tensors, and which values.
 
         Returns:
             Gradients of query, key and value, or None as in ForwardKernels.emit.
@@ -88,15 +90,15 @@ class BackwardKernels(Kernels, Protocol):
         ...
 
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
-        """Begin to compile them while the forward pass is lowered, if that is worth it."""
+        """Start compiling them while the forward pass is lowered, if that pays off."""
         ...
 
 
 class Dialect(Protocol):
     """A family of kernels.
 
-    name: what `KernelOptions.backend` calls it. title: what reports call it. architectures: the
-    compute capabilities it is made for; None for all.
+    name: its name in `KernelOptions.backend`. title: its name in reports. architectures: the
+    compute capabilities that it supports; None for all.
     """
 
     name: str
@@ -106,25 +108,25 @@ class Dialect(Protocol):
     backward: BackwardKernels
 
     def expect(self) -> None:
-        """Prepare to compile kernels; called while a graph is traced for such a GPU."""
+        """Prepare to compile kernels; called while a graph for such a GPU is traced."""
         ...
 
 
 class Passed(NamedTuple):
-    """A dialect that does not serve, and why."""
+    """A dialect that was passed over, and why."""
 
     dialect: Dialect
     reason: str
 
 
 class Choice(NamedTuple):
-    """A dialect that serves, and the better ones that do not."""
+    """The chosen dialect, and the preferred ones that were passed over."""
 
     dialect: Dialect
     passed: tuple[Passed, ...]
 
     def words(self, device: Device) -> str:
-        """Why no better dialect of this GPU serves, to follow the reason of a tile."""
+        """Why no preferred dialect for this GPU was chosen, to append to a tile's reason."""
         reasons = [
             f"; not the {dialect.title}: {reason}"
             for dialect, reason in self.passed
@@ -149,13 +151,13 @@ def is_made_for(dialect: Dialect, device: Device) -> bool:
 
 
 def candidates(direction: Direction, problem: Problem, options: KernelOptions) -> Iterator[Choice]:
-    """Dialects that serve a call, best first; go on to the next if one refuses in the end.
+    """Dialects that support a call, best first; use the next one if one fails to emit.
 
-    backend="name" demands that dialect of the forward kernel. Gradients come from it wherever it
-    serves, and from the last dialect otherwise.
+    backend="name" requires that dialect for the forward kernel. Gradients use it if it supports
+    them, and the last dialect otherwise.
 
     Raises:
-        OptionConflictError: the dialect that the user asks for cannot serve the call.
+        OptionConflictError: the requested dialect does not support the call.
     """
     passed: list[Passed] = []
     for dialect in dialects():
@@ -179,7 +181,7 @@ def _reason_against(
     *,
     is_last: bool,
 ) -> str:
-    """Why a dialect does not serve a call; empty if it does."""
+    """Why a dialect is not chosen for a call; empty if it is."""
     if options.backend not in ("auto", dialect.name) and not is_last:
         return f"kernel_options select backend {options.backend!r}"
     if not is_made_for(dialect, problem.device):
@@ -198,11 +200,11 @@ def _architecture(capability: tuple[int, int]) -> str:
 
 
 def plan(direction: Direction, problem: Problem, options: KernelOptions) -> tuple[KernelPlan, ...]:
-    """Describe the kernels that serve a call; empty if it is computed without one.
+    """Describe a call's kernels; empty if it runs without one.
 
     Raises:
-        OptionConflictError: as `candidates`.
-        TileError, TileResourceError: as `Kernels.plans`.
+        OptionConflictError: see `candidates`.
+        TileError, TileResourceError: see `Kernels.plans`.
     """
     for choice in candidates(direction, problem, options):
         dialect = choice.dialect

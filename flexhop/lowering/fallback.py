@@ -1,10 +1,10 @@
-"""If a graph does not compile: once more with care, and once more without kernels.
+"""If a graph does not compile, retry: first carefully, then without kernels.
 
-Usually nothing here has an effect: kernels are compiled by Inductor's workers, after all of them
-were chosen. If that, or the lowering, fails, the graph is lowered again. Then each candidate is
-compiled at once, and one that fails makes room for the next: another tile, another dialect, the
-definition by chunks. If that does not find the fault, the last attempt has the definition alone.
-FLEXHOP_STRICT=1 makes the first failure an error.
+Usually nothing here has an effect: Inductor's workers compile kernels after all of them were
+chosen. If that, or the lowering, fails, the graph is lowered again. Then each candidate is
+compiled at once. If one fails, the next is tried: another tile, another dialect, the chunked
+reference. If that does not help, the last attempt uses only the reference. FLEXHOP_STRICT=1 turns
+the first failure into an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexhop.lowering.problem import UNREAD, Problem
 Stage = Literal["usual", "careful", "definition"]
 R = TypeVar("R")
 VARIABLE = "FLEXHOP_STRICT"
-_MOST_WORDS = 200  # characters of a failure
+_MOST_WORDS = 200  # most characters of a failure message
 
 
 class NoCandidate(Exception):
@@ -32,7 +32,7 @@ class NoCandidate(Exception):
 
 
 class _State(threading.local):
-    """Where the lowering of this thread stands: which attempt, and what failed in it."""
+    """This thread's state: the current attempt, and its failures."""
 
     stage: Stage = "usual"
 
@@ -45,35 +45,35 @@ _known: dict[Problem, list[str]] = {}
 
 
 def is_careful() -> bool:
-    """Whether each candidate must be compiled before it is taken."""
+    """Whether each candidate must compile before it is chosen."""
     return _state.stage == "careful"
 
 
 def is_without_kernels() -> bool:
-    """Whether this attempt has the definition alone."""
+    """Whether this attempt uses only the reference."""
     return _state.stage == "definition"
 
 
 def is_strict() -> bool:
-    """Whether the user wants a failure to be an error."""
+    """Whether failures are errors (FLEXHOP_STRICT)."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def attempt(words: str, make: Callable[[], R], problem: Problem | None = None) -> R | None:
-    """What `make` gives, or None if it fails while the lowering is careful.
+    """The result of `make`, or None if it fails in careful mode.
 
     Args:
-        words: for the candidate, in warnings and reports.
+        words: name of the candidate, for warnings and reports.
         make: generates it.
-        problem: of the call, so that `explain` can say what failed.
+        problem: the call's problem, so that `explain` can report failures.
     """
     if not is_careful():
         return make()
     try:
         return make()
     except FlexhopError:
-        raise  # what the user must know
-    except Exception as error:  # of any kind: Inductor's, Triton's, ptxas', our own
+        raise  # errors for the user
+    except Exception as error:  # any error: Inductor's, Triton's, ptxas', our own
         if not isinstance(error, NoCandidate):
             _note(f"{words}: {_first_line(error)}", problem)
         return None
@@ -98,10 +98,10 @@ class NoRoom(Exception):
 
 
 def recover(error: Exception, again: Callable[[], R]) -> R:
-    """Compile a graph once more, after `error`.
+    """Compile a graph again, after `error`.
 
     Args:
-        error: the first attempt's.
+        error: the error of the first attempt.
         again: compiles the graph.
 
     Raises:
@@ -113,7 +113,7 @@ def recover(error: Exception, again: Callable[[], R]) -> R:
         with _in_stage(stage) as failures:
             try:
                 result = again()
-            except Exception:  # the first error is reported if nothing helps
+            except Exception:  # if nothing helps, the first error is raised
                 continue
         if stage == "definition":
             failures = [f"kernels of a graph: {_first_line(error)}"]
@@ -143,7 +143,7 @@ def _note(words: str, problem: Problem | None) -> None:
 
 
 def known_failures(problem: Problem) -> tuple[str, ...]:
-    """Candidates for calls like this that failed in this process, and why."""
+    """Candidates for such calls that failed in this process, and why."""
     return tuple(_known.get(_key(problem), ()))
 
 
@@ -153,7 +153,7 @@ def forget() -> None:
 
 
 def _key(problem: Problem) -> Problem:
-    """The facts that forward and backward, and `explain`, see alike."""
+    """The facts that are the same in forward, backward and `explain`."""
     return dataclasses.replace(
         problem, grad=UNREAD, key_len_varies=False, bulk_obstacle="", tangents=()
     )
@@ -165,5 +165,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def install() -> None:
-    """Let Inductor ask `recover` when a graph with our operators does not compile."""
+    """Make Inductor call `recover` if a graph with our operators does not compile."""
     retry.retry_graphs(recover)

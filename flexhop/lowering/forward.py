@@ -1,4 +1,4 @@
-"""Lowering of `flexhop_attention`: read the facts, let the best dialect emit its kernel."""
+"""Lowering of `flexhop_attention`: collect the facts, let the best dialect emit its kernel."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
 def emit_forward(
     args: AttentionArgs | CachedArgs, call: KernelCall
 ) -> tuple[Any, Any, Any] | None:
-    """Emit the kernel of the best dialect that serves: (out, lse, max_scores), or None.
+    """Emit the kernel of the best dialect that supports the call: (out, lse, max_scores), or None.
 
     Args:
         args: operands with storage.
-        call: what all kernels of the call share.
+        call: data that all kernels of the call share.
     """
     problem, options = call.problem, call.options
     _guard_short_queries(args.query, problem, options)
@@ -54,7 +54,7 @@ def emit_forward(
     if not choices:
         return None
     if isinstance(args, AttentionArgs):
-        # First, because the forward kernel may be waited for.
+        # First, because emitting the forward kernel may wait for its compilation.
         _start_gradients(args, call)
     output = _make_output(args, problem)
     for choice in choices:
@@ -68,7 +68,7 @@ def emit_forward(
 
 
 def _make_output(args: AttentionArgs | CachedArgs, problem: Problem) -> Output:
-    """The layout of the output, and lse and max_scores to be written."""
+    """The layout of the output, and the buffers for lse and max_scores."""
     query: Any = args.query
     value: Any = args.value
     device = inductor.device_of(query)
@@ -91,7 +91,7 @@ def _no_max_scores() -> Any:
 
 
 def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
-    """Begin to compile the backward kernels, which this forward call will need."""
+    """Start compiling the backward kernels that this forward call will need."""
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
     if joint is None:
         return
@@ -102,6 +102,6 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
 
 
 def _guard_short_queries(query: Any, problem: Problem, options: KernelOptions) -> None:
-    """A query whose length varies is held to its side of the decode kernel's limit."""
+    """Guard a dynamic query length to its side of the decode kernel's limit."""
     if options.short_queries != "forward":
         guards.guard_at_most(query.get_size()[2] * problem.group, splits.MAX_ROWS)

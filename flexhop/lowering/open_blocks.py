@@ -1,8 +1,8 @@
-"""Lower `flexhop_unknown_blocks`: ask a mask about the blocks that intervals left open.
+"""Lower `flexhop_unknown_blocks`: evaluate a mask in the blocks that intervals leave undecided.
 
-On a GPU one kernel looks at the state of every block, and evaluates the mask where it must. How
-many blocks that are is known on the device alone, and nothing waits for it. On the CPU a loop
-evaluates some of the unknown blocks at a time.
+On a GPU, one kernel reads the state of every block and evaluates the mask if it must. Only the
+device knows how many blocks that are, and nothing synchronises. On the CPU, a loop evaluates some
+unknown blocks at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flexhop.templates import part
 _WARPS = 4
 _SPAN = 32
 _TILE = (32, 64)
-_TURN_ELEMENTS = 1 << 20  # scores that the CPU looks at in one turn of its loop
+_TURN_ELEMENTS = 1 << 20  # scores that the CPU evaluates per loop iteration
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class UnknownConstants:
 
 
 def constants(block: tuple[int, int]) -> UnknownConstants:
-    """Constants of the kernel; block: queries and keys of a block."""
+    """Constants of the kernel; block: queries and keys per block."""
     rows, columns = (
         min(tile, 1 << (size - 1).bit_length()) for tile, size in zip(_TILE, block, strict=True)
     )
@@ -60,7 +60,7 @@ def constants(block: tuple[int, int]) -> UnknownConstants:
 
 
 def _grid(batch: Any, heads: Any, rows: Any, columns: Any, meta: dict[str, Any]) -> Any:
-    """One program for SPAN blocks of a row of blocks, on one axis."""
+    """One program per SPAN blocks of a row of blocks, on one axis."""
     return (batch * heads * rows * ((columns + meta["SPAN"] - 1) // meta["SPAN"]), 1, 1)
 
 
@@ -100,13 +100,13 @@ def _loop(args: UnknownArgs) -> tuple[Any]:
 
 
 def _asked(args: UnknownArgs) -> Tensor:
-    """The states of all blocks, those that are unknown by a loop over them."""
+    """The states of all blocks; a loop evaluates the unknown ones."""
     flat = args.states.flatten()
     device, count = flat.device, max(1, _TURN_ELEMENTS // (args.block[0] * args.block[1]))
     is_unknown = flat == UNKNOWN
     ahead = is_unknown.cumsum(0)
     number, total = torch.arange(flat.shape[0], device=device), ahead[-1]
-    # The unknown blocks in order, then others: asked about one of these, the mask says the same.
+    # The unknown blocks in order, then others: evaluating the mask there gives the known state.
     place = torch.where(is_unknown, ahead - 1, total + number - ahead)
     order = torch.empty_like(number).scatter(0, place, number)
     positions, rebuild = inline.separate(args)

@@ -1,4 +1,4 @@
-"""Operands of the operators as lowerings see them: IR in, facts and template inputs out."""
+"""Operators' operands in lowerings: IR in, facts and template inputs out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexhop.lowering.problem import (
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, RangeTensors, read_blocks
 from flexhop.options import KernelOptions
 
-# Options that flexhop itself writes on the wire (ops/call.py); the others are the user's.
+# Options that flexhop itself adds on the wire (ops/call.py); the others are the user's.
 _OWN_OPTIONS = (
     "flexhop",
     "return_max",
@@ -39,12 +39,12 @@ _OWN_OPTIONS = (
 
 
 def user_options(wire: dict[str, Any]) -> KernelOptions:
-    """The user's choices among the operator's options."""
+    """The user's options among the operator's options."""
     return KernelOptions.from_wire({k: v for k, v in wire.items() if k not in _OWN_OPTIONS})
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call at this compile, and which multiples its lengths are in every call.
+    """Sizes of a call at this compilation, and the multiples that its lengths always are.
 
     has_pages: whether all batches share the pages of a cache.
     """
@@ -63,7 +63,7 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers, **more: A
     Args:
         args: operands.
         mods: the lowered user functions.
-        **more: as in `make_problem`.
+        **more: see `make_problem`.
     """
     hint, static = inductor.hint, inductor.static
     query: Any = args.query
@@ -95,7 +95,7 @@ def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
 def read_tensor_problem(
     args: AttentionArgs, device: Device, mods: ModFacts, grad: GradFacts
 ) -> Problem:
-    """The facts of a call whose operands are tensors, for the GPU `device`; lengths are fixed."""
+    """The facts of a call whose operands are tensors, for the GPU `device`; lengths are static."""
     query, value = args.query, args.value
     sizes = Sizes(
         query.shape,
@@ -118,10 +118,10 @@ def make_problem(
 
     Args:
         args: operands: IR or tensors.
-        sizes: of the operands.
+        sizes: sizes of the operands.
         device: the GPU.
-        dtype: of query.
-        mods: what is known about the user's functions.
+        dtype: query's dtype.
+        mods: facts about the user's functions.
         **more: further fields of Problem: grad, cache, tangents, bulk_obstacle.
     """
     batch, heads, query_len, head_dim = sizes.query
@@ -154,7 +154,7 @@ def make_problem(
 
 
 def show_problem(title: str, problem: Problem) -> None:
-    """Print the facts, one a line, if FLEXHOP_DEBUG asks for them."""
+    """Print the facts, one per line, if FLEXHOP_DEBUG requests them."""
     debug.show("problem", title, lambda: _describe(problem))
 
 
@@ -188,7 +188,7 @@ def _mask_blocks(args: AttentionArgs | CachedArgs | BackwardArgs) -> MaskBlocks 
 
 
 def _columns(indices: Any) -> int | None:
-    """Room of a row of a mask's lists, if that is a number; lists that are not there have none."""
+    """Width of a row of a mask's lists, if that is a number; absent lists have none."""
     if indices is None:
         return None
     size = indices.shape if isinstance(indices, torch.Tensor) else indices.get_size()
@@ -203,13 +203,13 @@ def _axis(counts: Any, axis: int) -> Any:
 def block_inputs(
     args: AttentionArgs | CachedArgs | BackwardArgs, side: str, rank3: Any, rank4: Any
 ) -> list[Any]:
-    """The four list tensors of one side; without a mask, tensors of equal rank that nothing reads.
+    """The four list tensors of one side; without a mask, unread tensors of equal rank.
 
-    Of ranges, first and end twice.
+    For ranges, first and end twice.
 
     Args:
         side: "kv" for the lists of each query block, "q" for those of each key block.
-        rank3: stands in for counts. rank4: stands in for indices.
+        rank3: stand-in for counts. rank4: stand-in for indices.
     """
     blocks = read_blocks(args)
     if blocks is None:
@@ -244,8 +244,8 @@ def benchmark_inputs(
 ) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
-    Random contents would read outside the tensors. Ranges hold the first key alone: how many there
-    are is not to be seen from these tensors.
+    Random contents would read outside the tensors. Ranges hold only the first key, because these
+    tensors do not tell how many keys there are.
     """
 
     def counts(buffer: Any) -> torch.Tensor:

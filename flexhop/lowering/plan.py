@@ -1,4 +1,4 @@
-"""What was decided for one kernel, and why, in words: for `flexhop.explain` and FLEXHOP_DEBUG."""
+"""The choices made for one kernel, with reasons: for `flexhop.explain` and FLEXHOP_DEBUG."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 
 from flexhop import debug
 
-# What a kernel computes: "grad_key_value" or "grad_key" and "grad_value" beside "grad_query", or
-# "backward", which is all of them; "jvp_forward" pushes tangents as well, and
-# "jvp_grad_*" are tangents of gradients.
+# Kernel names: "grad_query" comes with "grad_key_value", or with "grad_key" and "grad_value".
+# "backward" computes all of them. "jvp_forward" also pushes tangents, and "jvp_grad_*" are
+# tangents of gradients.
 Role = Literal[
     "forward",
     "decode",
@@ -27,7 +27,7 @@ Role = Literal[
 
 
 class AnyTile(Protocol):
-    """What one program of a kernel holds; every dialect has its own."""
+    """What one program of a kernel holds; each dialect has its own type."""
 
     def words(self) -> str:
         """For reports."""
@@ -39,13 +39,13 @@ class KernelPlan:
     """One kernel of one call.
 
     Args:
-        kernel: what it computes.
-        tile: what one program does at a time.
-        reason: where the tile comes from.
-        shared_memory: estimated upper bound, in bytes, of what one program asks for.
-        programs: how many programs are launched.
-        constants: what the template is specialised on.
-        notes: what else `flexhop.explain` says about the kernel, one sentence each.
+        kernel: name of the kernel.
+        tile: what one program processes at a time.
+        reason: why this tile.
+        shared_memory: estimated upper bound, in bytes per program.
+        programs: number of programs launched.
+        constants: constants of the template.
+        notes: further notes for `flexhop.explain`, one sentence each.
     """
 
     kernel: Role
@@ -68,5 +68,5 @@ class KernelPlan:
 
 
 def show_plan(kernel: Role, plan: Callable[[], KernelPlan]) -> None:
-    """Print the plan of a kernel if FLEXHOP_DEBUG asks for kernels; only then it is made."""
+    """Print a kernel's plan if FLEXHOP_DEBUG requests kernels; only then is it created."""
     debug.show("kernel", kernel, lambda: str(plan()))

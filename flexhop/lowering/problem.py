@@ -1,4 +1,4 @@
-"""The facts of one call, read once. They never change."""
+"""The facts of one call, collected once. They never change."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import torch
 from flexhop.compat.gluon_versions import triton_version
 from flexhop.lowering.mods.bands import Band
 
-# Which scores read one entry of a captured tensor: all of a head, those of a key, of a query, of
-# pairs that are equally far apart, or any.
+# Which scores read the same entry of a captured tensor: all of a head, those of a key, of a query,
+# of pairs at the same distance, or any.
 ReadBy = Literal["head", "key", "query", "distance", "score"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """What a kernel may use of a GPU.
+    """A GPU's resources for a kernel.
 
-    shared_memory: bytes that one program can ask for.
-    multiprocessors: programs that run side by side.
-    triton: version of the compiler that makes kernels for it.
+    shared_memory: bytes available to one program. multiprocessors: number of multiprocessors.
+    triton: version of the compiler.
     """
 
     capability: tuple[int, int]
@@ -37,9 +36,9 @@ class Device:
 class MaskBlocks:
     """Blocks of the mask: their sizes, whether some are listed as full, and whether per head.
 
-    has_ranges: whether rows are ranges of keys instead of lists of blocks. per_batch: as per_head.
-    kv_columns, q_columns: entries that lists of a row have room for, on both sides; None if calls
-    with other numbers of them will run the same kernel.
+    has_ranges: whether rows are ranges of keys instead of lists of blocks. per_batch: like
+    per_head. kv_columns, q_columns: capacity of the lists of a row, on both sides; None if it is
+    dynamic.
     """
 
     q_size: int
@@ -53,18 +52,17 @@ class MaskBlocks:
 
     @property
     def has_spans(self) -> bool:
-        """Whether ranges of keys are the whole mask, so that mask_mod need not be asked."""
+        """Whether ranges of keys are the whole mask, so mask_mod is not needed."""
         return self.has_ranges and self.has_full
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cache:
-    """How key and value lie in a cache, and become numbers.
+    """How key and value are stored in a cache and decoded.
 
-    page_size: 0 without pages. has_key_mod, has_value_mod: whether every number is changed;
-    has_key_factor, has_value_factor: whether each key or value is multiplied by a number, which
-    goes into its scores or weights.
-    has_pairs: whether values can be read two columns at a time.
+    page_size: 0 without pages. has_key_mod, has_value_mod: whether every element is transformed.
+    has_key_factor, has_value_factor: whether each key or value is multiplied by a number, which is
+    applied to its scores or weights. has_pairs: whether values can be read two columns at a time.
     """
 
     page_size: int
@@ -78,19 +76,17 @@ class Cache:
 
 
 class ModFacts(NamedTuple):
-    """What the choice of kernels needs to know about score_mod and mask_mod.
+    """Facts about score_mod and mask_mod for the choice of kernels.
 
-    has_score_mod, has_mask_mod: whether they do anything.
-    reads_per_element: whether score_mod reads captured tensors at indices that depend on query and
-    key. reads_by_position: whether it reads any at an index that depends on one of them.
-    reads_score: whether its result depends on the score.
-    score_cost, mask_cost: instructions for each score.
-    has_key_slope, has_key_bend: whether score_mod adds a line over keys, and one that has a bend
-    (lowering/mods/lines.py).
-    mask_reads: whether mask_mod reads captured tensors. mask_reads_per_element: whether it does at
-    indices that depend on query and key. mask_uses_batch, mask_uses_head: whether it looks at b
-    and h.
-    mask_band: the keys near a query that it keeps, if it does just that (lowering/mods/bands.py).
+    has_score_mod, has_mask_mod: whether they do anything. reads_per_element: whether score_mod
+    reads captured tensors at indices that depend on both query and key. reads_by_position: whether
+    it reads any at an index that depends on one of them. reads_score: whether its result depends
+    on the score. score_cost, mask_cost: instructions per score. has_key_slope, has_key_bend:
+    whether score_mod adds a line over keys, and whether the line has a bend
+    (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
+    mask_reads_per_element: whether it does so at indices that depend on both query and key.
+    mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
+    that it keeps, if it is one (lowering/mods/bands.py).
     """
 
     has_score_mod: bool
@@ -110,12 +106,12 @@ class ModFacts(NamedTuple):
 
 
 class GradFacts(NamedTuple):
-    """The same about the gradient of score_mod.
+    """Facts about the gradient of score_mod.
 
-    has_score_grad: whether the derivative differs from 1. grad_cost: instructions for each score.
+    has_score_grad: whether the derivative differs from 1. grad_cost: instructions per score.
     grad_reads_score: whether it, or the gradient of a captured tensor, depends on the score.
-    grad_has_functions: whether these take more than sums and products.
-    captured_reads: the reads of captured tensors that need gradients.
+    grad_has_functions: whether these need more than sums and products. captured_reads: the reads
+    of captured tensors that need gradients.
     """
 
     has_score_grad: bool = True
@@ -127,7 +123,7 @@ class GradFacts(NamedTuple):
 
 # Columns of the widest tile in one piece.
 _LARGEST_WIDTH = 512
-# Of a call whose joint graph nobody asked for.
+# For a call whose joint graph is not needed.
 UNREAD = GradFacts()
 
 
@@ -165,7 +161,7 @@ class Problem:
     is_key_multiple: Callable[[int], bool] = dataclasses.field(compare=False)
     grad: GradFacts = UNREAD
     dropout_p: float = 0.0
-    dropout_groups: int = 0  # of queries, in a placed seed (ops/dropout.py); 0: none is
+    dropout_groups: int = 0  # groups of queries in a placed seed (ops/dropout.py); 0: none
     is_deterministic: bool = False
     key_len_varies: bool = False
     bulk_obstacle: str = ""
@@ -184,18 +180,18 @@ class Problem:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the batch may be sequences one after the other: then it is one, with ranges."""
+        """Whether the batch may hold packed sequences: it is then 1, with ranges."""
         return self.batch == 1 and self.blocks is not None and self.blocks.has_ranges
 
     @property
     def has_band(self) -> bool:
-        """Whether partial blocks have the mask of a band."""
+        """Whether partial blocks are masked by a band."""
         has_lists = self.blocks is not None and not self.blocks.has_ranges
         return has_lists and self.mods.mask_band is not None
 
     @property
     def has_spans(self) -> bool:
-        """Whether two numbers say which keys a query sees, so that mask_mod need not be asked."""
+        """Whether two numbers per query determine its keys, so mask_mod is not needed."""
         return self.has_band or (self.blocks is not None and self.blocks.has_spans)
 
     @property
@@ -205,7 +201,8 @@ class Problem:
 
     @property
     def sums_exactly(self) -> bool:
-        """Whether gradients of captured tensors are summed as lowering/emission/exact.py says."""
+        """Whether gradients of captured tensors are summed exactly, see
+        lowering/emission/exact.py."""
         return self.is_deterministic and self.has_captured_grads
 
     @property
@@ -227,5 +224,5 @@ def read_device(device: torch.device) -> Device:
 
 
 def round_head_dim(size: int) -> int:
-    """Width of a tile that holds `size` columns: a power of two that the tensor cores take."""
+    """Width of a tile that holds `size` columns: a power of two that tensor cores support."""
     return max(16, 1 << (size - 1).bit_length())

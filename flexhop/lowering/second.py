@@ -1,31 +1,31 @@
 """Second derivatives by kernels: the tangent of the backward pass.
 
-Every derivative of second order is made of one function, that which takes tangents of the inputs
-of the backward pass and returns those of its results. Let s = score_mod(scale · q·k), P the
-softmax of s, and G the gradient of out. The backward pass is
+Every second-order derivative is built from one function. It maps tangents of the backward pass's
+inputs to tangents of its results. Let s = score_mod(scale · q·k), P the softmax of s, and G the
+gradient of out. The backward pass is
 
     D = rowsum(G ∘ out) - grad_lse,    dS = P ∘ (G Vᵀ - D),
     dQ = scale dS K,    dK = scale dSᵀ Q,    dV = Pᵀ G.
 
-With a dot for a tangent, ṡ as in forward mode, and the tangents of lse and out that the kernel of
-forward mode gives, its tangent is
+With a dot for a tangent, ṡ as in forward mode, and the tangents of lse and out from the
+forward-mode kernel, its tangent is
 
     Ṗ = P ∘ (ṡ - lse_dot),    D_dot = rowsum(G_dot ∘ out + G ∘ out_dot) - grad_lse_dot,
     dS_dot = Ṗ ∘ (G Vᵀ - D) + P ∘ (G_dot Vᵀ + G V_dotᵀ - D_dot),
     dQ_dot = scale (dS_dot K + dS K_dot),    dK_dot = scale (dS_dotᵀ Q + dSᵀ Q_dot),
     dV_dot = Ṗᵀ G + Pᵀ G_dot.
 
-Nothing is needed beside four numbers for each query. A score_mod multiplies dS by its derivative
-m' and dS_dot by the same, and adds m'' ṡ_in dS to the latter.
+Only four numbers per query are stored. A score_mod multiplies dS and dS_dot by its derivative m',
+and adds m'' ṡ_in dS to the latter.
 
-The gradient of a gradient is the same function, because second derivatives are symmetric: that of
-<A, dQ> + <B, dK> + <C, dV> for query, key and value is their gradients' tangent along (A, B, C),
-for G it is out_dot and for grad_lse it is lse_dot. The gradient of out and its tangent, with G_dot
-the gradient of out and G that of the tangent, is the same function too; for the tangents of query,
-key and value it is the backward pass.
+The gradient of a gradient is the same function, because second derivatives are symmetric.
+Differentiating <A, dQ> + <B, dK> + <C, dV> by query, key and value gives their gradients' tangents
+along (A, B, C); by G it gives out_dot, and by grad_lse it gives lse_dot. The gradient of out and
+its tangent, with G_dot the gradient of out and G that of the tangent, is the same function too.
+For the tangents of query, key and value it is the backward pass.
 
 Matrix products of size M x N, if query, key and value have tangents and G has none: 6 for out_dot,
-7 for query, 7 for key and 4 for value. That is 24, beside 7 of the portable backward pass.
+7 for query, 7 for key and 4 for value. That is 24, compared with 7 in the portable backward pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 class Second(NamedTuple):
-    """A derivative of second order as tangents of the backward pass.
+    """A second-order derivative, as tangents of the backward pass.
 
     grads: "out" and perhaps "lse", whose gradients the backward pass takes. dots: what has a
     tangent, of query, key, value, "out" and "lse", where the last two are those of `grads`. Both
@@ -60,7 +60,7 @@ class Second(NamedTuple):
 
 
 def read_second(program: Sequence[str], num_captures: int) -> Second | None:
-    """What a program of two steps is; None for others, and for derivatives of captures."""
+    """Classify a program of two steps; None for others, and for derivatives of captures."""
     if len(program) != 2:
         return None
     first, last = map(read_step, program)
@@ -92,12 +92,12 @@ def read_second(program: Sequence[str], num_captures: int) -> Second | None:
 
 
 def _symmetric(name: str) -> Wanted:
-    """What the gradient of a gradient is, for one input of the backward pass."""
+    """The gradient of a gradient, for one input of the backward pass."""
     return Wanted("dot" if name in ("out", "lse") else "grad_dot", name)
 
 
 def _is_served(second: Second) -> bool:
-    """Whether captured tensors have no part in it, and forward mode has one."""
+    """Whether kernels exist: no captures, a gradient of out, a tangent of query, key or value."""
     known = {*second.dots, *(wanted.name for wanted in second.results)}
     has_tangent = any(name in second.dots for name in _NAMES)
     return "" not in known and "out" in second.grads and has_tangent

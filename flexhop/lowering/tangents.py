@@ -1,4 +1,4 @@
-"""Kernels of forward mode, and of second orders, which are the backward pass in forward mode."""
+"""Kernels of forward mode, and of second orders (the backward pass in forward mode)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SECOND: dict[str, Kernel] = {
 
 
 class _Tangents(NamedTuple):
-    """What the kernels of one call share."""
+    """Data that the kernels of one call share."""
 
     call: AttentionArgs  # with operands in memory
     shared: KernelCall
@@ -46,7 +46,7 @@ class _Tangents(NamedTuple):
 
 
 class _Pushed(NamedTuple):
-    """Results of the kernel of forward mode."""
+    """Results of the forward-mode kernel."""
 
     out: Any
     lse: Any
@@ -76,7 +76,7 @@ def _emit_pushed(tangents: _Tangents) -> list[Any]:
 def _read(args: DerivativeArgs, dots: dict[str, Any], moved: dict[int, Any]) -> _Tangents:
     """Operands and facts of a call.
 
-    dots: tangents of query, key and value, in memory. moved: those of captured tensors.
+    dots: tangents of query, key and value, in memory. moved: tangents of captured tensors.
     """
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
@@ -96,7 +96,8 @@ def _read(args: DerivativeArgs, dots: dict[str, Any], moved: dict[int, Any]) -> 
 
 
 def _is_too_wide(tangents: _Tangents) -> bool:
-    """Whether two sums of a row do not fit the registers of the smallest tile (seen in cubins)."""
+    """Whether two accumulators of a row exceed the registers of the smallest tile (seen in
+    cubins)."""
     problem = tangents.shared.problem
     most = 128 if problem.itemsize > 2 else 256
     return max(problem.head_dim, problem.value_head_dim) > most
@@ -121,7 +122,7 @@ def _push(tangents: _Tangents, out_strides: Any, dot_strides: Any) -> _Pushed:
 
 
 def _or_stand_ins(call: AttentionArgs, dots: Mapping[str, Any]) -> list[Any]:
-    """Tangents of query, key and value; the tensor itself for one that is not there."""
+    """Tangents of query, key and value; the tensor itself stands in for a missing one."""
     return [dots.get(name, tensor) for name, tensor in zip(OPERANDS, call, strict=False)]
 
 
@@ -129,7 +130,7 @@ def _or_stand_ins(call: AttentionArgs, dots: Mapping[str, Any]) -> list[Any]:
 
 
 class _Rows(NamedTuple):
-    """What the kernels of second orders read of each query, beside its row."""
+    """Inputs per query of the second-order kernels, besides its row."""
 
     grad_out: Any
     grad_out_dot: Any
@@ -140,7 +141,7 @@ class _Rows(NamedTuple):
 
 
 def emit_second(args: DerivativeArgs) -> list[Any] | None:
-    """Emit a derivative of second order (lowering/second.py); None if no kernel serves it."""
+    """Emit a second-order derivative (lowering/second.py); None if no kernel supports it."""
     second = read_second(args.program, len(args.score_captures))
     if second is None or not _has_lists(args, second):
         return None
@@ -188,7 +189,7 @@ def _has_lists(args: DerivativeArgs, second: Second) -> bool:
 
 
 def second_obstacle(problem: Problem) -> str:
-    """Why the kernels of second orders do not serve a call; empty if they do."""
+    """Why the second-order kernels do not support a call; empty if they do."""
     most = 64 if problem.itemsize > 2 else 128
     width = max(problem.head_dim, problem.value_head_dim)
     if problem.has_captured_grads:
@@ -203,7 +204,7 @@ def second_obstacle(problem: Problem) -> str:
 
 
 def describe_second(problem: Problem) -> str:
-    """What computes second derivatives of a call, in a sentence."""
+    """How second derivatives of a call are computed, as a sentence."""
     obstacle = second_obstacle(problem)
     if obstacle:
         return (
@@ -232,7 +233,7 @@ def _rows(pushed: _Pushed, grads: Mapping[str, Any], dots: Mapping[str, Any]) ->
 
 
 def _own_tangent(rows: _Rows) -> _Rows:
-    """The backward pass, which is linear, is its own tangent along the gradient of out."""
+    """The backward pass is linear, so it is its own tangent along the gradient of out."""
     lse: Any = rows.lse
     still = inductor.zeros(lse.get_size(), torch.float32, inductor.device_of(lse))
     return rows._replace(grad_out_dot=rows.grad_out, lse_dot=still, delta_dot=rows.delta)

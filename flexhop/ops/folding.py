@@ -18,8 +18,7 @@ Unfold = Callable[[Sequence[Tensor]], list[tuple[Tensor, bool]]]
 
 
 def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
-    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; shared batches stay
-    1."""
+    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; 1 if shared."""
     if not is_mapped:
         if tensor.size(0) == 1:
             return tensor

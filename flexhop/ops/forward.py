@@ -79,8 +79,7 @@ hop.register_autocast(attention, cast_operands)
 
 
 def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:
-    """Inputs of _Attention: joint graph, sites, operands without gradients, and operands that may
-    need one."""
+    """Inputs of _Attention: joint graph, sites, operands without and with possible gradients."""
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, args.options)
     joint = trace_joint(args.score_mod, args.query, args.score_captures)

@@ -168,8 +168,7 @@ class _Choice:
         return True
 
     def _cost(self, tables: Sequence[Table], root: fx.Node) -> float:
-        """Instructions per score of a node and of the nodes that only it needs, given the
-        tables."""
+        """Instructions per score of a node and of nodes that only it needs, given the tables."""
         forms, total = self.found.forms, 0.0
         pending: list[Any] = [root]
         seen = set[fx.Node]()

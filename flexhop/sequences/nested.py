@@ -1,7 +1,7 @@
-"""Jagged nested tensors as packed tokens: what flex_attention makes of them, and back again.
+"""Jagged nested tensors as packed tokens, and results back as nested tensors.
 
-A nested tensor [S, H, ragged, D] holds the tokens of all its sequences in one buffer, and where
-each begins. That is a call on packed tokens (see ranges.py); the result is nested like query.
+A nested tensor [S, H, ragged, D] holds the tokens of all sequences in one buffer, plus their
+offsets. It becomes a call on packed tokens (see ranges.py); the result is nested like query.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 
 class Packed(NamedTuple):
-    """A call on packed tokens: operands [1, H, T, D]; the given ones if there is a mistake."""
+    """A call on packed tokens: operands [1, H, T, D]; the original operands if there is a
+    mistake."""
 
     operands: Operands
     score_mod: ScoreMod | None
@@ -33,20 +34,20 @@ class Packed(NamedTuple):
 
 def has_nested(*operands: Tensor) -> bool:
     """Whether any of the operands is nested, of any layout."""
-    return any([tensor.is_nested for tensor in operands])  # a list: Dynamo of 2.11 likes it
+    return any([tensor.is_nested for tensor in operands])  # a list, for Dynamo of 2.11
 
 
 def pack(
     operands: Operands, score_mod: ScoreMod | None, block_mask: Any, window: Window | None = None
 ) -> Packed:
-    """A call with nested operands as one with packed tokens.
+    """Convert a call with nested operands to one with packed tokens.
 
     Args:
         operands: query [S, Hq, ragged, D], key [S, Hkv, ragged, D], value [S, Hkv, ragged, Dv];
             nested, of layout torch.jagged, contiguous or with holes.
-        score_mod: in the indices of each sequence, b its number, or None.
+        score_mod: takes indices within each sequence, b is its number; or None.
         block_mask: a NestedBlockMask, or None.
-        window: without a block mask, which keys of its sequence a query sees; None is all.
+        window: without a block mask, which keys of its sequence a query sees; None: all.
     """
     mistake = _find_mistake(operands, block_mask)
     if mistake is not None:
@@ -61,7 +62,7 @@ def pack(
 def unpack(packed: Tensor, query: Any) -> Tensor:
     """A result [1, H, T, ...] of packed tokens, nested like query: [S, H, ragged, ...].
 
-    The sequences are query's own, so that both can be added; holes hold 0 in out.
+    It shares query's sequences, so the two can be added; holes hold 0 in out.
     """
     tokens = packed.squeeze(0).transpose(0, 1)
     nested = torch.nested.nested_tensor_from_jagged(tokens, query.offsets(), query.lengths())
@@ -87,7 +88,7 @@ def _mask(
 
 
 def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
-    """What is wrong with nested operands; noted, not raised, for the sake of Dynamo."""
+    """What is wrong with nested operands; recorded, not raised, because Dynamo traces this."""
     for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
         fault = _layout_fault(tensor)
         if fault is not None:
@@ -125,7 +126,7 @@ def _layout_fault(tensor: Tensor) -> tuple[str, str] | None:
 
 
 def _cut_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
-    """What needs the places of the sequences; compiled code does not look at their values."""
+    """Checks of the sequences' places; compiled code does not read their values."""
     looks_like_mask = hasattr(block_mask, "kv_num_blocks")
     is_nested_mask = isinstance(block_mask, NestedBlockMask)
     if looks_like_mask and not is_nested_mask:

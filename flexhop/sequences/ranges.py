@@ -20,7 +20,7 @@ _BLOCK = 128
 
 
 class Packing(NamedTuple):
-    """How packed tokens are cut into sequences, and which keys of its sequence a query sees.
+    """How packed tokens divide into sequences, and which keys of its sequence a query sees.
 
     offsets_q, offsets_k: [S + 1], where each sequence begins, and the end of the last one.
     used_k, used_q: [S], how many tokens of each sequence exist, or None for all.
@@ -34,18 +34,18 @@ class Packing(NamedTuple):
 
 
 class RangeMask(NamedTuple):
-    """A mask whose queries see one range of keys each, by its ends alone.
+    """A mask whose queries see one range of keys each, given by the ends of the ranges.
 
-    Neither end decreases from a query to the next, so kernels find the blocks of a row from the
-    ends of its first and last query. Query i sees the keys first_key[i] .. end_key[i] - 1; key j
-    is seen by the queries first_query[j] .. end_query[j] - 1.
+    Both ends are non-decreasing from query to query, so kernels find the blocks of a row from the
+    ends of its first and last query. Query i sees keys first_key[i] .. end_key[i] - 1; key j is
+    seen by queries first_query[j] .. end_query[j] - 1.
 
     Args:
         seq_lengths: (M, N), numbers of queries and keys.
         first_key: [1, 1, M] int32. end_key: [1, 1, M, 1] int32.
         first_query: [1, 1, N] int32. end_query: [1, 1, N, 1] int32.
-        is_all: whether the ranges are the whole mask; else mask_mod hides keys inside of them.
-        BLOCK_SIZE: queries and keys that a kernel looks at together.
+        is_all: whether the ranges are the whole mask; otherwise mask_mod hides keys within them.
+        BLOCK_SIZE: queries and keys per block in kernels.
         mask_mod: the same as a function.
     """
 
@@ -62,16 +62,16 @@ class RangeMask(NamedTuple):
 def pack_mask(
     queries: int, keys: int, packing: Packing, mask_mod: MaskMod | None
 ) -> tuple[RowTables, RangeMask]:
-    """The tables and the block mask of packed sequences, made without looking at the mask.
+    """The tables and the block mask of packed sequences, without evaluating the mask.
 
     Args:
         queries: T, number of query tokens. keys: U.
         packing: the sequences.
-        mask_mod: in local indices, or None.
+        mask_mod: takes local indices; or None.
     """
     offsets_q, offsets_k, used_k, window, used_q = packing
     tables = tabulate_rows(offsets_q, offsets_k, queries, window, (used_q, used_k))
-    # Seen from the keys, what lies before is behind.
+    # From the keys' side, before and after are swapped.
     mirrored = Window(window.right, window.left, window.bottom_right)
     by_key = tabulate_rows(offsets_k, offsets_q, keys, mirrored, (used_k, used_q))
     keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
@@ -86,14 +86,14 @@ def mask_ranges(
     *,
     is_all: bool = True,
 ) -> RangeMask:
-    """The mask of queries that see one range of keys each.
+    """A mask whose queries see one range of keys each.
 
     Args:
-        by_query: first and end, [M] integers that never decrease: query i sees the keys
-            first[i] .. end[i] - 1.
-        by_key: first and end, [N]: key j is seen by the queries first[j] .. end[j] - 1.
+        by_query: first and end, [M] non-decreasing integers: query i sees keys first[i] .. end[i]
+            - 1.
+        by_key: first and end, [N]: key j is seen by queries first[j] .. end[j] - 1.
         keep: the mask_mod.
-        is_all: whether the ranges are the whole mask; else `keep` hides keys inside of them.
+        is_all: whether the ranges are the whole mask; otherwise `keep` hides keys within them.
     """
     lengths = by_query[0].size(0), by_key[0].size(0)
     ends = (*_shaped(*by_query), *_shaped(*by_key))

@@ -1,8 +1,8 @@
-"""Packed sequences as tables over the query tokens: what each one sees, and its own position.
+"""Packed sequences as tables over query tokens: the range that each sees, and its position.
 
 Sequence s has the query tokens offsets_q[s] .. offsets_q[s + 1] - 1 and the key tokens
-offsets_k[s] .. offsets_k[s + 1] - 1 of the packed tensors. A query sees one range of keys, so that
-a kernel needs two numbers per query to mask, and none per key; backwards, two per key.
+offsets_k[s] .. offsets_k[s + 1] - 1 of the packed tensors. A query sees one range of keys, so a
+kernel masks with two numbers per query and none per key; in the backward pass, two per key.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from flexhop.primitives.bounded import bounded
 
 
 class Window(NamedTuple):
-    """How far a query sees around the key that is aligned with it; None is to the end.
+    """How far a query sees around the key that it is aligned with; None: to the end.
 
-    left, right: keys before and behind it. bottom_right: whether the last query is aligned with
-    the last key of its sequence; else the first with the first.
+    left, right: keys before and after it. bottom_right: align the last query with the last key of
+    its sequence; otherwise the first with the first.
     """
 
     left: int | None = None
@@ -30,15 +30,15 @@ class Window(NamedTuple):
 
 
 class RowTables(NamedTuple):
-    """By query token of the packed tensor, [M] int32 each; and what holds for all of them."""
+    """For each query token of the packed tensor, [M] int32 each; then facts about all of them."""
 
     sequence: Tensor
-    position: Tensor  # in its sequence; that of a neighbour where there is no such query
-    key_start: Tensor  # where the keys of its sequence begin
-    last_key: Tensor  # the last position of a key in its sequence, 0 if there is none
+    position: Tensor  # position in its sequence; a neighbour's if there is no such query
+    key_start: Tensor  # where the keys of its sequence start
+    last_key: Tensor  # the last key position in its sequence, 0 if there is none
     first: Tensor  # the keys that it sees, first .. end - 1, in the packed tensor
     end: Tensor
-    is_alike: bool = False  # whether queries and keys are cut at the same tokens
+    is_alike: bool = False  # whether queries and keys have the same offsets
 
 
 def tabulate_rows(
@@ -48,13 +48,13 @@ def tabulate_rows(
     window: Window,
     used: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> RowTables:
-    """Tables for `queries` tokens; tokens of no sequence, as in holes between them, see nothing.
+    """Tables for `queries` tokens; tokens of no sequence, as in holes, see nothing.
 
     Args:
-        offsets_q, offsets_k: [S + 1] integers, never decreasing.
+        offsets_q, offsets_k: [S + 1] non-decreasing integers.
         queries: M.
         window: which keys of its sequence a query sees.
-        used: [S] each, how many of a sequence's queries and keys count, or None for all; the rest
+        used: [S] each, how many of a sequence's queries and keys to use, or None for all; the rest
             is a hole.
     """
     token = torch.arange(queries, device=offsets_q.device, dtype=torch.int32)
@@ -69,8 +69,8 @@ def tabulate_rows(
     if window.bottom_right:
         aligned = position + length_k - lengths_q[sequence]
     exists = (position >= 0) & (position < lengths_q[sequence])
-    # Both ends never decrease: tokens before the first sequence point to its first key, those
-    # behind a sequence to its end.
+    # Both ends must be non-decreasing: tokens before the first sequence point to its first key,
+    # those after a sequence to its end.
     nothing = torch.where(position < 0, 0, length_k)
     seated = torch.minimum(position, lengths_q[sequence] - 1).clamp(min=0)
     seen_from = _limit(aligned, window.left, -1, length_k, torch.zeros_like(position))
@@ -98,7 +98,7 @@ def _limit(
 
 
 def range_mask(tables: RowTables) -> MaskMod:
-    """A mask_mod of the packed tensors that keeps the range of each query."""
+    """A mask_mod for packed tensors that keeps each query's range."""
     first, end = tables.first, tables.end
 
     def packed_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -108,17 +108,17 @@ def range_mask(tables: RowTables) -> MaskMod:
 
 
 def _localize(tables: RowTables) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """From q_idx and kv_idx of the packed tensors to the number of the sequence, and both in it.
+    """Map packed q_idx and kv_idx to the number of the sequence and the positions within it.
 
-    Keys of other sequences have a position as well, though their scores count for nothing: a
-    table that a mod reads has no entry beyond its sequence.
+    Keys of other sequences get a valid position too, although their scores are not used: a table
+    that a mod reads has no entries beyond its sequence.
     """
     sequence, position = tables.sequence, tables.position
     start, last = tables.key_start, tables.last_key
 
     def localize(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query = position[q_idx]
-        # Cut alike, so that kernels know how far the key is ahead.
+        # Same offsets, so kernels know the distance to the key.
         place = query + (kv_idx - q_idx) if tables.is_alike else kv_idx - start[q_idx]
         return sequence[q_idx], query, bounded(place, last[q_idx])
 
@@ -126,7 +126,7 @@ def _localize(tables: RowTables) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
 
 
 def local_mask_mod(mask_mod: MaskMod, tables: RowTables) -> MaskMod:
-    """A mask_mod of the packed tensors: the ranges, and within them mask_mod in local indices."""
+    """A mask_mod for packed tensors: the ranges, and within them mask_mod with local indices."""
     localize = _localize(tables)
 
     def local_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def local_mask_mod(mask_mod: MaskMod, tables: RowTables) -> MaskMod:
 
 
 def local_score_mod(score_mod: ScoreMod, tables: RowTables) -> ScoreMod:
-    """A score_mod of the packed tensors that calls score_mod with local indices."""
+    """A score_mod for packed tensors that calls score_mod with local indices."""
     localize = _localize(tables)
 
     def local_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Kernels as Inductor's choices: templates filled, launched, and what is done around them."""
+"""Kernels as Inductor choices: fill templates, launch them, and emit the work around them."""

@@ -1,10 +1,10 @@
-"""Sums of floating-point numbers that do not depend on the order of the additions.
+"""Order-independent sums of floating-point numbers.
 
-Captured tensors get their gradients by atomic additions, in whatever order the GPU runs them.
-Where results must repeat, the numbers are added as integers: a sum is ROWS - 1 integers of 64
-bits, row k counting units of 2 ** (32 k - 149), and every finite fp32 number is two of them
-(templates/mods/exact_sum.py.jinja). Additions of integers commute exactly; nothing is rounded
-before `value_of`. Up to 2 ** 32 numbers of any size can be added to one sum.
+Gradients of captured tensors are accumulated by atomic additions, in whatever order the GPU runs
+them. In deterministic mode the numbers are added as integers. A sum is ROWS - 1 64-bit integers;
+row k counts units of 2 ** (32 k - 149), and every finite fp32 number splits into two of them
+(templates/mods/exact_sum.py.jinja). Integer addition is exact and associative; nothing is rounded
+before `value_of`. A sum holds up to 2 ** 32 numbers of any size.
 
 Source: Kulisch 2013, Computer Arithmetic and Validity, chapter 8 (long accumulators).
 """
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from flexhop.compat import inductor, inline
 
-ROWS = 10  # the last one says what is not finite: 1 for inf, 2 for -inf, 4 for NaN
+ROWS = 10  # the last row flags what is not finite: 1 for inf, 2 for -inf, 4 for NaN
 _BITS = 32
 _UNIT = -149  # exponent of the smallest fp32 number
 
 
 def make_sums(size: Sequence[Any], device: torch.device) -> Any:
-    """Sums of nothing, [ROWS, *size] int64, to be added to."""
+    """Empty sums, [ROWS, *size] int64, to be added to."""
     return inductor.zeros([ROWS, *size], torch.int64, device)
 
 
 def lower_value(sums: Any, like: Tensor) -> Any:
-    """The sums as numbers: IR of the sizes and dtype of the fake tensor `like`."""
+    """The values of the sums: IR with the sizes and dtype of the fake tensor `like`."""
 
     def formula(sums: Tensor) -> list[Tensor]:
         return [value_of(sums).to(like.dtype)]
@@ -42,7 +42,7 @@ def lower_value(sums: Any, like: Tensor) -> Any:
 
 
 def value_of(sums: Tensor) -> Tensor:
-    """[ROWS, ...] int64 as [...] fp64, rounded as sums in fp64 are."""
+    """Convert [ROWS, ...] int64 to [...] fp64, rounded like fp64 sums."""
     *rows, special = sums.unbind(0)
     total = torch.zeros_like(special, dtype=torch.float64)
     for number, row in reversed(list(enumerate(rows))):

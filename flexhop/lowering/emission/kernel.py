@@ -1,4 +1,4 @@
-"""Kernels as choices of Inductor's: a template is filled, and what came of it selected."""
+"""Kernels as Inductor choices: fill a template, then select a choice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flexhop.options import KernelOptions
 
 
 class Output(NamedTuple):
-    """What a kernel stores.
+    """The output of a kernel.
 
-    layout: of the result. sizes: those from which its grid follows. written: tensors that the
-    kernel writes beside its result.
+    layout: layout of the result. sizes: the sizes that determine the grid. written: further
+    tensors that the kernel writes.
     """
 
     layout: Any
@@ -27,7 +27,7 @@ class Output(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """Sums of gradients of captured tensors, zero-filled, and what kernels add to them."""
+    """Zero-filled gradients of captured tensors, and what kernels add to them."""
 
     sums: Sequence[Any]
     sites: Sequence[inductor.ScatterSite]
@@ -35,11 +35,11 @@ class Captured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCall:
-    """What the kernels of one call share.
+    """Data that the kernels of one call share.
 
-    captures: of all mods, lowered. readers: the subgraphs of portable/cache/keys.py.jinja and
-    mods/key_mods.py.jinja, if a cache is read. seed: of dropout, if there is any. passed: words
-    that say why no better dialect serves.
+    captures: lowered captures of all mods. readers: the subgraphs of portable/cache/keys.py.jinja
+    and mods/key_mods.py.jinja, for a cache. seed: the dropout seed, if there is dropout. passed:
+    why no preferred dialect was chosen.
     """
 
     problem: Problem
@@ -59,13 +59,13 @@ def fill(
     subgraphs: inductor.Subgraphs | None = None,
     problem: Problem | None = None,
 ) -> list[Any]:
-    """The choices of a template, one for each of `variants`.
+    """The choices of a template, one per entry of `variants`.
 
-    While the lowering is careful it is the first one that compiles (lowering/fallback.py).
+    In careful mode, only the first one that compiles (lowering/fallback.py).
 
     Args:
-        template: of inductor.make_template.
-        inputs: of the template.
+        template: from inductor.make_template.
+        inputs: inputs of the template.
         output: what it stores.
         variants: the constants of each choice, num_warps and num_stages.
         subgraphs: the user's functions, if the template calls any.
@@ -89,7 +89,7 @@ def _append(
     template: Any, choices: list[Any], inputs: Sequence[Any], output: Output,
     constants: Mapping[str, Any], subgraphs: inductor.Subgraphs | None,
 ) -> Any:  # fmt: skip
-    """One more choice."""
+    """Append a choice."""
     error = template.maybe_append_choice(
         choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
         mutated_inputs=list(output.written), call_sizes=output.sizes, **constants,
@@ -122,13 +122,13 @@ def select(
     """The result of one of the choices, the fastest if there are several.
 
     Args:
-        name: under which Inductor reports timings.
-        choices: of `fill`.
+        name: the name in Inductor's timing reports.
+        choices: from `fill`.
         operands: inputs of the template, captures, and everything else that the kernel reads.
         output: what it stores.
         subgraphs: as in `fill`.
-        captures: of the user's functions.
-        generators: contents of operands while choices are timed, by their position.
+        captures: captures of the user's functions.
+        generators: contents of operands while choices are timed, by position.
     """
     result = inductor.select(name, choices, operands, output.layout, generators or {})
     if subgraphs is not None:
@@ -140,14 +140,14 @@ def emit_one(
     template: Any, inputs: Sequence[Any], output: Output, constants: Mapping[str, Any],
     call: KernelCall | None = None,
 ) -> Any:  # fmt: skip
-    """Emit the kernel of a template that has only one choice.
+    """Emit the kernel of a template with a single choice.
 
     Args:
-        template: of inductor.make_template.
-        inputs: of the template.
+        template: from inductor.make_template.
+        inputs: inputs of the template.
         output: what it stores.
         constants: of the template, and num_warps.
-        call: whose user functions it calls, if it calls any.
+        call: the call whose user functions it calls, if it calls any.
     """
     subgraphs, captures = None, ()
     if call is not None:

@@ -1,4 +1,5 @@
-"""The kernels of Hopper GPUs, in Gluon: what they serve, their constants, and what runs before."""
+"""The Hopper kernels, in Gluon: what they support, their constants, and the kernels before
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["DIALECT"]
 
 
 class Hopper:
-    """The dialect of sm_90: products of warp groups, copies by the tensor memory accelerator."""
+    """The dialect of sm_90: warpgroup matrix products, copies by the tensor memory accelerator."""
 
     name = "hopper"
     title = "Hopper kernel"
@@ -21,7 +22,7 @@ class Hopper:
     backward = GRADIENTS
 
     def expect(self) -> None:
-        """Have Inductor's workers import what the kernels import."""
+        """Make Inductor's workers import the modules that the kernels need."""
         if not versions.obstacle():
             warm.warm_workers(*MODULES)
 

@@ -1,7 +1,7 @@
-"""Emit the kernel that says in which order tiles of keys add to the gradient of query.
+"""Emit the kernel that computes the order in which tiles of keys add to the gradient of query.
 
-Sums that must be the same in every run have a fixed order: that of the keys. How many tiles add to
-a block of queries before one of them does follows from the lists of all that come before.
+Reproducible sums need a fixed order: that of the keys. The number of tiles that add to a block of
+queries before a given tile follows from the lists of the earlier tiles.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TEMPLATE = inductor.make_template("flexhop_add_order", _grid, hopper.source_bef
 
 
 def order_size(problem: Problem, query: Any, key: Any) -> list[Any]:
-    """Sizes of what is computed: [B or 1, Hq or 1, tiles of keys or 1, blocks of queries + 1]."""
+    """Sizes of the result: [B or 1, Hq or 1, tiles of keys or 1, blocks of queries + 1]."""
     blocks = problem.blocks
     assert blocks is not None
     made = constants(problem)
@@ -77,7 +77,7 @@ def emit_order(problem: Problem, operands: Sequence[Any], lists: Sequence[Any]) 
     """Emit the kernel; int32 with sizes `order_size`.
 
     Args:
-        problem: of the call, with blocks.
+        problem: the call's problem, with blocks.
         operands: query and key.
         lists: block lists of the keys.
     """

@@ -1,4 +1,4 @@
-"""The forward kernel of Hopper GPUs: described, and emitted with what is computed before it."""
+"""The Hopper forward kernel: its plan, and its emission with the kernels before it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class _Attention:
     """See lowering/dialect.py."""
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why the kernel cannot serve a call."""
+        """Why the kernel does not support a call."""
         return forward.obstacles(problem, options)
 
     def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why the portable kernel is likely to be faster."""
+        """Why the portable kernel is probably faster."""
         return forward.slower(problem, options)
 
     def plans(
         self, problem: Problem, options: KernelOptions, passed: str
     ) -> tuple[KernelPlan, ...]:
-        """The kernel, without the one that stores the mask as bits."""
+        """The plan of the kernel, without the one that stores mask bits."""
         tile = forward.table_tile(problem)
         tiles = -(-problem.query_len // tile.block_m) * problem.batch * problem.query_heads
         plan = KernelPlan(
@@ -66,7 +66,7 @@ class _Attention:
         lists = block_inputs(args, "kv", lse, args.query)
         counter = inductor.zeros([1], torch.int32, device)
         operands = (args.query, args.key, args.value)
-        words = emit_mask_bits(call, operands[:2], lists) or counter  # which is then not read
+        words = emit_mask_bits(call, operands[:2], lists) or counter  # not read in this case
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
         constants = forward.constants(problem, options, tile)

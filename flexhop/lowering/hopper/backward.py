@@ -1,7 +1,7 @@
-"""The backward kernel of Hopper GPUs: what it serves, its tile and its constants.
+"""The Hopper backward kernel: what it supports, its tile and its constants.
 
-Pure functions of Problem. The text is in templates/hopper/backward/, the reasons of its numbers
-are in docs/lab/hopper.md.
+Pure functions of Problem. The kernel is in templates/hopper/backward/; docs/lab/hopper.md gives
+the reasons for the numbers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shar
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
-_ROWS = 64  # keys of one consumer
+_ROWS = 64  # keys per consumer
 _CONSUMERS = 2
 _LARGEST_WIDTH = 256
-# Two accumulators of 64 keys and more columns are more registers than a consumer has: beyond, the
-# consumers share their keys, and each has half of the columns.
+# Two accumulators of 64 keys with more columns exceed a consumer's registers. Beyond this width,
+# the consumers share their keys, and each has half of the columns.
 _LARGEST_OWN = 128
-# Rows of 8 elements are 16 bytes, which the gradients' own memory needs as well.
+# Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
 _COLUMNS = 8
 _FEWEST_QUERIES = 1024
 _FEWEST_HEADS = 16
 _FEWEST_WIDE_HEADS = 8
-_COSTLY_GRAD = 60  # instructions for a score
-# Kernels with up to 256 were faster than the portable ones, those with 392 and more slower.
+_COSTLY_GRAD = 60  # instructions per score
+# Kernels with up to 256 bytes were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
-# Barriers, statistics of queries, and the tile numbers for the consumers.
+# Barriers, statistics of queries, and the consumers' tile indices.
 _SLACK = 4096
 
 
@@ -38,8 +38,8 @@ class HopperGradTile:
 
     Args:
         block_m: queries per step.
-        num_slots: tiles of queries that are loaded ahead.
-        shares_keys: whether the consumers have the same keys, and each half of the columns.
+        num_slots: tiles of queries loaded ahead.
+        shares_keys: whether the consumers share the keys and each has half of the columns.
     """
 
     block_m: int
@@ -48,12 +48,12 @@ class HopperGradTile:
 
     @property
     def block_n(self) -> int:
-        """Keys of a program."""
+        """Keys per program."""
         return _ROWS if self.shares_keys else _ROWS * _CONSUMERS
 
     @property
     def num_do_slots(self) -> int:
-        """Tiles of gradients of queries that are loaded ahead."""
+        """Tiles of output gradients loaded ahead."""
         return 1 if self.shares_keys else self.num_slots
 
     def words(self) -> str:
@@ -82,7 +82,7 @@ class HopperBackwardConstants(SharedConstants):
 
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
-    """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
+    """Why the kernel does not support a call, most general reason first; empty if it does."""
     yield from forward.operand_obstacles(problem, _LARGEST_WIDTH)
     if problem.head_dim % _COLUMNS or problem.value_head_dim % _COLUMNS:
         yield f"it supports only head sizes that are multiples of {_COLUMNS}"
@@ -100,7 +100,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
 
 
 def slower(problem: Problem) -> Iterator[str]:
-    """Why the portable kernels are likely to be faster, as measured; backend overrules."""
+    """Why the portable kernels are probably faster, from measurements; backend overrides it."""
     tiles = num_tiles(problem)
     if tiles < problem.device.multiprocessors:
         yield (
@@ -117,9 +117,9 @@ def slower(problem: Problem) -> Iterator[str]:
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
-    """Bytes of local memory per thread up to which the kernel is worth it; None: not looked at.
+    """Most local memory in bytes per thread for which the kernel pays off; None: not checked.
 
-    Wider heads are not: there the portable kernels compute two more products.
+    Wider heads are not checked: there the portable kernels compute two more products.
     """
     has_derivative = problem.mods.has_score_mod and problem.grad.has_score_grad
     needs_registers = has_derivative or problem.has_captured_grads
@@ -136,7 +136,7 @@ def num_tiles(problem: Problem) -> int:
 def table_tile(problem: Problem) -> HopperGradTile:
     """The tile for the head sizes and the user's functions."""
     columns = width(problem)
-    # Twice as many queries are twice as many scores in registers, which functions need as well.
+    # Twice as many queries mean twice as many scores in registers, which functions need too.
     reads = problem.mods.mask_reads and not bits.of_keys(problem).holds_all
     is_plain = not problem.mods.has_score_mod and not reads
     if columns > _LARGEST_OWN or _lacks_registers(problem):
@@ -147,13 +147,14 @@ def table_tile(problem: Problem) -> HopperGradTile:
 
 
 def _stashes_scores(problem: Problem, tile: HopperGradTile) -> bool:
-    """Whether scores wait in shared memory until gradients are computed from them.
+    """Whether scores are stashed in shared memory until their gradients are computed.
 
-    A thread of 128 columns has no registers for them. They lie where a consumer stages its part of
-    the gradient of query, which is as many numbers.
+    At 128 columns, threads have no registers left for them. They go to the buffer where a consumer
+    stages its part of the gradient of query, which has the same size.
     """
-    # What score_mod made of a score is then computed again, which costs more than what registers
-    # lack if it took functions. With gradients of captured tensors they lack far more.
+    # Everything that score_mod computes from a score is then recomputed. If that includes
+    # functions, it costs more than a shortage of registers. With gradients of captured tensors the
+    # shortage is far larger.
     is_cheap = problem.has_captured_grads or not problem.grad.grad_has_functions
     return (
         problem.mods.has_score_mod
@@ -165,9 +166,9 @@ def _stashes_scores(problem: Problem, tile: HopperGradTile) -> bool:
 
 
 def _lacks_registers(problem: Problem) -> bool:
-    """Whether sums over pairs that are as far apart need registers beside scores.
+    """Whether sums over pairs at one distance need registers in addition to scores.
 
-    At 128 columns these are then shared by the consumers, which have half as many.
+    At 128 columns the consumers then share the keys, and each has half of the columns.
     """
     keeps = problem.grad.has_score_grad and "distance" in problem.grad.captured_reads
     return keeps and width(problem) == _LARGEST_OWN
@@ -179,7 +180,7 @@ def width(problem: Problem) -> int:
 
 
 def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
-    """Upper bound of the bytes of shared memory that one program asks for."""
+    """Upper bound of the shared memory per program, in bytes."""
     columns = width(problem)
     queries = tile.block_m * (tile.num_slots + tile.num_do_slots)
     rows = columns * (queries + 2 * tile.block_n)
@@ -198,7 +199,7 @@ def _sum_columns(columns: int, tile: HopperGradTile) -> int:
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
     """Constants of the kernel."""
     columns = width(problem)
-    # As in the portable kernels: without a mod in between, the scale goes into the exponent.
+    # As in the portable kernels: without a mod in between, the scale is folded into the exponent.
     scales = problem.mods.has_score_mod or problem.scale <= 0
     q_size = block_sizes(problem, tile)[0]
     return HopperBackwardConstants(
@@ -221,22 +222,22 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
 
 
 def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
-    """Whether other warps than the consumers add to the gradient of query.
+    """Whether separate adder warps add to the gradient of query.
 
-    Consumers that share keys add one stripe after the other, for which they wait longer then; and
-    those that lack registers have none to wait where others have some.
+    Consumers that share keys add one stripe after the other, so an adder would make them wait
+    longer. Consumers short of registers have none to give to adders.
     """
     has_registers = not problem.has_captured_grads and not _stashes_scores(problem, tile)
     return problem.is_deterministic or (has_registers and not tile.shares_keys)
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """Key heads whose tiles are taken in turn, those with the most work first.
+    """Key heads per section, whose tiles are scheduled together, those with the most work first.
 
-    As many as fit the L2 cache with their queries, their gradients and the sums of these; and at
-    least a few, so that the last long tiles do not run while most multiprocessors have nothing:
-    fewer of wide heads, where 32 took half as long again, but as many of packed sequences, of
-    which only those that are being worked on must fit.
+    As many as fit in the L2 cache with their queries, gradients and accumulators. And at least a
+    few, so that the last long tiles do not run while most multiprocessors idle: fewer for wide
+    heads, where 32 took half as long again, but as many for packed sequences, of which only the
+    active ones must fit.
     """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4

@@ -1,8 +1,8 @@
-"""Which masks Hopper's kernels find as bits, computed once for all heads before they run.
+"""Which masks become bits, computed once for all heads before the Hopper kernels run.
 
-A mask_mod of more than a comparison costs a kernel as many instructions as the softmax, in every
-head anew; a bit for each score costs an eighth of that. The kernels of one pass have bits of
-their own: forward, words belong to queries; backward, to keys.
+A mask_mod of more than one comparison costs a kernel as many instructions as the softmax, again in
+every head. One bit per score costs an eighth of that. Each pass has its own bits: in the forward
+kernel words belong to queries, in the backward kernel to keys.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any, NamedTuple
 
 from flexhop.lowering.problem import MaskBlocks, Problem
 
-# Partial blocks of a row of blocks whose bits are stored at least: of blocks of 128 x 128, 512
-# bytes for each query. A window or a document has three; where documents meet, every block of the
-# first of them is partial. mask_mod is applied to those behind.
+# Partial blocks per row of blocks whose bits may always be stored: with blocks of 128 x 128, 512
+# bytes per query. A window or a document has three. Where documents meet, every block of the first
+# of them is partial. Blocks beyond the limit evaluate mask_mod.
 _FEWEST = 32
-_MOST_MEMORY = 0.5  # of what query takes, if more blocks than these are stored
-_PROGRAMS = 8  # of a row of blocks, so that those of usual rows have one block
-_ROWS = 32  # of a program: 128 words, one for each thread
-# Instructions for each score in a step: what stored bits take, and what a mask must save beyond
-# them: less if it waits for memory; more if some blocks may be left to mask_mod, because full
-# blocks then share a loop with those that have bits, and look for theirs as well.
+_MOST_MEMORY = 0.5  # fraction of query's memory, if more blocks than these are stored
+_PROGRAMS = 8  # programs per row of blocks; in usual rows, each has one block
+_ROWS = 32  # rows per program: 128 words, one per thread
+# Instructions per score in a step: the cost of stored bits, and what a mask must save beyond it.
+# It is less if the mask waits for memory. It is more if some blocks may be left to mask_mod,
+# because full blocks then share a loop with blocks that have bits, and look theirs up as well.
 _BIT_COST = 2.4
 _FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _FEWEST_SAVED_IN_ONE_LOOP = 3.0, 1.0, 5.0
-# One more launch pays where there are rounds of tiles.
+# One more launch pays off if there are rounds of tiles.
 _ROUNDS = 2
 
 
 class StoredBits(NamedTuple):
-    """The bits that one kernel finds.
+    """The bits that one kernel reads.
 
-    rows, columns: of a block; the kernel's threads own rows. blocks: partial blocks of a row of
-    blocks that have bits; 0: mask_mod is asked about all. holds_all: whether no row can have more
-    of them. by_batch: whether batches have bits of their own.
+    rows, columns: of a block; the kernel's threads own rows. blocks: partial blocks per row of
+    blocks that have bits; 0: mask_mod decides about all. holds_all: whether no row can have more
+    of them. by_batch: whether batches have their own bits.
     """
 
     rows: int
@@ -44,12 +44,12 @@ class StoredBits(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Columns of which one word of each thread keeps some: 32 of 128, or 16 of 64."""
+        """Columns that one word of each thread covers in part: 32 of 128, or 16 of 64."""
         return 128 if self.columns % 128 == 0 else 64
 
     @property
     def words(self) -> int:
-        """Words of a block: four threads share a row."""
+        """Words per block: four threads share a row."""
         return self.rows * self.columns // self.unit * 4
 
 
@@ -83,7 +83,7 @@ def constants(stored: StoredBits, *, by_key: bool) -> MaskBitsConstants:
 
 
 def kernel_constants(stored: StoredBits) -> dict[str, Any]:
-    """Constants of a kernel that finds bits, or of one that asks mask_mod."""
+    """Constants of a kernel that reads bits, or of one that evaluates mask_mod."""
     return {
         "STORED_BLOCKS": stored.blocks,
         "HOLDS_ALL_BITS": stored.holds_all,
@@ -108,20 +108,20 @@ def of_keys(problem: Problem) -> StoredBits:
     blocks = problem.blocks
     if blocks is None or not _is_possible(problem, blocks):
         return NONE
-    if problem.is_deterministic and blocks.q_columns is None:  # full blocks stand between
+    if problem.is_deterministic and blocks.q_columns is None:  # full blocks are in between
         return NONE
     columns = _Columns(blocks.q_columns, -(-problem.query_len // blocks.q_size))
     return _choose(problem, (blocks.kv_size, blocks.q_size), problem.key_len, columns)
 
 
 def _is_possible(problem: Problem, blocks: MaskBlocks) -> bool:
-    """Whether heads share a mask that is not two numbers for each query."""
+    """Whether heads share a mask that is more than two numbers per query."""
     is_shared = not (problem.mods.mask_uses_head or blocks.per_head)
     return problem.mods.has_mask_mod and is_shared and not (blocks.has_ranges or problem.has_spans)
 
 
 class _Columns(NamedTuple):
-    """How many blocks a row may list: at most, if that is known, and at this compile."""
+    """How many blocks a row may list: at most, if that is known, and at this compilation."""
 
     most: int | None
     seen: int
@@ -130,7 +130,7 @@ class _Columns(NamedTuple):
 def _choose(
     problem: Problem, sides: tuple[int, int], length: int, columns: _Columns
 ) -> StoredBits:
-    """Bits for a kernel whose lists have `length / sides[0]` rows."""
+    """Choose bits for a kernel whose lists have `length / sides[0]` rows."""
     by_batch = is_by_batch(problem)
     whole = NONE._replace(rows=sides[0], columns=sides[1], by_batch=by_batch)
     copies = problem.batch if by_batch else 1
@@ -146,13 +146,13 @@ def _choose(
 
 
 def is_by_batch(problem: Problem) -> bool:
-    """Whether batches have bits of their own."""
+    """Whether batches have their own bits."""
     per_batch = problem.blocks is not None and problem.blocks.per_batch
     return per_batch or problem.mods.mask_uses_batch
 
 
 def _pays(problem: Problem, copies: int, *, holds_all: bool) -> bool:
-    """Whether what heads save outweighs a launch in which mask_mod is computed once for them."""
+    """Whether the heads' savings outweigh a launch that computes mask_mod once for them."""
     sharers = problem.batch * problem.query_heads // copies
     saved = problem.mods.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
     tiles = -(-problem.query_len // 128) * problem.batch * problem.query_heads

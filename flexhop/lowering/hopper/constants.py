@@ -1,4 +1,4 @@
-"""Constants that the forward and the backward kernel of Hopper GPUs share."""
+"""Constants that the Hopper forward and backward kernels share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SharedConstants:
 
 
 def block_sizes(problem: Problem, tile: _Tile) -> tuple[int, int]:
-    """Queries and keys of a block of the mask; without one, of a tile."""
+    """Queries and keys per block of the mask; without a mask, per tile."""
     if problem.blocks is None:
         return tile.block_m, tile.block_n
     return problem.blocks.q_size, problem.blocks.kv_size
@@ -79,13 +79,13 @@ def shared(
     """Values of SharedConstants.
 
     Args:
-        problem: of the call.
-        tile: of the kernel.
-        stored: the bits that it finds.
+        problem: the call's problem.
+        tile: tile of the kernel.
+        stored: the bits that it reads.
         multiples: numbers of queries and of keys. A length that is known to be a multiple of them
             needs no checks.
-        scales: whether scores are scaled before mods see them. Otherwise the scale goes into the
-            exponent.
+        scales: whether scores are scaled before mods see them. Otherwise the scale is folded into
+            the exponent.
     """
     given = problem.blocks
     q_size, kv_size = block_sizes(problem, tile)
@@ -110,7 +110,7 @@ def shared(
         **bits.kernel_constants(stored),
         "CHECK_Q": checks_q,
         "CHECK_KV": checks_kv,
-        # Ranges end with the keys, and blocks that overhang are not full.
+        # Ranges end with the keys, and blocks that extend past the end are not full.
         "CHECK_SCORES": checks_kv and (problem.has_band or not problem.has_spans),
         "QK_HEAD_DIM": problem.head_dim,
         "V_HEAD_DIM": problem.value_head_dim,

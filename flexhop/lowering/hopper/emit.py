@@ -1,4 +1,4 @@
-"""Fill and launch a kernel of Hopper GPUs; its tile is not searched for."""
+"""Fill and launch a Hopper kernel; there is no search over tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _grid(
     batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
     *, cdiv: Any, min: Any,
 ) -> tuple[Any, int, int]:  # fmt: skip
-    """As many programs as run side by side; each takes tiles of queries until none is left."""
+    """As many programs as run concurrently; each takes tiles of queries until none is left."""
     return (min(programs, cdiv(length, meta["BLOCK_M"]) * batch * heads), 1, 1)
 
 
@@ -27,7 +27,7 @@ def _key_grid(
     batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
     *, cdiv: Any, min: Any,
 ) -> tuple[Any, int, int]:  # fmt: skip
-    """As _grid, over tiles of keys."""
+    """Like _grid, over tiles of keys."""
     return (min(programs, cdiv(length, meta["BLOCK_N"]) * batch * heads), 1, 1)
 
 
@@ -36,7 +36,7 @@ _GRIDS = {"forward": _grid, "backward": _key_grid}
 
 @functools.cache
 def _template(name: Name, extras: tuple[str, ...]) -> Any:
-    """The template of a kernel, with the functions that some calls need."""
+    """The template of a kernel, with the functions that only some calls need."""
     full = f"flexhop_hopper_{name}_captured" if extras else f"flexhop_hopper_{name}"
     return gluon.make_template(full, _GRIDS[name], hopper.source(name, extras), hopper.IMPORTS)
 
@@ -45,14 +45,14 @@ def fill_kernel(
     call: KernelCall, name: Name, inputs: Sequence[Any], output: Output, constants: Any,
     subgraphs: inductor.Subgraphs,
 ) -> Any:  # fmt: skip
-    """The one choice of a template.
+    """The single choice of a template.
 
     Args:
-        call: what all kernels of the call share.
-        name: of the kernel.
-        inputs: of its template, the block lists last.
+        call: data that all kernels of the call share.
+        name: name of the kernel.
+        inputs: inputs of its template, the block lists last.
         output: what it stores.
-        constants: its dataclass.
+        constants: its constants dataclass.
         subgraphs: the user's functions.
     """
     template = _template(name, hopper.CAPTURED if subgraphs.sites else ())
@@ -69,7 +69,7 @@ def emit_kernel(
 ) -> Any:  # fmt: skip
     """A kernel's launch, or None if its threads need more than `most` bytes of local memory.
 
-    Args and Returns: as in fill_kernel.
+    Args and Returns: see fill_kernel.
     """
     choice = fill_kernel(call, name, inputs, output, constants, subgraphs)
     ahead.finish(choice)
@@ -86,6 +86,6 @@ def emit_kernel(
 
 
 def _show_refusal(name: Name, needed: int, most: int) -> None:
-    """Print that the machine code of a kernel is refused, if FLEXHOP_DEBUG asks for kernels."""
+    """Print that a kernel's machine code was rejected, if FLEXHOP_DEBUG requests kernels."""
     words = f"spills {needed} bytes per thread (limit {most}); using the portable kernels"
     debug.show("kernel", f"hopper_{name}", lambda: words)

@@ -1,7 +1,7 @@
-"""The forward kernel of Hopper GPUs: what it serves, its tile and its constants.
+"""The Hopper forward kernel: what it supports, its tile and its constants.
 
-Pure functions of Problem. The text is in templates/hopper/forward/, the reasons of its numbers
-are in docs/lab/hopper.md.
+Pure functions of Problem. The kernel is in templates/hopper/forward/; docs/lab/hopper.md gives the
+reasons for the numbers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
-_ROWS = 64  # queries of one consumer: a group of four warps issues products of 64 rows
+_ROWS = 64  # queries per consumer: a warpgroup issues products of 64 rows
 _LARGEST_WIDTH = 256
-# Instructions of score_mod for a score beyond which the portable kernel is faster, at 128 columns
-# and at other widths, and beyond which score_mod needs the registers where queries would stay.
+# Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
+# at other widths; and above which score_mod needs the registers that could hold queries.
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 10, 20, 8
-# Kernels with 296 and more had 0.3 to 0.6 times the speed of the portable one.
+# Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
-# Barriers, and the tile numbers for the consumers.
+# Barriers, and the consumers' tile indices.
 _SLACK = 1024
-# A slope is divided by the scale, and must not become infinite.
+# A slope is divided by the scale and must not become infinite.
 _SMALLEST_SCALE = 2.0**-20
 
 
@@ -35,8 +35,8 @@ class HopperTile:
 
     Args:
         block_n: keys per step.
-        num_consumers: groups of four warps, each with 64 queries.
-        num_slots: tiles of keys, and of values, that are loaded ahead.
+        num_consumers: warpgroups, each with 64 queries.
+        num_slots: tiles of keys and of values loaded ahead.
     """
 
     block_n: int
@@ -45,7 +45,7 @@ class HopperTile:
 
     @property
     def block_m(self) -> int:
-        """Queries of a program."""
+        """Queries per program."""
         return _ROWS * self.num_consumers
 
     def words(self) -> str:
@@ -76,7 +76,7 @@ class HopperForwardConstants(SharedConstants):
 
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
-    """Why the kernel cannot serve a call, most general reason first; nothing if it can."""
+    """Why the kernel does not support a call, most general reason first; empty if it does."""
     yield from operand_obstacles(problem, _LARGEST_WIDTH)
     tile = table_tile(problem)
     yield from block_obstacles(problem.blocks, tile.block_m, tile.block_n)
@@ -90,7 +90,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
 
 
 def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
-    """Why the portable kernel is likely to be faster, as measured; backend overrules."""
+    """Why the portable kernel is probably faster, from measurements; backend overrides it."""
     if kernels.forward_kernel(problem, options) == "decode":
         yield "the decode kernel is faster for so few queries"
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
@@ -102,16 +102,16 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
-    """Bytes of local memory per thread up to which the kernel is worth it; None: not looked at.
+    """Most local memory in bytes per thread for which the kernel pays off; None: not checked.
 
-    Compiling is waited for where a score_mod is long enough to need registers.
+    Wait for the compilation only if a score_mod is long enough to need registers.
     """
     is_long = problem.mods.score_cost > _REGISTER_SCORE
     return _LOCAL_BYTES if is_long and options.backend == "auto" else None
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
-    """What of the operands is in the way of a Hopper kernel."""
+    """Why the operands rule out a Hopper kernel."""
     if problem.dtype not in ELEMENTS:
         yield f"it supports bfloat16 and float16, not {problem.dtype}"
     for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
@@ -127,7 +127,7 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
 
 
 def block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> Iterator[str]:
-    """What of the mask's blocks is in the way of a Hopper kernel with such tiles."""
+    """Why the mask's blocks rule out a Hopper kernel with such tiles."""
     if blocks is not None and (blocks.q_size % block_m or blocks.kv_size % block_n):
         yield (
             f"its tiles of {block_m} x {block_n} do not divide the mask's blocks of "
@@ -138,7 +138,7 @@ def block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> It
 def table_tile(problem: Problem) -> HopperTile:
     """The tile for the head sizes and the mask."""
     width = wider(problem)
-    # Three consumers hold 192 queries, which no usual block of a mask is a multiple of.
+    # Three consumers hold 192 queries; no usual block size is a multiple of that.
     is_dense = problem.blocks is None and not problem.mods.has_score_mod
     tile = HopperTile(
         block_n=128 if width <= 128 else 64,
@@ -151,7 +151,7 @@ def table_tile(problem: Problem) -> HopperTile:
 
 
 def wider(problem: Problem) -> int:
-    """Width of the wider tile: of queries and keys, or of values."""
+    """Width of the wider tile: queries and keys, or values."""
     return max(round_width(problem.head_dim), round_width(problem.value_head_dim))
 
 
@@ -161,12 +161,12 @@ def round_width(size: int) -> int:
 
 
 def stages_out(problem: Problem) -> bool:
-    """Whether results leave through shared memory, where they need as much as the queries."""
+    """Whether results are stored through shared memory, where they need as much as the queries."""
     return max(problem.head_dim, problem.value_head_dim) <= 128
 
 
 def shared_memory(problem: Problem, tile: HopperTile) -> int:
-    """Upper bound of the bytes of shared memory that one program asks for."""
+    """Upper bound of the shared memory per program, in bytes."""
     qk, v = round_width(problem.head_dim), round_width(problem.value_head_dim)
     rows = tile.block_m * (qk + (v if stages_out(problem) else 0))
     keys = tile.block_n * (qk + v) * tile.num_slots
@@ -177,7 +177,7 @@ def constants(
     problem: Problem, options: KernelOptions, tile: HopperTile
 ) -> HopperForwardConstants:
     """Constants of the kernel."""
-    # As in the portable kernel: without a mod in between, the scale goes into the exponent.
+    # As in the portable kernel: without a mod in between, the scale is folded into the exponent.
     has_slope = problem.mods.has_key_slope and problem.scale > _SMALLEST_SCALE
     scales = (problem.mods.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = block_sizes(problem, tile)[1]
@@ -201,6 +201,6 @@ def constants(
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
-    """Whether queries stay in registers: faster, unless score_mod needs them itself."""
+    """Whether queries stay in registers: faster, unless score_mod itself needs the registers."""
     needs_many = problem.mods.reads_by_position or problem.mods.score_cost > _REGISTER_SCORE
     return tile.num_consumers == 2 and problem.head_dim <= (64 if needs_many else 128)

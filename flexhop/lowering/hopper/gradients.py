@@ -1,7 +1,7 @@
-"""The backward kernel of Hopper GPUs, and the kernels before and after it.
+"""The Hopper backward kernel, and the kernels before and after it.
 
-The kernel reads statistics of queries that are prepared for it, and adds to the gradient of query
-in fp32, which is scaled and converted after it.
+The kernel reads precomputed statistics of queries, and adds to the gradient of query in fp32. A
+later kernel scales and converts it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ INF = float("inf")
 
 
 class Operands(NamedTuple):
-    """What the kernel reads and writes: the inputs of its template, in their order.
+    """The kernel's operands: the inputs of its template, in order.
 
-    The backward lowering fills it with the operands, and the forward lowering with placeholders of
-    the same layouts, to have the kernel compiled ahead.
+    The backward lowering passes real operands. The forward lowering passes placeholders of the
+    same layouts, to compile the kernel ahead of time.
     """
 
     query: Any
@@ -47,25 +47,25 @@ class Operands(NamedTuple):
     lse: Any  # in base 2, [B, Hq, rows]: M rounded up
     delta: Any
     grad_out: Any
-    grad_query: Any  # fp32, added to
+    grad_query: Any  # fp32 accumulator
     grad_value: Any
-    counter: Any  # tiles that were handed out, and whose turn it is
-    order: Any  # of additions to grad_query; query if they have none
-    words: Any  # of stored bits; counter if there are none
+    counter: Any  # tile scheduler, and whose turn it is
+    order: Any  # order of additions to grad_query; query if there is none
+    words: Any  # stored bits; counter if there are none
     lists: Sequence[Any]
 
     def inputs(self) -> list[Any]:
-        """Of the template."""
+        """Inputs of the template."""
         return [*self[:-1], *self.lists]
 
     def output(self, layout: Any, sums: Sequence[Any]) -> Output:
-        """Where the gradient of key goes, and the other tensors that the kernel writes."""
+        """The gradient of key, and the other tensors that the kernel writes."""
         written = [self.grad_query, self.grad_value, self.counter, *sums]
         return Output(layout, self.key.get_size(), written)
 
 
 class Sizes(NamedTuple):
-    """Sizes of what is made for the kernel; `order` is None if additions have none."""
+    """Sizes of tensors allocated for the kernel; `order` is None if additions have no order."""
 
     statistic: list[Any]  # of lse and delta
     grad_query: list[Any]
@@ -74,7 +74,7 @@ class Sizes(NamedTuple):
 
 
 def operand_sizes(problem: Problem, query: Any, key: Any) -> Sizes:
-    """Sizes of what the backward graph makes for the kernel."""
+    """Sizes of the tensors that the backward graph allocates for the kernel."""
     batch, heads, length, _ = query.get_size()
     statistic = [batch, heads, length + gluon.fill_up(length, _block_rows(problem))]
     has_order = problem.is_deterministic and problem.blocks is not None
@@ -83,15 +83,15 @@ def operand_sizes(problem: Problem, query: Any, key: Any) -> Sizes:
 
 
 def _block_rows(problem: Problem) -> int:
-    """The statistics of queries have a multiple of this many rows."""
+    """The statistics of queries are padded to a multiple of this many rows."""
     tile = backward.table_tile(problem)
     return tile.block_m if problem.blocks is None else problem.blocks.q_size
 
 
 def _counters(problem: Problem, statistic: Sequence[Any]) -> Any:
-    """Tiles that are handed out, and, where sums have an order, whose turn it is.
+    """The tile scheduler's counter and, if sums have an order, whose turn it is.
 
-    That is one number per tile of queries.
+    The latter is one number per tile of queries.
     """
     if not problem.is_deterministic:
         return 1
@@ -103,18 +103,18 @@ class _Gradients:
     """See lowering/dialect.py."""
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why the kernel cannot serve a call."""
+        """Why the kernel does not support a call."""
         return backward.obstacles(problem, options)
 
     def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why the portable kernels are likely to be faster."""
+        """Why the portable kernels are probably faster."""
         del options
         return backward.slower(problem)
 
     def plans(
         self, problem: Problem, options: KernelOptions, passed: str
     ) -> tuple[KernelPlan, ...]:
-        """The one kernel of all gradients."""
+        """The plan of the one kernel for all gradients."""
         del options
         tile = backward.table_tile(problem)
         plan = KernelPlan(
@@ -151,10 +151,10 @@ class _Gradients:
         return grad_query, grad_key, operands.grad_value
 
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
-        """Begin to compile the kernel, with the gradient of the call's score_mod.
+        """Start compiling the kernel, with the gradient of the call's score_mod.
 
-        AOTAutograd lowers the backward graph later, so the operands are predicted. A wrong guess
-        costs the time of a worker, no more. Not predicted: gradients of captured tensors.
+        AOTAutograd lowers the backward graph later, so the operands are predicted. A wrong
+        prediction only wastes a worker's time. Gradients of captured tensors are not predicted.
         """
         if len(joint_outputs(joint)) > 1:
             return
@@ -163,7 +163,7 @@ class _Gradients:
         try:
             gradient = lower_joint(device, joint, captures, ())
         except ModLoweringError:
-            return  # the backward pass will say so, if there is one
+            return  # the backward pass will raise it, if there is one
         with (
             ahead.placeholders(_predict_layouts(call, args)) as found,
             ahead.placeholders(_predict_lists()) as computed,
@@ -184,7 +184,7 @@ GRADIENTS = _Gradients()
 
 
 def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
-    """The kernel's operands: those of the call, and what is computed and cleared for it."""
+    """The kernel's operands: the call's, and those computed and cleared for it."""
     query: Any = args.query
     key: Any = args.key
     value: Any = args.value
@@ -209,7 +209,8 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
 
 
 def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
-    """Layouts of the operands that the backward graph will make, by their names in Operands."""
+    """Predict the layouts of the operands that the backward graph will create, by name in
+    Operands."""
     query: Any = args.query
     device, dtype = inductor.device_of(query), query.get_dtype()
     sizes = operand_sizes(call.problem, query, args.key)
@@ -235,7 +236,7 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
 
 
 def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[Any, ...]:
-    """The block lists, those that this graph computes by their placeholders.
+    """The block lists; those that this graph computes become placeholders.
 
     The ends of a range that mask_mod reads are lists, too, if queries see the keys that see them.
     The backward graph then gets them once, and the kernel has one pointer.
@@ -257,7 +258,8 @@ def _as_views_of_tables(args: AttentionArgs, computed: dict[str, Any]) -> tuple[
 
 
 def _predict_lists() -> dict[str, Any]:
-    """Layouts of the block lists that this graph computes, which the other gets, by node."""
+    """Predict the layouts of block lists that this graph computes and passes to the other, by
+    node."""
     computed = (node for node in _list_nodes() if node.op != "placeholder")
     return {node.name: _layout_of(node.meta["val"]) for node in computed}
 
@@ -282,8 +284,8 @@ def _like(tensor: Any) -> Any:
 def _statistics(args: Any, rows: int) -> tuple[Any, Any]:
     """lse in base 2 and delta, [B, Hq, M rounded up to a multiple of `rows`].
 
-    delta = rowsum(out * grad_out) - grad_lse. Queries that see nothing, and those that fill up M,
-    have an lse of +inf, so that their weights are 0, and those that fill up a delta of 0.
+    delta = rowsum(out * grad_out) - grad_lse. Queries that see nothing, and padding rows, have an
+    lse of +inf, which makes their weights 0; padding rows have a delta of 0.
     """
     call, query = inductor.call_lowering, args.query
     length = query.get_size()[2]

@@ -18,7 +18,7 @@ _WARPS = 4
 
 
 def _row_grid(batch: Any, rows: Any, meta: dict[str, Any]) -> tuple[Any, int, int]:
-    """Some programs per row of blocks and slice of its rows, on one axis."""
+    """Several programs per row of blocks and slice of its rows, on one axis."""
     return (batch * rows * (meta["ROW_SIZE"] // meta["ROWS"]) * meta["PROGRAMS_PER_ROW"], 1, 1)
 
 
@@ -33,10 +33,10 @@ def emit_mask_bits(
     """Emit the mask of partial blocks as bits, int32; None if it stays a function.
 
     Args:
-        call: what all kernels of the call share.
+        call: data that all kernels of the call share.
         operands: query and key.
         lists: block lists of the queries, or of the keys.
-        by_key: whether these are those of the keys.
+        by_key: whether they are those of the keys.
     """
     problem, query = call.problem, operands[0]
     stored = bits.of_keys(problem) if by_key else bits.of_queries(problem)
@@ -54,7 +54,7 @@ def emit_mask_bits(
 def bits_size(stored: StoredBits, query: Any, rows: Any) -> list[Any]:
     """Sizes of the words: [B' * rows of blocks * stored blocks, 1, units, 4 * rows of a block].
 
-    B' is the number of batches that have bits of their own.
+    B' is the number of batches with their own bits.
     """
     batch = query.get_size()[0] if stored.by_batch else 1
     return [batch * rows * stored.blocks, 1, stored.columns // stored.unit, 4 * stored.rows]

@@ -1,7 +1,7 @@
-"""The versions of Triton whose Gluon the kernels are written in.
+"""The Triton versions whose Gluon the kernels support.
 
-Gluon changes between releases, and so does the machine code that is made of it: a version counts
-when tests/kernel/test_compiled.py finds neither spills nor products that wait for each other.
+Gluon changes between releases, and so does the generated machine code. A version counts as checked
+if tests/kernel/test_compiled.py finds neither spills nor serialised products.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ CHECKED = ((3, 6), (3, 7))
 
 
 def obstacle() -> str:
-    """Why the installed Triton will not do; empty if it will."""
+    """Why the installed Triton is not supported; empty if it is."""
     return gluon_versions.obstacle(CHECKED)

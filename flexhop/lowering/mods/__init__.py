@@ -1,1 +1,1 @@
-"""What mods compute, read from their graphs, and their code for the holes of templates."""
+"""Facts about mods, read from their graphs, and their code for the holes of templates."""

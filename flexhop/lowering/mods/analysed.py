@@ -1,4 +1,4 @@
-"""The analysis of the user functions of a call, once for each graph."""
+"""The analysis of a call's user functions, once per graph."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from flexhop.lowering.mods.relative import graph_of
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
-# Kernels compute with positions in fp32, which holds every integer below this (strength.py).
+# Kernels compute with positions in fp32, which represents every integer below this (strength.py).
 _LENGTH = 2**24
 _SIZES = {"q": _LENGTH, "k": _LENGTH}
-_RECENT = 64  # graphs whose facts are remembered: those of a few calls
+_RECENT = 64  # graphs whose facts are cached: those of a few calls
 
 
 def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
-    """The graph behind a subgraph operand, as kernels compute it: the same for all spellings.
+    """The graph of a subgraph operand, in the form that kernels compute: the same for all
+    spellings.
 
     Args:
         mod: (*inputs, *captures) -> value or values.
@@ -35,7 +36,7 @@ def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphMod
 
 
 def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
-    """The facts about a subgraph operand, for kernels; arguments of `kernel_graph`."""
+    """The facts about a subgraph operand, for kernels; args of `kernel_graph`."""
     return _analysed(kernel_graph(mod, inputs), inputs)
 
 

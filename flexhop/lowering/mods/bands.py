@@ -1,8 +1,8 @@
-"""mask_mods that keep the keys near a query, such as sliding windows: how far they reach.
+"""mask_mods that keep the keys near a query, such as sliding windows, and their ends.
 
-A query then sees the keys between two numbers, q_idx + first and q_idx + end. Kernels that know
-bands make bits of these for a whole step, which takes fewer instructions than two comparisons of
-each score. A mask with one side, such as a causal one, has one comparison, and stays a function.
+A query then sees the keys between two numbers, q_idx + first and q_idx + end. Kernels turn these
+into bits for a whole step, which takes fewer instructions than two comparisons per score. A
+one-sided mask, such as a causal one, has one comparison and stays a function.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import fx
 from flexhop.analysis import INDICES, All, AtLeast, Equals, Truth, truth_of
 from flexhop.lowering.mods.analysed import analysed
 
-_FAR = 2**30  # a side that is not there; sums of it and a position fit 32 bits
+_FAR = 2**30  # a missing side; adding a position does not overflow 32 bits
 
 
 class Band(NamedTuple):
-    """Keys from q_idx + first on, to before q_idx + end."""
+    """Keys from q_idx + first to q_idx + end, exclusive."""
 
     first: int
     end: int
 
 
 def key_band(mask: fx.GraphModule) -> Band | None:
-    """The band that a mask_mod keeps; None if it keeps anything else, or has one side only.
+    """The band that a mask_mod keeps; None if it keeps anything else, or is one-sided.
 
     Args:
         mask: (b, h, q_idx, kv_idx, *captures) -> bool.
@@ -42,7 +42,7 @@ def key_band(mask: fx.GraphModule) -> Band | None:
 
 
 def _side(truth: Truth, q_idx: fx.Node, kv_idx: fx.Node) -> Band | None:
-    """Where a condition on the distance of key and query holds; one side may be far."""
+    """The side of a band that a condition on the distance gives; one side may be missing."""
     if not isinstance(truth, (AtLeast, Equals)) or abs(truth.form.offset) >= _FAR:
         return None
     form = truth.form

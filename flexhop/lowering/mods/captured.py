@@ -1,4 +1,5 @@
-"""Gradients of captured tensors: which scores read one entry, from the joint graph's indices."""
+"""Gradients of captured tensors: which scores read the same entry, from the joint graph's
+indices."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from flexhop.ops.args import Site, unpack_sites
 
 
 def read_sites(joint: Any, sites: tuple[int, ...]) -> tuple[ReadBy, ...]:
-    """Of every site of a joint graph, which scores read one entry."""
+    """For every site of a joint graph, which scores read the same entry."""
     return tuple(read_by(joint, site) for site in unpack_sites(sites))
 
 
 def read_by(joint: Any, site: Site) -> ReadBy:
-    """Which scores read one entry at a site."""
+    """Which scores read the same entry at a site."""
     found = analysed(joint, JOINT)
     indices = _indices(found, site)
     uses_q_idx, uses_kv_idx = positions_of(found, indices)
@@ -30,22 +31,22 @@ def read_by(joint: Any, site: Site) -> ReadBy:
 
 
 def repeats(joint: Any, site: Site) -> bool:
-    """Whether pairs at different distances may read one entry: no index is a distance itself.
+    """Whether pairs at different distances may read the same entry: no index is a distance itself.
 
-    And whether different queries may, where reads hang on these: none is the query itself.
+    Likewise for different queries, if reads depend only on the query: none is the query itself.
     """
     found = analysed(joint, JOINT)
     return not any(_is_one_to_one(found, index) for index in _indices(found, site))
 
 
 def _indices(found: Analysis, site: Site) -> list[fx.Node]:
-    """The indices of a site that are computed."""
+    """The computed indices of a site."""
     indices = (found.mod.results[i] for i in site.indices)
     return [index for index in indices if isinstance(index, fx.Node)]
 
 
 def _is_by_distance(found: Analysis, index: fx.Node) -> bool:
-    """Whether an index stays as it is when query and key move on by one."""
+    """Whether an index stays the same if query and key both advance by one."""
     seen = found.forms.seen(index)
     distance = ((found.mod.inputs["q"], 1), (found.mod.inputs["k"], -1))
     is_distance = (isinstance(c, Coordinate) and c.terms == distance for c in seen.coordinates)
@@ -53,7 +54,7 @@ def _is_by_distance(found: Analysis, index: fx.Node) -> bool:
 
 
 def _is_one_to_one(found: Analysis, index: fx.Node) -> bool:
-    """Whether an index grows, or falls, by one from one query to the next."""
+    """Whether an index grows or falls by exactly one from one query to the next."""
     form, q_idx = found.forms.form(index), found.mod.inputs["q"]
     if form is None or abs(form.terms.get(q_idx, 0)) != 1:
         return False

@@ -1,20 +1,20 @@
-"""How many instructions a user function takes for each score, from the analysis of its graph."""
+"""Instructions per score of a user function, from the analysis of its graph."""
 
 from __future__ import annotations
 
 from flexhop.analysis import FUNCTION, Analysis, instructions_of, name_of, rate
 
-# In a mask, counted in masked steps of 128 x 128 scores: a comparison sets a predicate, two of
-# them meet in registers, and what is read is waited for.
+# For a mask, counted in masked steps of 128 x 128 scores: a comparison sets a predicate, two
+# predicates are combined in registers, and reads wait for memory.
 _IN_MASKS = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), 1.5),
     **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor"), 1.5),
     **dict.fromkeys(("logical_and", "logical_or", "logical_not", "logical_xor"), 1.5),
     "index": 6.0,
 }
-# Functions whose derivative follows from their value: the score itself is not needed.
+# Functions whose derivative follows from their value, without the score itself.
 _KEPT = ("tanh", "tanh_approx")
-_SELECT = 1.3  # of a score, by what a mask says
+_SELECT = 1.3  # instructions to mask a score
 
 
 def instructions(found: Analysis) -> float:
@@ -24,7 +24,7 @@ def instructions(found: Analysis) -> float:
 
 
 def mask_instructions(found: Analysis) -> float:
-    """Instructions per score of a mask_mod, where a kernel evaluates it."""
+    """Instructions per score of a mask_mod that a kernel evaluates."""
     total = sum(
         _IN_MASKS.get(name_of(node), instructions_of(node)) * rate(found.forms.depends_on(node))
         for node in found.mod.operators
@@ -33,7 +33,8 @@ def mask_instructions(found: Analysis) -> float:
 
 
 def has_functions(found: Analysis) -> bool:
-    """Whether a joint graph computes what is better kept than computed again from the score."""
+    """Whether a joint graph computes values that are better kept than recomputed from the
+    score."""
     return any(
         name_of(node) in _KEPT or instructions_of(node) >= FUNCTION for node in found.mod.operators
     )

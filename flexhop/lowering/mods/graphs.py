@@ -1,4 +1,4 @@
-"""Graphs of user functions: what they are computed from, and functions made of their parts."""
+"""Graphs of user functions: dependencies, and functions made of their parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ convert = torch.ops.prims.convert_element_type.default
 
 
 def reaches(node: Any, roots: Sequence[fx.Node], but: Sequence[fx.Node] = ()) -> bool:
-    """Whether a node is computed from one of `roots`, other than through nodes of `but`."""
+    """Whether a node depends on one of `roots`, other than through nodes of `but`."""
     pending, seen = [node], set[Any](but)
     while pending:
         current = pending.pop()
@@ -26,10 +26,10 @@ def reaches(node: Any, roots: Sequence[fx.Node], but: Sequence[fx.Node] = ()) ->
 
 
 def returning(owner: fx.GraphModule, graph: fx.Graph, value: Any) -> fx.GraphModule:
-    """The function of a graph's inputs that returns a number, or what a node computes, in fp32.
+    """A function of a graph's inputs that returns a number, or the value of a node, in fp32.
 
     Args:
-        owner: of what the graph's nodes refer to.
+        owner: the module that the graph's nodes refer to.
         graph: copied up to `value`.
         value: a number, or a node of the graph.
     """

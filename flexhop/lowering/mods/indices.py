@@ -1,10 +1,10 @@
-"""Reads of captured tensors at computed indices: the negative wraps, nothing leaves the tensor.
+"""Keep computed indices of captured tensors in range: negative ones wrap, others are clamped.
 
-PyTorch counts a negative index from the end; a kernel would read in front of the tensor. Each
-index is bounded by interval arithmetic over b, h, q_idx, kv_idx and constants. Where it may be
-negative, its tensor's size is added as PyTorch does; where it may be too large, it is clamped. An
-index outside [-size, size) is thereby undefined, as on the GPU without device assertions, but
-never a wild read.
+PyTorch counts a negative index from the end; a kernel would read before the tensor. Each index is
+bounded by interval arithmetic over b, h, q_idx, kv_idx and constants. If it may be negative, the
+tensor's size is added, as PyTorch does. If it may be too large, it is clamped. The result for an
+index outside [-size, size) is therefore undefined, as on the GPU without device assertions, but
+the read is never out of bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Range(NamedTuple):
-    """Smallest and largest value of an integer node; None where nothing is known."""
+    """Smallest and largest value of an integer node; None if unknown."""
 
     low: Any
     high: Any
@@ -36,7 +36,7 @@ UNKNOWN = Range(None, None)
 def wrap_reads(
     graph: fx.GraphModule, positions: Mapping[int, Range], sites: Sequence[Site] = ()
 ) -> fx.GraphModule:
-    """A copy of a user function whose reads, and indices of `sites`, stay inside their tensors.
+    """A copy of a user function whose reads, and indices of `sites`, stay within their tensors.
 
     Args:
         graph: a mod, or a joint graph.
@@ -57,7 +57,7 @@ def wrap_reads(
 
 
 def _capture_count(inputs: Sequence[fx.Node], positions: Mapping[int, Range]) -> int:
-    """Captures follow the gradient of the score, which follows the positions."""
+    """Captures come after the gradient of the score, which comes after the positions."""
     return len(inputs) - (max(positions) + 2)
 
 
@@ -88,7 +88,7 @@ def _wrap_sites(
 def _inside(
     graph: fx.Graph, source: fx.Node, indices: Sequence[Any], ranges: dict[fx.Node, Range]
 ) -> list[Any]:
-    """The indices of one read, each in [0, size) of its dimension."""
+    """The indices of one read, each within [0, size) of its dimension."""
     sizes = source.meta["val"].shape
     inside = []
     for axis, index in enumerate(indices):
@@ -105,7 +105,7 @@ def _inside_one(
     source, axis, size = where
     found = range_of(index, ranges)
     length = inductor.as_expression(size)
-    # A symbolic size enters the graph as a node of its own.
+    # A symbolic size becomes a node of its own.
     operand = (
         size if isinstance(size, int) else graph.call_function(aten.sym_size.int, (source, axis))
     )
@@ -127,7 +127,7 @@ def _inside_one(
 
 
 def range_of(node: Any, ranges: dict[fx.Node, Range]) -> Range:
-    """The range of an integer node; `ranges` remembers what was found."""
+    """The range of an integer node; `ranges` caches results."""
     if isinstance(node, (int, torch.SymInt)) and not isinstance(node, bool):
         value = inductor.as_expression(node)
         return Range(value, value)
@@ -178,7 +178,7 @@ def _multiply(a: Range, b: Range) -> Range:
 
 
 def _smaller(a: Range, b: Range) -> Range:
-    """min(a, b): below each; numbers are compared, symbols only if one side is all there is."""
+    """The range of min(a, b)."""
     low = sympy.Min(a.low, b.low) if _known(a.low, b.low) else None
     highs = [high for high in (a.high, b.high) if high is not None]
     return Range(low, sympy.Min(*highs) if highs else None)
@@ -205,7 +205,7 @@ def _magnitude(a: Range) -> Range:
 
 
 def _remainder(_: Range, b: Range) -> Range:
-    """Of a positive divisor; the result has the divisor's sign."""
+    """Remainder by a positive divisor; the result has the divisor's sign."""
     if b.low is None or b.high is None or not inductor.is_known(b.low > 0):
         return UNKNOWN
     return Range(sympy.Integer(0), b.high - 1)

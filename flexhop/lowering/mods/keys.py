@@ -1,7 +1,7 @@
-"""k_mod and v_mod as graphs: what they are, and what can be taken out of the loop over columns.
+"""k_mod and v_mod as graphs, and the factors that can move out of the loop over columns.
 
-A mod that multiplies by a number that is the same for all columns of a key, such as a scale, need
-not multiply each column: the score is multiplied by it, or the weight of a value.
+A mod may multiply by a number that is the same for all columns of a key, such as a scale. It need
+not multiply each column: the score, or the weight of a value, is multiplied instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexhop.lowering.mods.graphs import reaches, returning
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 _TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default)
-# Whose every number bfloat16 and float16 hold.
+# Dtypes whose every number bfloat16 and float16 represent.
 _EXACT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -34,7 +34,7 @@ class KeyModGraph(NamedTuple):
 
 
 def read_key_mod(mod: Any) -> KeyModGraph:
-    """Take a mod apart."""
+    """Analyse a mod."""
     graph = inductor.graph_module(mod)
     x = graph.graph.find_nodes(op="placeholder")[0]
     result = _value_of(_output(graph))
@@ -44,7 +44,7 @@ def read_key_mod(mod: Any) -> KeyModGraph:
 
 
 def is_exact(stored: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether numbers that are stored in one dtype are the same in the other."""
+    """Whether every number of one dtype is exact in the other."""
     return stored in (*_EXACT, dtype)
 
 

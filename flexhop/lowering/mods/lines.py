@@ -1,12 +1,13 @@
-"""score_mods that add a line over keys, such as ALiBi: which they are, and the slopes.
+"""score_mods that add a line over keys, such as ALiBi: recognise them, and find the slopes.
 
-A mod that returns score + f * kv_idx + g, where f and g depend on neither the score nor kv_idx,
-adds f more from one key to the next. A kernel that knows lines asks the mod once per query and
-tile of keys, and follows the line from there (the templates named line). f is the derivative of
-the mod, by the rules for sums and products; everything else that depends on kv_idx is no line.
+A mod returns score + f * kv_idx + g, where f and g depend on neither the score nor kv_idx: it adds
+f more from one key to the next. A kernel then evaluates the mod once per query and tile of keys,
+and follows the line from there (the templates named line). f is the derivative of the mod, by the
+rules for sums and products. Any other dependence on kv_idx is not a line.
 
-A line may have one bend: a magnitude abs(e), where e itself is a line over keys and over queries,
-such as q_idx - kv_idx. The slope then depends on the sign of e, which most tiles have one of.
+A line may have one bend: an absolute value abs(e), where e itself is a line over keys and over
+queries, such as q_idx - kv_idx. The slope then depends on the sign of e, which is constant in most
+tiles.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
-# Numbers that are computed as they are written. Eager mode would round those of 16 bits.
+# Dtypes in which kernels compute as written. Eager mode would round 16-bit ones.
 _EXACT = (torch.float32, torch.int32, torch.int64)
-Slope = Any  # a number, or a node; None: no line
+Slope = Any  # a number, or a node; None: not a line
 
 
 class Line(NamedTuple):
     """Functions of the inputs of a score_mod, fp32.
 
-    slope: for keys on the side of the bend where kv_idx is. bend: its sign is the side; None where
-    the line has no bend.
+    slope: the slope on kv_idx's side of the bend. bend: its sign is the side; None if the line has
+    no bend.
     """
 
     slope: fx.GraphModule
@@ -71,18 +72,18 @@ def zero(score: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_plane(graph: fx.Graph, value: Any, inputs: Sequence[fx.Node]) -> bool:
-    """Whether a node is a linear function of q_idx and kv_idx, and not one of the score."""
+    """Whether a node is linear in q_idx and kv_idx, and independent of the score."""
     slopes = [_Derivative(graph, root).of(value) for root in inputs[1:]]
     known = all(s is not None and not reaches(s, inputs) for s in slopes)
     return known and not reaches(value, inputs[:1])
 
 
 class _Derivative:
-    """The derivative of nodes by one input, in which they are linear.
+    """The derivative of nodes by one input, in which they must be linear.
 
-    Nodes that it needs are added to the graph. A derivative that depends on the input itself means
-    that the function was not linear; the caller looks for that. sides: nodes that are the sign of
-    something whose magnitude was taken.
+    Adds the nodes that it needs to the graph. If a derivative depends on the input itself, the
+    function was not linear; the caller checks that. sides: nodes that are the sign of an
+    expression whose absolute value was taken.
     """
 
     def __init__(self, graph: fx.Graph, root: fx.Node) -> None:
@@ -92,7 +93,7 @@ class _Derivative:
         self.sides: list[fx.Node] = []
 
     def of(self, value: Any) -> Slope:
-        """A number, or a node; None if the rules do not give it."""
+        """A number or a node; None if no rule applies."""
         if not isinstance(value, fx.Node):
             return 0
         if value not in self.found:
@@ -196,7 +197,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _convert(rules: _Derivative, node: fx.Node) -> Slope:
-    """Numbers that do not get another value: integers, and integers as fp32."""
+    """Conversions that keep the value: integers, and integers as fp32."""
     source = node.args[0]
     was_float = isinstance(source, fx.Node) and source.meta["val"].dtype.is_floating_point
     if was_float and not node.meta["val"].dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""User functions: FX graphs to Inductor buffers for the holes of the templates."""
+"""Lower user functions: from FX graphs to Inductor buffers for the holes of templates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TRANSPARENT = (
 class ModBuffers(NamedTuple):
     """The user functions of one kernel, lowered: scalar buffers for the holes, and facts.
 
-    line: what lower_line gives, for kernels that may follow it.
+    line: the result of lower_line, for kernels that may follow it.
     """
 
     score: Any
@@ -74,7 +74,7 @@ def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tup
 
 
 def _score_inputs(device: torch.device) -> list[Any]:
-    """Score and indices, as the templates name them."""
+    """Score and indices, with the templates' names."""
     indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
     return [inductor.placeholder("score", torch.float32, device), *indices]
 
@@ -108,7 +108,7 @@ def read_joint(joint: Any, sites: tuple[int, ...] = ()) -> GradFacts:
 
     Args:
         joint: the graph.
-        sites: as in BackwardArgs.
+        sites: see BackwardArgs.
     """
     graph = kernel_graph(joint, JOINT)
     found = analysed(graph, JOINT)
@@ -129,7 +129,7 @@ def _depends(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[str]:
 
 
 def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:
-    """Of all reads of captured tensors: do indices depend on q_idx, and on kv_idx?"""
+    """For each read of a captured tensor: do indices depend on q_idx, and on kv_idx?"""
     found = analysed(mod, roles)
     reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
@@ -174,12 +174,12 @@ def _output(graph: fx.GraphModule) -> Any:
 
 
 def joint_outputs(joint: Any) -> Sequence[Any]:
-    """What a joint graph returns: the gradient of the score, then what its sites need."""
+    """The outputs of a joint graph: the gradient of the score, then what its sites need."""
     return cast("Sequence[Any]", kernel_graph(joint, JOINT).graph.output_node().args[0])
 
 
 def value_of(result: Any) -> Any:
-    """The node that computes what `result` hands on."""
+    """The node that computes the value that `result` passes on."""
     while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
         result = result.args[0]
     return result
@@ -191,7 +191,7 @@ def is_identity(graph: fx.GraphModule) -> bool:
 
 
 def _is_additive(joint: fx.GraphModule) -> bool:
-    """Whether a score_mod has derivative 1: its joint graph hands on the gradient it gets."""
+    """Whether a score_mod has derivative 1: its joint graph returns the gradient it gets."""
     result = value_of(joint_outputs(joint)[0])
     return result is joint.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
 

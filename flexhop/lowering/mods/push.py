@@ -24,9 +24,9 @@ def lower_push(
     """Lower the tangent of score_mod.
 
     Args:
-        device: of the call.
+        device: device of the call.
         score: score_mod, as an operand.
-        captures: what it captured, lowered.
+        captures: its captures, lowered.
         moved: tangents of captured tensors, lowered, by position.
     """
     names = ("score", *INDEX_NAMES, "score_dot")
@@ -44,7 +44,7 @@ def lower_push(
 
 
 def is_additive(score: Any) -> bool:
-    """Whether the tangent of a score_mod is that of its score."""
+    """Whether a score_mod leaves the tangent of its score unchanged."""
     graph = trace_push(graph_of(score), ())
     return value_of(graph.graph.output_node().args[0]) is _placeholder(graph, NUM_SCORE_INPUTS)
 
@@ -54,9 +54,9 @@ def _placeholder(graph: fx.GraphModule, position: int) -> fx.Node:
 
 
 def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any:
-    """Lower the second derivative of score_mod for its score, times two numbers.
+    """Lower the second derivative of score_mod by its score, times two numbers.
 
-    Args: as for `lower_push`.
+    Args: see `lower_push`.
     """
     names = ("score", *INDEX_NAMES, "score_dot", "grad_score")
     inputs = [
@@ -94,7 +94,7 @@ def trace_push(graph: fx.GraphModule, moved: Sequence[int]) -> fx.GraphModule:
     """(score, b, h, q_idx, kv_idx, score_dot, *captures, *tangents) -> tangent of the score.
 
     Args:
-        graph: of (score, b, h, q_idx, kv_idx, *captures) -> score.
+        graph: graph of (score, b, h, q_idx, kv_idx, *captures) -> score.
         moved: positions of the captures that have tangents.
     """
     graph = smooth(graph)

@@ -1,8 +1,8 @@
-"""Distances in packed sequences, for which no table must be read.
+"""Distances in packed sequences, computed without reading tables.
 
-Local positions of packed queries and keys come from tables. Where both sides are cut alike, the
-key's is that of the query plus kv_idx - q_idx, held inside of the sequence by `bounded`, which
-promises that scores outside of it do not count. So the difference of both is kv_idx - q_idx, and
+Local positions of packed queries and keys come from tables. If both sides have the same offsets,
+the key's position is the query's plus kv_idx - q_idx, clamped to the sequence by `bounded`, which
+promises that scores outside it are not used. So the difference of the two is kv_idx - q_idx, and
 comparing them compares kv_idx with q_idx.
 """
 
@@ -25,7 +25,7 @@ _known: weakref.WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = weakref.Weak
 
 
 class _Place(NamedTuple):
-    """A local position of a key: that of the query, and what is subtracted from what."""
+    """A local position of a key: the query's position, and the difference to add."""
 
     of_query: fx.Node
     kv_idx: Any
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
 
 def graph_of(subgraph: Any) -> fx.GraphModule:
-    """The graph behind a subgraph operand, for kernels: distances are read from no table."""
+    """The graph of a subgraph operand, for kernels: distances need no table."""
     owner = inductor.graph_module(subgraph)
     if owner not in _known:
         _known[owner] = _resolved(owner)
@@ -41,13 +41,13 @@ def graph_of(subgraph: Any) -> fx.GraphModule:
 
 
 def lower_bounded(position: Any, last: Any) -> Any:
-    """Lower a call of `bounded` that is in no kernel of ours."""
+    """Lower a call of `bounded` outside our kernels."""
     raised = inductor.call_lowering(aten.clamp_min.default, position, 0)
     return inductor.call_lowering(aten.minimum.default, raised, last)
 
 
 def _resolved(owner: fx.GraphModule) -> fx.GraphModule:
-    """The same function without `bounded`; what is given if it has none."""
+    """The same function without `bounded`; unchanged if it has none."""
     if not owner.graph.find_nodes(op="call_function", target=BOUNDED):
         return owner
     graph = fx.Graph()
@@ -63,7 +63,8 @@ def _resolved(owner: fx.GraphModule) -> fx.GraphModule:
 
 
 def _place_of(node: fx.Node) -> _Place | None:
-    """What a call of `bounded` holds, if it is a query's position plus kv_idx - q_idx."""
+    """The position that a call of `bounded` clamps, if it is a query's position plus kv_idx -
+    q_idx."""
     total: Any = node.args[0]
     if not _is_plain(total, aten.add.Tensor):
         return None
@@ -74,12 +75,12 @@ def _place_of(node: fx.Node) -> _Place | None:
 
 
 def _is_plain(node: Any, target: Any) -> bool:
-    """Whether a node calls an operator of two operands without options."""
+    """Whether a node calls an operator with two operands and no options."""
     return isinstance(node, fx.Node) and node.target is target and not node.kwargs
 
 
 def _measure(graph: fx.Graph, user: fx.Node, node: fx.Node, place: _Place) -> None:
-    """Compute a difference of both positions, or a comparison, from kv_idx and q_idx."""
+    """Compute a difference or comparison of both positions from kv_idx and q_idx."""
     if user.target not in (aten.sub.Tensor, *_COMPARISONS) or user.kwargs:
         return
     if user.args == (node, place.of_query):

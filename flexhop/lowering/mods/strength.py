@@ -1,9 +1,9 @@
 """Cheaper arithmetic on positions.
 
 `slope * (kv_idx - q_idx)` subtracts integers for every score and converts each difference to a
-float, and the conversion is as slow as an exponential. Converting the two positions first gives
-the same value (both are below 2**24, the integers that fp32 holds exactly) with one conversion per
-row and column. The same holds for the magnitude of a difference, and integers beside positions.
+float, which is as slow as an exponential. Converting the two positions first gives the same value,
+because both are below 2**24, where fp32 represents all integers. It needs only one conversion per
+row and column. The same holds for absolute differences, and for integers added to positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = 2**23
 
 
 def float_positions(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a mod's graph that subtracts positions as floats where floats are wanted."""
+    """A copy of a mod's graph that subtracts positions as floats if the result becomes a float."""
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = result.graph_copy(graph.graph, values)
@@ -62,7 +62,7 @@ def _convert_operands(graph: fx.Graph, user: fx.Node, position: int) -> None:
 
 
 def _is_distance(node: fx.Node) -> bool:
-    """A difference or sum of positions and small integers, or its magnitude."""
+    """A difference or sum of positions and small integers, or its absolute value."""
     is_either = node.target in (*_DIFFERENCES, *_MAGNITUDES) and not node.kwargs
     return is_either and all(map(_is_term, node.args))
 

@@ -1,4 +1,4 @@
-"""The kernels in portable Triton, which serve every GPU."""
+"""The portable Triton kernels, which support every GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["DIALECT"]
 
 
 class Portable:
-    """The dialect that comes last: what no other one serves."""
+    """The last dialect: it takes the calls that no other one supports."""
 
     name = "triton"
     title = "portable kernel"
@@ -18,7 +18,7 @@ class Portable:
     backward = GRADIENTS
 
     def expect(self) -> None:
-        """Nothing: nothing of these kernels can be prepared."""
+        """Does nothing: these kernels need no preparation."""
 
 
 DIALECT = Portable()

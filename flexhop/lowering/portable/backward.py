@@ -1,4 +1,4 @@
-"""The portable kernels of the backward pass: one for query, one or two for key and value."""
+"""The portable backward kernels: one for query, one or two for key and value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Gradients:
     """See lowering/dialect.py."""
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Why they cannot serve a call."""
+        """Why they do not support a call."""
         del options
         if not all(kernels.has_tile(kernel, problem) for kernel in _launched(problem)):
             yield NO_TILE
@@ -41,7 +41,7 @@ class _Gradients:
     def plans(
         self, problem: Problem, options: KernelOptions, passed: str
     ) -> tuple[KernelPlan, ...]:
-        """The kernel for query, then those for key and value."""
+        """The plans of the kernel for query, then of those for key and value."""
         launched = _launched(problem)
         return tuple(plan_kernel(kernel, problem, options, passed) for kernel in launched)
 
@@ -61,7 +61,7 @@ class _Gradients:
         return grad_query, grad_key, grad_value
 
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
-        """Nothing: these kernels are compiled when the backward graph is."""
+        """Does nothing: these kernels are compiled with the backward graph."""
 
 
 GRADIENTS = _Gradients()
@@ -84,7 +84,7 @@ def _emit_key_value(
         inputs = [*operands, grad_value, *lists]
         output = output_like(key, 1, [grad_value])
         return emit_kernel(call, "grad_key_value", inputs, output, joint), grad_value
-    inputs = [*operands, value, *lists]  # DV is not written: value stands in
+    inputs = [*operands, value, *lists]  # DV is not written: value is a stand-in
     grad_key = emit_kernel(call, "grad_key", inputs, output_like(key, 1), joint)
     return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint)
 

@@ -1,4 +1,4 @@
-"""What a cache changes in the choice of a kernel: pure functions of its facts."""
+"""How a KV cache affects the choice of a kernel: pure functions of its facts."""
 
 from __future__ import annotations
 
@@ -8,43 +8,42 @@ from flexhop.lowering.portable.constants import CacheConstants
 from flexhop.lowering.problem import Cache, Device, Problem
 from flexhop.options import Tile
 
-# Tiles are cut to pages of this many keys and more, so that a page is looked up once; smaller
-# tiles would cost more than to look up the page of every key.
+# Tiles shrink to pages of at least this many keys, so that a page is looked up once. Smaller tiles
+# would cost more than looking up the page of every key.
 _SMALLEST_PAGE = 64
-# Numbers of one byte that portable/cache/halves.py.jinja knows.
+# One-byte dtypes that portable/cache/halves.py.jinja supports.
 _FAST = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def wants_one_page(cache: Cache) -> bool:
-    """Whether tiles should not reach beyond a page."""
-    # Numbers of one byte take tiles of as many bytes.
+    """Whether a tile should stay within one page."""
+    # One-byte elements take tiles with as many bytes.
     smallest = _SMALLEST_PAGE * (2 if stores_bytes(cache) else 1)
     return cache.page_size >= smallest and cache.page_size % smallest == 0
 
 
 def stores_bytes(cache: Cache | None) -> bool:
-    """Whether key and value are numbers of one byte."""
+    """Whether key and value are stored in one byte."""
     return cache is not None and cache.key_dtype.itemsize == cache.value_dtype.itemsize == 1
 
 
 def looks_up_keys(cache: Cache | None) -> bool:
-    """Whether the page of every key is looked up."""
+    """Whether the kernel looks up the page of every key."""
     return cache is not None and cache.page_size > 0 and not wants_one_page(cache)
 
 
 def lacks_type(device: Device, dtype: torch.dtype) -> bool:
-    """Whether Triton has no such numbers on a device; kernels then read their bits."""
+    """Whether Triton lacks the dtype on a device; kernels then read its bits."""
     return dtype == torch.float8_e4m3fn and device.capability < (8, 9)
 
 
 def reads_halves(problem: Problem, cache: Cache, tile: Tile) -> bool:
-    """Whether products of the decode kernel are of float16 numbers, which bytes turn into fast."""
+    """Whether the decode kernel's products are in float16, to which bytes convert fast."""
     stored = {cache.key_dtype, cache.value_dtype}
     changed = cache.has_key_mod or cache.has_value_mod
     if not cache.has_pairs or changed or not stored <= _FAST or problem.itemsize != 2:
         return False
-    # Products of 64 rows take keys from shared memory, and no converted ones from registers.
-    # Pairs need an even number of columns, and products more than 8 of each kind.
+    # Products of 64 rows read keys from shared memory, not converted ones from registers.
     fits = tile.block_m < 64 and problem.value_head_dim > 16 and problem.value_head_dim % 2 == 0
     return fits and not any(lacks_type(problem.device, dtype) for dtype in stored)
 
@@ -64,23 +63,23 @@ def constants(problem: Problem, cache: Cache, tile: Tile, *, decodes: bool) -> C
         KEY_AS_BITS=lacks_type(problem.device, cache.key_dtype),
         VALUE_AS_BITS=lacks_type(problem.device, cache.value_dtype),
         AS_HALVES=as_halves,
-        # Where addresses of pages want registers, it was no gain on an H200.
+        # If page addresses need registers, it did not help on an H200.
         SUM_LATE=as_halves and cache.page_size == 0,
     )
 
 
 def loop_memory(cache: Cache, elements: tuple[int, int], itemsize: int, tile: Tile) -> int:
-    """Bytes of shared memory for tiles of key and value on their way.
+    """Shared memory in bytes for prefetched tiles of key and value.
 
     Args:
         cache: where they come from.
-        elements: of a tile of keys, and of one of values.
-        itemsize: bytes of an element of query, which they become.
-        tile: says how many are on their way.
+        elements: elements per tile of keys, and per tile of values.
+        itemsize: bytes per element of query, to which they convert.
+        tile: gives the number of prefetched tiles.
     """
     stored = (cache.key_dtype.itemsize, cache.value_dtype.itemsize)
     total = sum(n * size * tile.num_stages for n, size in zip(elements, stored, strict=True))
     changes = cache.has_key_mod or cache.has_value_mod or stored != (itemsize, itemsize)
-    # Products of fewer rows take their right side from registers.
+    # Products of fewer rows read their right operand from registers.
     staged = changes and tile.block_m >= 64
     return total + (sum(elements) * itemsize if staged else 0)

@@ -1,4 +1,5 @@
-"""The constants of each template: one dataclass per kernel, its fields the template's names."""
+"""The constants of each template: one dataclass per kernel; its fields are the template's
+names."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class KeyConstants:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedConstants(KeyConstants):
-    """Further constants of the kernels whose tiles of queries are of one head."""
+    """Further constants of the kernels whose query tiles have one head."""
 
     TILES_PER_Q_BLOCK: int
     CHECK_Q: bool
@@ -81,16 +82,16 @@ class DecodeConstants(KeyConstants):
 class CacheConstants:
     """Further constants of forward and decode if they read a cache (portable/cache/)."""
 
-    PAGE_SIZE: int  # 0: the cache has no pages
-    ONE_PAGE: bool  # whether a tile lies within one
+    PAGE_SIZE: int  # 0: the cache is not paged
+    ONE_PAGE: bool  # whether a tile lies within one page
     HAS_KEY_MOD: bool
     HAS_VALUE_MOD: bool
     HAS_KEY_FACTOR: bool
     HAS_VALUE_FACTOR: bool
     KEY_AS_BITS: bool
     VALUE_AS_BITS: bool
-    AS_HALVES: bool  # whether products are of float16 numbers, and values are read in pairs
-    SUM_LATE: bool  # whether weights are summed over a row once, and not in every tile
+    AS_HALVES: bool  # whether products are in float16, and values are read in pairs
+    SUM_LATE: bool  # whether weights are summed over a row once instead of in every tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

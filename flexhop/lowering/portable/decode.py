@@ -1,4 +1,4 @@
-"""Emit the decode kernel, and the one that combines its shares of the keys."""
+"""Emit the decode kernel, and the one that combines its splits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.templates import portable
 
-# A program reads a few rows of one number each and at most 4096 accumulators at a time.
+# A program reads a few rows of one number each, and at most 4096 accumulators at a time.
 _COMBINE_WARPS = 4
 
 
@@ -36,7 +36,7 @@ def emit_decode(
     """Emit attention of short queries.
 
     Args:
-        call: what all kernels of the call share.
+        call: data that all kernels of the call share.
         operands: query, key, value.
         lists: block lists of the queries.
         output: the result. lse is also written, and max_scores if the call asks for them.

@@ -1,4 +1,4 @@
-"""Emit one portable kernel: every tile that is worth trying becomes a choice of Inductor's."""
+"""Emit one portable kernel: every candidate tile becomes an Inductor choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_LISTS = 4
 
 
 def _count_tiles(length: Any, side: str, sparse: str, meta: dict[str, Any], cdiv: Any) -> Any:
-    """Tiles of one side, as count_tiles in portable/tile.py.jinja counts them."""
+    """Number of tiles on one side, like count_tiles in portable/tile.py.jinja."""
     block, size = meta[f"BLOCK_{side}"], meta[f"SPARSE_{sparse}_BLOCK_SIZE"]
     per_block = meta[f"TILES_PER_{sparse}_BLOCK"]
     return cdiv(length, block) if size == block * per_block else cdiv(length, size) * per_block
@@ -39,7 +39,7 @@ def _query_grid(
 def _decode_grid(
     batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any, min: Any
 ) -> tuple[Any, int, int]:
-    """One program per tile of rows, share of the keys, batch and packed heads, on one axis."""
+    """One program per tile of rows, split of the keys, batch and packed heads, on one axis."""
     block, packed = meta["SPARSE_Q_BLOCK_SIZE"], meta["PACKED_HEADS"]
     tiles = cdiv(min(length, block) * packed, meta["BLOCK_M"]) * cdiv(length, block)
     return (tiles * meta["SPLITS"] * batch * cdiv(heads, packed), 1, 1)
@@ -70,7 +70,7 @@ _FILES = {
 
 @functools.cache
 def _template(kernel: Kernel, extras: tuple[str, ...], *, is_cached: bool) -> Any:
-    """The template of a kernel, with the functions that some calls need."""
+    """The template of a kernel, with the functions that only some calls need."""
     file = _FILES.get(kernel, kernel)
     prefix = "cached_" if is_cached else ""
     name = "_".join(("flexhop", prefix + kernel, *extras))
@@ -90,12 +90,12 @@ def emit_kernel(
     """Emit one kernel.
 
     Args:
-        call: what all kernels of the call share.
-        kernel: which.
-        inputs: of its template, the block lists last.
+        call: data that all kernels of the call share.
+        kernel: name of the kernel.
+        inputs: inputs of its template, the block lists last.
         output: what it stores.
-        joint: the lowered joint graph: its first output, and for `sites` the others.
-        sites: captured gradients that this kernel adds up.
+        joint: the lowered joint graph: its first output, and the others for `sites`.
+        sites: captured gradients that this kernel accumulates.
     """
     problem = call.problem
     dropout = _dropout(call, kernel)
@@ -117,9 +117,9 @@ def emit_kernel(
 
 
 def _variants(call: KernelCall, kernel: Kernel) -> Iterator[Mapping[str, Any]]:
-    """The constants of every tile that is worth trying."""
+    """The constants of every candidate tile."""
     problem, options = call.problem, call.options
-    # Timing a kernel that adds to its outputs would add to them.
+    # Timing a kernel that adds to its outputs would add to them too.
     search = inductor.is_autotuning() and not problem.has_captured_grads
     tiles = kernels.choose_tiles(kernel, problem, options, search=search)
     if fallback.is_careful():
@@ -134,7 +134,7 @@ def _variants(call: KernelCall, kernel: Kernel) -> Iterator[Mapping[str, Any]]:
 def _dropout(call: KernelCall, kernel: Kernel) -> inductor.Dropout | None:
     for seed in call.seed:
         dropout_p = call.problem.dropout_p
-        # Rows of decode are of several heads.
+        # Decode's rows span several heads.
         in_groups = kernel != "decode" and kernels.tiles_keep_groups(call.problem)
         queries = call.problem.dropout_groups
         groups = (queries, seed.get_size()[0] - 4 - queries) if queries else None

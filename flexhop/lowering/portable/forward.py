@@ -1,4 +1,4 @@
-"""The portable kernels of the forward pass: one for usual queries, one for short ones."""
+"""The portable forward kernels: one for usual queries, one for short ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Attention:
     """See lowering/dialect.py."""
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
-        """Raises OptionConflictError if decode is asked for with too many rows."""
+        """Raises OptionConflictError if decode is requested with too many rows."""
         if not kernels.has_tile(kernels.forward_kernel(problem, options), problem):
             yield NO_TILE
 
@@ -34,7 +34,7 @@ class _Attention:
     def plans(
         self, problem: Problem, options: KernelOptions, passed: str
     ) -> tuple[KernelPlan, ...]:
-        """The one kernel, without the one that combines shares of keys."""
+        """The plan of the kernel, without the one that combines splits."""
         kernel = kernels.forward_kernel(problem, options)
         return (plan_kernel(kernel, problem, options, passed),)
 

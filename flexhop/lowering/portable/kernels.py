@@ -74,7 +74,7 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
         SPLITS=num_splits(problem, options),
         PACKED_HEADS=splits.packed_heads(problem),
         PRESCALE_QK=options.prescale_qk,
-        # A query that sees a key need not see one in every share.
+        # A query that sees a key need not see one in every split.
         ROWS_GUARANTEED_SAFE=False,
         RETURN_MAX=problem.returns_max,
         LN_2=_ln_2(problem, options, shared),
@@ -82,13 +82,13 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
 
 
 def num_splits(problem: Problem, options: KernelOptions) -> int:
-    """Shares of the keys in the decode kernel."""
+    """Number of splits of the keys in the decode kernel."""
     default = _fit("decode", problem, table_tile("decode", problem))
     return splits.choose_splits(problem, options, default)
 
 
 def combine_constants(problem: Problem, options: KernelOptions) -> DecodeCombineConstants:
-    """Constants of the kernel that combines the shares."""
+    """Constants of the kernel that combines the splits."""
     count = num_splits(problem, options)
     rounded, width = 1 << (count - 1).bit_length(), round_head_dim(problem.value_head_dim)
     return DecodeCombineConstants(
@@ -104,19 +104,19 @@ def combine_constants(problem: Problem, options: KernelOptions) -> DecodeCombine
     )
 
 
-# Elements that a program of decode_combine loads at a time: 32 registers of each of its threads.
+# Elements that a decode_combine program loads at a time: 32 registers per thread.
 _COMBINED_ELEMENTS = 4096
 
 
 def _ln_2(problem: Problem, options: KernelOptions, shared: dict[str, Any]) -> float:
-    """Nats per unit of the exponent: log 2, as EXP_SCALE implies it, which is fp32 in a kernel."""
+    """Nats per unit of the exponent: log 2, as implied by EXP_SCALE, which is fp32 in a kernel."""
     # Is the scale part of the score?
     inside = shared["SCALE_SCORES"] or options.prescale_qk
     return (1.0 if inside else problem.scale) / ctypes.c_float(shared["EXP_SCALE"]).value
 
 
 def _prescaled(shared: dict[str, Any], options: KernelOptions) -> dict[str, Any]:
-    """The constants of a kernel that scales its queries first, if the user wants that."""
+    """The constants of a kernel that scales its queries first, if the user requests it."""
     if options.prescale_qk:
         shared |= {"SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
     return shared
@@ -127,7 +127,8 @@ def grad_query_constants(
 ) -> GradQueryConstants:
     """Constants of the kernel for the gradient of query."""
     shared = shared_constants(problem, options, tile)
-    # Rows that do not exist have weight 0 by their lse, unless a mod makes a NaN of their score.
+    # The lse of rows that do not exist makes their weights 0, unless a mod turns their score into
+    # NaN.
     check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.mods.has_score_mod)
     return GradQueryConstants(
         **shared,
@@ -205,7 +206,7 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
     """Which kernel computes the output: "forward", or "decode" for short queries.
 
     Raises:
-        OptionConflictError: decode is asked for where there are too many rows.
+        OptionConflictError: decode is requested with too many rows.
     """
     if options.short_queries == "decode" and not splits.is_short(problem.query_len, problem.group):
         raise OptionConflictError(
@@ -221,7 +222,7 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
 def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
     """One kernel for the gradients of key and value, or one for each.
 
-    At 256 columns two fp32 accumulators of 128 keys are all of a multiprocessor's registers. Two
+    At 256 columns, two fp32 accumulators of 128 keys take all of a multiprocessor's registers. Two
     kernels compute five products instead of four, but on tiles of 128 keys.
     """
     if max(problem.head_dim, problem.value_head_dim) > 128 and problem.itemsize == 2:
@@ -232,7 +233,7 @@ def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
 def constants(
     kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
 ) -> dict[str, Any]:
-    """Constants of a kernel as the template wants them: Triton source text by name."""
+    """Constants of a kernel in the template's form: Triton source text by name."""
     values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
     if problem.cache is not None:
         decodes = kernel == "decode"
@@ -243,11 +244,12 @@ def constants(
 
 
 def _as_source(name: str, value: Any) -> Any:
-    # Template constants are pasted as source: a string must bring its quotes, a dtype must not.
+    # Template constants are pasted as source: a string needs its quotes, a dtype must not have
+    # any.
     return repr(value) if name == "FLOAT32_PRECISION" else value
 
 
-# Kernels whose tile one option says together.
+# Kernels that share one tile option.
 _OPTIONS: dict[str, str] = {
     **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), "grad_key_value"),
     **dict.fromkeys(("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"), "jvp_gradients"),
@@ -255,7 +257,7 @@ _OPTIONS: dict[str, str] = {
 
 
 def option_of(kernel: Kernel) -> str:
-    """The field of KernelOptions that says a kernel's tile."""
+    """The field of KernelOptions with a kernel's tile."""
     return _OPTIONS.get(kernel, kernel)
 
 
@@ -283,7 +285,7 @@ def choose_tiles(
 
 
 def all_tiles(kernel: Kernel, problem: Problem, options: KernelOptions) -> list[Tile]:
-    """As choose_tiles, then all smaller ones: for calls whose kernel does not compile."""
+    """Like choose_tiles, then all smaller ones, for calls whose kernel does not compile."""
     found = choose_tiles(kernel, problem, options, search=False)
     for tile in smaller_tiles(table_tile(kernel, problem)):
         fitted = _fit(kernel, problem, tile)
@@ -301,7 +303,7 @@ def has_tile(kernel: Kernel, problem: Problem) -> bool:
 
 
 def _fit(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
-    """The largest step of the ladder down from `tile` that fits."""
+    """The largest tile, from `tile` downwards, that fits."""
     tile = _within_blocks(kernel, problem, tile)
     smaller = tile
     for smaller in smaller_tiles(tile):
@@ -311,7 +313,7 @@ def _fit(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
 
 
 def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
-    """Shrink a tile to divide the blocks of the mask and not to exceed the lengths."""
+    """Shrink a tile until it divides the mask's blocks and does not exceed the lengths."""
     rows, columns = tile.block_m, tile.block_n
     if kernel == "decode":
         rows = min(rows, round_head_dim(splits.rows(problem)))
@@ -332,13 +334,14 @@ def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
 
 
 def tiles_keep_groups(problem: Problem) -> bool:
-    """Whether all tiles begin at multiples of 16 queries and keys: groups of ops/dropout.py."""
+    """Whether all tiles start at multiples of 16 queries and keys: the groups of
+    ops/dropout.py."""
     blocks = problem.blocks
     return blocks is None or (blocks.q_size % 16 == 0 and blocks.kv_size % 16 == 0)
 
 
 def divides(kernel: Kernel, blocks: MaskBlocks, tile: Tile) -> bool:
-    """Whether tiles divide the mask's blocks; the rows of decode are of several heads."""
+    """Whether tiles divide the mask's blocks; decode's rows span several heads."""
     return blocks.kv_size % tile.block_n == 0 and (
         kernel == "decode" or blocks.q_size % tile.block_m == 0
     )

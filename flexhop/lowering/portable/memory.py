@@ -1,4 +1,4 @@
-"""How much shared memory a kernel asks for, from above."""
+"""Upper bounds of a kernel's shared memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from flexhop.options import Tile
 
 
 def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
-    """Upper bound of the shared memory in bytes that a kernel with this tile asks for.
+    """Upper bound of the shared memory, in bytes, of a kernel with this tile.
 
-    Operands of a loop are held once per stage; operands that stay are held once; a result that
-    feeds the next product passes through shared memory when its layout changes.
+    Loop operands are stored once per stage, other operands once. A result that feeds the next
+    product passes through shared memory if its layout changes.
     """
     qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
     item, both = problem.itemsize, qk + v
@@ -28,15 +28,15 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
             loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
         return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "jvp_forward":
-        # Tangents beside all operands, and of the weights.
+        # Tangents of all operands, and of the weights.
         loop = 2 * columns * both * item * tile.num_stages
         return max(2 * rows * qk * item + loop + 2 * scores, 2 * rows * v * 4) + slack
     if kernel in ("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"):
-        # Tangents beside all operands; two gradients of scores on their way to a product.
+        # Tangents of all operands; two score gradients on their way to a product.
         own, other = (rows, columns) if kernel == "jvp_grad_query" else (columns, rows)
         return 2 * both * item * (own + other * tile.num_stages) + 2 * scores + slack
     if kernel == "grad_query":
-        # Exact sums take numbers of 64 bits through it on their way to memory.
+        # Exact sums move 64-bit numbers through it on their way to memory.
         scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
@@ -44,7 +44,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     return staying + rows * both * item * tile.num_stages + exchanged + slack
 
 
-# Barriers, reductions across warps and the statistics of rows.
+# Barriers, cross-warp reductions and row statistics.
 _SLACK = 8192
 # Blackwell's fifth-generation products stage their accumulators through shared memory as well.
 _SLACK_BLACKWELL = 12288

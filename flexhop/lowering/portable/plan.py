@@ -1,4 +1,4 @@
-"""The portable kernels of a call, described: tile, programs, constants, and why."""
+"""Plans of a call's portable kernels: tile, programs, constants, and reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OVER_KEYS = (
     "grad_value",
     "jvp_grad_key",
     "jvp_grad_value",
-)  # whose programs own keys
+)  # kernels whose programs own keys
 
 
 def plan_kernel(
@@ -29,13 +29,13 @@ def plan_kernel(
 
     Args:
         kernel: which.
-        problem: of the call.
+        problem: the call's problem.
         options: of the user.
-        passed: words that follow the reason of the tile.
-        tile: what it is launched with; None is what it gets without a search.
+        passed: text to append to the tile's reason.
+        tile: the tile to launch with; None: the tile without a search.
 
     Raises:
-        TileError, TileResourceError: the user's tile does not fit the mask or the device.
+        TileError, TileResourceError: the user's tile does not match the mask or the device.
     """
     if tile is None:
         tile = kernels.choose_tiles(kernel, problem, options, search=False)[0]
@@ -85,7 +85,7 @@ def _why_smaller(kernel: Kernel, problem: Problem, tile: Tile) -> str:
 
 
 def _programs(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile) -> int:
-    """Programs of the grid: tiles times batches times heads, and in decode times shares."""
+    """Programs of the grid: tiles times batches times heads, and in decode times splits."""
     blocks = problem.blocks
     if kernel == "decode":
         heads = problem.batch * problem.query_heads // splits.packed_heads(problem)
@@ -100,7 +100,7 @@ def _programs(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Ti
 
 
 def _tiles(length: int, block: int, tile: int) -> int:
-    """Tiles that cover `length`; none crosses a border between blocks of the mask."""
+    """Number of tiles that cover `length`; none crosses a boundary between blocks of the mask."""
     if block % tile == 0:
         return -(-length // tile)
     return -(-length // block) * -(-block // tile)

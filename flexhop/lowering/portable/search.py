@@ -1,11 +1,11 @@
-"""Tiles that a search tries beside the table's."""
+"""Tiles that a search tries in addition to the table's."""
 
 from __future__ import annotations
 
 from flexhop.lowering.portable.names import Kernel
 from flexhop.options import Tile
 
-# What `mode="max-autotune"` adds to the table's choice.
+# Tiles that `mode="max-autotune"` adds to the table's choice.
 _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
     "forward": (
         Tile(128, 128, 8, 2),
@@ -48,5 +48,5 @@ _SEARCH: dict[Kernel, tuple[Tile, ...]] = {
 
 
 def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:
-    """Further tiles worth measuring when the user asks for a search."""
+    """Further candidate tiles if the user requests a search."""
     return _SEARCH.get(kernel, _SEARCH["grad_key_value"])

@@ -1,4 +1,4 @@
-"""What the constants of several kernels follow from: pure functions of Problem."""
+"""Values behind the constants of several kernels: pure functions of Problem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG2_E = math.log2(math.e)
 def exponent(problem: Problem) -> dict[str, Any]:
     """How scores become exponents of 2.
 
-    exp2(score * EXP_SCALE) folds the scale into the exponent where nothing looks at the score
+    exp2(score * EXP_SCALE) folds the scale into the exponent if nothing reads the score in
     between; the running maximum then needs a positive factor.
     """
     scale_scores = problem.mods.has_score_mod or problem.scale <= 0 or is_float32(problem)
@@ -75,7 +75,7 @@ def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
 
 
 def is_float32(problem: Problem) -> bool:
-    """Whether products are of fp32 numbers."""
+    """Whether products are in fp32."""
     return problem.itemsize > 2
 
 
@@ -95,9 +95,10 @@ def _float32_precision(options: KernelOptions) -> str:
 
 
 def heads_per_section(problem: Problem) -> int:
-    """Query heads whose keys and values fill half of the L2 cache together.
+    """Query heads whose keys and values together fill half of the L2 cache.
 
-    16 of packed sequences: their tiles are unequal, and few last heads leave programs idle.
+    16 for packed sequences: their tiles are unequal, and a small last section would leave programs
+    idle.
     """
     per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
     kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))

@@ -1,7 +1,7 @@
-"""Short queries: when the decode kernel serves them, and into how many shares it divides the keys.
+"""Short queries: when to use the decode kernel, and into how many splits to divide the keys.
 
 Pure functions of Problem. The kernel's rows are the queries of all query heads that share a key
-head, so that keys are read once for the group; the shares fill the multiprocessors.
+head, so keys are read once per group. The splits fill the multiprocessors.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from __future__ import annotations
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions, Tile
 
-# Rows that one program can hold at common head sizes; beyond, products cost more than reads.
+# Rows that one program can hold at common head sizes; above this, products cost more than reads.
 MAX_ROWS = 128
-# A query this short is one tensor-core tile high even without a group.
+# A query this short is one tensor core tile high even without a group.
 _ALWAYS_SHORT = 16
-# Keys per query from which the reads outweigh the rest.
+# Keys per query from which reads dominate.
 _KEYS_PER_QUERY = 4
-# Warps whose loads keep a multiprocessor's share of the memory busy.
+# Warps whose loads saturate a multiprocessor's share of the memory bandwidth.
 _WARPS_EACH = 8
-# Rounds of programs, one after the other, into which work is divided to come out even.
+# Rounds of programs to divide the work into, so that it balances.
 _ROUNDS = 4
-# Tiles of a share in a call of many keys.
+# Tiles per split in a call with many keys.
 _MANY_TILES = 64
-# The fewest shares are taken that cost at most this much more time than the best number.
+# Take the fewest splits that cost at most this much more time than the best number.
 _TOLERANCE = 1.05
 
 
 def packed_heads(problem: Problem) -> int:
-    """Query heads of one program: the group, unless every head has its own list of blocks."""
+    """Query heads per program: the group, unless every head has its own list of blocks."""
     own_lists = problem.blocks is not None and problem.blocks.per_head
     return 1 if own_lists else problem.group
 
 
 def rows(problem: Problem) -> int:
-    """Rows that walk over one list of blocks together."""
+    """Rows that iterate over one list of blocks together."""
     queries = problem.query_len
     if problem.blocks is not None:
         queries = min(queries, problem.blocks.q_size)
@@ -40,12 +40,12 @@ def rows(problem: Problem) -> int:
 
 
 def is_short(query_len: int, group: int) -> bool:
-    """Whether a group's queries are few enough for the decode kernel."""
+    """Whether a group has few enough queries for the decode kernel."""
     return query_len * group <= MAX_ROWS
 
 
 def suits(problem: Problem) -> bool:
-    """Whether the decode kernel is the better choice: few rows, and many keys for each."""
+    """Whether the decode kernel is the better choice: few rows, and many keys per row."""
     if not is_short(problem.query_len, problem.group):
         return False
     few = problem.query_len <= _ALWAYS_SHORT
@@ -53,7 +53,7 @@ def suits(problem: Problem) -> bool:
 
 
 def row_tiles(problem: Problem, block_m: int) -> int:
-    """Tiles of rows of one batch and packed head."""
+    """Tiles of rows per batch and packed head."""
     blocks = 1
     if problem.blocks is not None:
         blocks = -(-problem.query_len // problem.blocks.q_size)
@@ -61,10 +61,10 @@ def row_tiles(problem: Problem, block_m: int) -> int:
 
 
 def choose_splits(problem: Problem, options: KernelOptions, tile: Tile) -> int:
-    """Shares of the keys; a constant of the kernel, whatever the tiles of a search.
+    """Number of splits of the keys; a constant of the kernel, whatever tiles a search tries.
 
-    The lists of a mask are on the device, so the shares are of what turns out to be live. Where
-    the number of keys varies from call to call, there are as many as many keys would need.
+    A mask's lists are on the device, so the kernel splits the keys that turn out to be live. If
+    the number of keys is dynamic, there are as many splits as many keys would need.
     """
     if options.splits is not None:
         return options.splits
@@ -77,6 +77,6 @@ def choose_splits(problem: Problem, options: KernelOptions, tile: Tile) -> int:
         most = min(most, tiles)
     else:
         tiles = max(tiles, _MANY_TILES * most)
-    # Time in tiles: rounds of programs, and the tiles of the longest share.
+    # Time in tiles: rounds of programs, and the tiles of the longest split.
     times = [-(-programs * n // side_by_side) * -(-tiles // n) for n in range(1, most + 1)]
     return 1 + next(i for i, time in enumerate(times) if time <= _TOLERANCE * min(times))

@@ -1,4 +1,4 @@
-"""Tiles to try, per kernel, architecture, dtype and head size; data, measured where it says so."""
+"""Tiles per kernel, architecture, dtype and head size: data, measured where noted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
 class Rule(NamedTuple):
     """Tiles for some calls.
 
-    reason: what is particular about the calls, for reports; empty for the usual ones. when:
-    whether it is about a call. tiles: it says nothing about other kernels and widths. measured:
-    on a GPU; tiles were otherwise chosen by their machine code, so that it does not spill.
+    reason: what is special about the calls, for reports; empty for the usual ones. when: whether
+    the rule applies to a call. tiles: by kernel and width; others are not covered. measured: on a
+    GPU; otherwise chosen from machine code, to avoid spills.
     """
 
     reason: str
@@ -28,16 +28,16 @@ class Rule(NamedTuple):
 
 
 def _with_both(tiles: Tiles) -> Tiles:
-    """Kernels of one of two gradients have the tiles of both unless they have their own."""
+    """Kernels of one gradient use the tiles of the kernel of both unless they have their own."""
     both = tiles["grad_key_value"]
     return {"grad_key": both, "grad_value": both, **tiles}
 
 
 def _second_order(narrow: tuple[Tile, ...], wide: tuple[Tile, ...]) -> Tiles:
-    """Tiles of the kernels of second orders, chosen by their machine code so that none spills.
+    """Tiles of the second-order kernels, chosen from machine code so that none spills.
 
-    narrow, wide: to 64 columns and to 128, of query, key and value. Calls with more columns have
-    no such kernels.
+    narrow, wide: up to 64 and up to 128 columns of query, key and value. Calls with more columns
+    have no such kernels.
     """
     last = Tile(16, 16, 8, 1)
     query, key, value = (
@@ -47,7 +47,7 @@ def _second_order(narrow: tuple[Tile, ...], wide: tuple[Tile, ...]) -> Tiles:
 
 
 def _is_wgmma(problem: Problem) -> bool:
-    """Whether products are of four warps: sm_90 and sm_100."""
+    """Whether matrix products are per warpgroup: sm_90 and sm_100."""
     return problem.device.capability[0] in (9, 10)
 
 
@@ -60,7 +60,7 @@ def _is_sm100(problem: Problem) -> bool:
 
 
 def _is_mma_sync(problem: Problem) -> bool:
-    """Whether products are of one warp: all other GPUs."""
+    """Whether matrix products are per warp: all other GPUs."""
     return not _is_wgmma(problem)
 
 
@@ -73,11 +73,11 @@ def _has_few_rows(problem: Problem) -> bool:
 
 
 def _is_dense(problem: Problem) -> bool:
-    """Whether nothing but the products takes registers; a cache's addresses would."""
+    """Whether only the products need registers; a cache's addresses would too."""
     return problem.blocks is None and not problem.mods.has_score_mod and problem.cache is None
 
 
-# The first rule that is about a call and has its kernel and width decides.
+# The first rule that applies to a call and covers its kernel and width decides.
 RULES: tuple[Rule, ...] = (
     # fp32 operands: twice the bytes.
     Rule(
@@ -119,8 +119,8 @@ RULES: tuple[Rule, ...] = (
             }
         ),
     ),
-    # Gradients of captured tensors as integers of 64 bits: atomics take the time. Triton 3.9 needs
-    # more registers. Chosen without spills.
+    # Gradients of captured tensors as 64-bit integers: atomics dominate. Triton 3.9 needs more
+    # registers. Chosen without spills.
     Rule(
         "sums of integers, Triton 3.9",
         lambda p: _is_sm90(p) and _is_triton_3_9(p) and p.sums_exactly,
@@ -168,9 +168,9 @@ RULES: tuple[Rule, ...] = (
         },
         measured=False,
     ),
-    # Numbers of one byte, and pages that are looked up for each key: the work for a tile is that
-    # of its threads' instructions, and fewer warps repeat fewer of them. Two programs share a
-    # multiprocessor: tiles have equal bytes.
+    # One-byte elements, and pages that are looked up per key: threads' instructions dominate the
+    # work per tile, and fewer warps repeat fewer of them. Two programs share a multiprocessor:
+    # tiles have equal bytes.
     Rule(
         "few rows, a cache of bytes",
         lambda p: _is_wgmma(p) and _has_few_rows(p) and caches.stores_bytes(p.cache),
@@ -185,7 +185,7 @@ RULES: tuple[Rule, ...] = (
             "decode": {128: Tile(16, 64, 4, 4)},
         },
     ),
-    # Random numbers are drawn for a whole tile at once, and want registers.
+    # Random numbers are drawn for a whole tile at once and need registers.
     Rule(
         "dropout",
         lambda p: _is_wgmma(p) and p.dropout_p > 0.0,
@@ -213,8 +213,8 @@ RULES: tuple[Rule, ...] = (
         },
         measured=False,
     ),
-    # One program of eight warps for each multiprocessor, with two wide tiles on their way, keeps
-    # memory busy under any score_mod; smaller tiles need two programs for that.
+    # One program of eight warps per multiprocessor, with two wide tiles prefetched, saturates
+    # memory under any score_mod; smaller tiles need two programs for that.
     Rule(
         "few rows",
         lambda p: _is_wgmma(p) and _has_few_rows(p),
@@ -222,7 +222,7 @@ RULES: tuple[Rule, ...] = (
             "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
         },
     ),
-    # Loads of tables compete with the operands' for time, so more programs help.
+    # Loads of tables compete with the operands' loads, so more programs help.
     Rule(
         "tables read per score",
         lambda p: _is_wgmma(p) and p.mods.reads_per_element,
@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
         },
     ),
     # More registers are free, and two programs of four warps on one multiprocessor hide each
-    # other's softmax. A cache's addresses would take the registers.
+    # other's softmax. A cache's addresses would take these registers.
     Rule(
         "no mask and no score_mod",
         lambda p: _is_wgmma(p) and _is_dense(p),
@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
             "grad_key_value": {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3)},
         },
     ),
-    # Addresses and conversions take registers.
+    # Addresses and conversions need registers.
     Rule(
         "a cache",
         lambda p: _is_mma_sync(p) and p.cache is not None,
@@ -249,7 +249,7 @@ RULES: tuple[Rule, ...] = (
             "forward": {128: Tile(64, 32, 4, 3)},
         },
     ),
-    # The usual tiles, measured on an H200 in bf16 (docs/benchmarks.md). At 128 columns and above
+    # The usual tiles, measured on an H200 in bf16 (docs/benchmarks.md). At 128 columns and above,
     # one program with eight warps fills a multiprocessor.
     Rule(
         "",
@@ -343,7 +343,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def table_rule(kernel: Kernel, problem: Problem) -> Rule:
-    """The rule that decides about a kernel's tile."""
+    """The rule that determines a kernel's tile."""
     width = table_width(problem)
     return next(r for r in RULES if width in r.tiles.get(kernel, {}) and r.when(problem))
 
@@ -354,12 +354,12 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
 
 
 def table_width(problem: Problem) -> int:
-    """Width of the wider head, as the rules have it."""
+    """Width of the wider head, as the rules use it."""
     return max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
 
 
 def smaller_tiles(tile: Tile) -> Iterator[Tile]:
-    """A ladder down from `tile` to the smallest: fewer stages first, then the longer side."""
+    """Tiles from `tile` down to the smallest: fewer stages first, then the longer side."""
     yield tile
     while (tile.block_m, tile.block_n, tile.num_stages) != (16, 16, 1):
         if tile.num_stages > 1:
