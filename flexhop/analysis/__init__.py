@@ -1,4 +1,4 @@
-"""One analysis of mods: what every part of one depends on, and in which range.
+"""Static analysis of mods: what each part depends on, and its range of values.
 
     facts = analyse(graph_module, ("score", "b", "h", "q", "k"), {"q": 4096, "k": 4096})
     facts[node].depends          # frozenset({"h", "q", "k"})
@@ -7,13 +7,13 @@
     facts[node].low, .high       # 0, 8190
     facts[node].cost             # instructions per score, of this node alone
 
-`facts.forms` answers the rest: `grows`, `split`, `is_exact`. Nothing of this looks at a captured
-tensor. For masks, `trace` gives the graph by one call, `evaluate` the interval of every node in
-many boxes of scores at once, captured tensors included, and `find_span` the one stretch of keys
-that each query sees, if there is one.
+`facts.forms` answers further questions: `grows`, `split`, `is_exact`. None of this reads a
+captured tensor. For masks, `trace` gets the graph with one call, `evaluate` computes the interval
+of every node for many boxes of scores at once, including captured tensors, and `find_span` finds
+the one range of keys that each query sees, if there is one.
 
-An operator without a rule (operators.py) is unknown, and unknown is always sound: it may be any
-number of its dtype, and depends on what its operands depend on.
+An operator without a rule (operators.py) is unknown, which is always sound: its value may be any
+number of its dtype, and it depends on everything that its operands depend on.
 """
 
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs

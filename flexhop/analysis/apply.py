@@ -1,6 +1,7 @@
-"""One operator applied to intervals: its rule, and what follows from its traits.
+"""Apply one operator to intervals: its rule, and the consequences of its traits.
 
-Wrap-around, NaN and rounding are handled here, once for all rules; so is what is known to occur.
+Wrap-around, NaN and rounding are handled here, once for all rules. So are the values known to
+occur.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from flexhop.analysis.interval import (
 from flexhop.analysis.operators import HARMLESS, OPERATORS, Operator, Trait, packet_of
 
 aten = torch.ops.aten
-_LARGEST_FACTOR = 2**31  # of products in int64
+_LARGEST_FACTOR = 2**31  # limit for products in int64
 
 
 def apply(
@@ -47,8 +48,8 @@ def apply(
 
     Args:
         target: an operator, or an overload of one.
-        dtype: of the result.
-        args: its operands, each an Interval, or a plain number of the program.
+        dtype: dtype of the result.
+        args: its operands, each an Interval or a plain number from the program.
         kwargs: its keywords.
     """
     packet = packet_of(target)
@@ -79,7 +80,7 @@ def _plain(a: Interval) -> Interval:
 def _static(
     operator: Operator, dtype: torch.dtype, args: list[Any], options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Plain bounds, by the same rule of plain bounds."""
+    """Plain bounds, from the same rule applied to plain bounds."""
     try:
         low, high, *_ = operator.ends(dtype, *args, **options)
     except (Unsupported, OverflowError, ValueError):
@@ -92,7 +93,7 @@ def _static(
 
 
 def _settled(operator: Operator, result: Interval, found: list[Interval]) -> tuple[Interval, bool]:
-    """The result as the dtype has it; whether its ends are still what the rule gave."""
+    """The result in its dtype, and whether its ends are still those of the rule."""
     dtype = result.dtype
     is_one = Trait.EXACT in operator.traits and all(a.is_point for a in found)
     if dtype.is_floating_point:
@@ -103,14 +104,14 @@ def _settled(operator: Operator, result: Interval, found: list[Interval]) -> tup
         return result, True
     low, high = result.low, result.high
     if low is high and isinstance(low, Tensor):
-        low = high = low.to(dtype).to(torch.int64)  # one value: it wraps around as it does
+        low = high = low.to(dtype).to(torch.int64)  # one value: wraps around exactly
     else:
         low, high = _guarded(operator, result, found)
     return dataclasses.replace(result, low=low, high=high, static=extent(dtype)), False
 
 
 def _settled_float(result: Interval, found: list[Interval]) -> tuple[Interval, bool]:
-    """Ends without NaN: where one is, nothing is known."""
+    """Ends without NaN: if one is NaN, the value is unknown."""
     low, high, nan = result.low, result.high, result.nan
     for a in found:
         nan = either(nan, a.nan)
@@ -125,8 +126,8 @@ def _settled_float(result: Interval, found: list[Interval]) -> tuple[Interval, b
         nan = either(nan, bad)
     is_rounded = is_plain or result.dtype.itemsize == 2
     if is_rounded:
-        # Plain numbers are doubles. 16 bits are rounded here and there: eagerly a number of the
-        # program may or may not be, and compiled code computes all of it in fp32.
+        # Plain numbers are doubles. 16-bit values are rounded inconsistently: eager mode may or
+        # may not round a number from the program, and compiled code computes everything in fp32.
         low, high = widened(result.dtype, low, high)
     return dataclasses.replace(result, low=low, high=high, nan=nan), not is_rounded
 
@@ -154,7 +155,7 @@ def _guarded(operator: Operator, result: Interval, found: list[Interval]) -> tup
     low, high = result.low, result.high
     first, last = extent(result.dtype)
     ok: Number = True
-    if result.dtype == torch.int64:  # which our own arithmetic shares: look at the operands
+    if result.dtype == torch.int64:  # our own arithmetic would wrap too: check the operands
         limit = _LARGEST_FACTOR if Trait.PRODUCT in operator.traits else HUGE
         for a in found:
             ok = both(ok, both(a.low >= -limit, a.high <= limit))
@@ -165,13 +166,13 @@ def _guarded(operator: Operator, result: Interval, found: list[Interval]) -> tup
     return select(ok, low, like(low, first)), select(ok, high, like(high, last))
 
 
-# The values known to occur in each box; others are only possible.
+# Values known to occur in each box; others are only possible.
 
 
 def _attained(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -> Interval:
-    """Operands that use different positions take all pairs of their values.
+    """Operands that depend on different positions take all pairs of their values.
 
-    So a function that grows or falls with each of them takes its ends where they take theirs.
+    So a function that is monotone in each of them reaches its ends where they reach theirs.
     """
     found = [a for a in args if isinstance(a, Interval)]
     if result.is_point and result.dtype != torch.bool:
@@ -193,7 +194,7 @@ def _attained(packet: Any, traits: Trait, result: Interval, args: Sequence[Any])
 
 
 def _occurs(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -> dict[str, Any]:
-    """Whether a box is known to have True, and to have False."""
+    """Whether a box is known to contain True, and to contain False."""
     if result.is_point:
         return {"some": result.low, "miss": negate(result.low), "decided": True}
     operands = [lift(a) for a in args]
@@ -217,7 +218,7 @@ def _occurs(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -
 def _compared(
     packet: Any, result: Interval, operands: list[Interval]
 ) -> tuple[Number, Number, bool]:
-    """Of two operands that take their ends, and all pairs of these."""
+    """For two operands that reach their ends, and all pairs of them."""
     if not apart(operands) or not all(a.tight and a.nan is False for a in operands):
         return False, False, False
     if packet not in (aten.eq, aten.ne):
@@ -231,15 +232,16 @@ def _compared(
 
 
 def _meets(a: Interval, b: Interval) -> Number:
-    """Whether an end of one is an end of the other."""
+    """Whether the operands share an end."""
     dtype = promoted(a, b)
     (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
     return either(either(p == r, p == s), either(q == r, q == s))
 
 
 def _joined(is_or: bool, a: Interval, b: Interval) -> tuple[Number, Number]:
-    """Known to have True, and False: one part is enough for one, parts that meet for the other."""
-    if not is_or:  # the same of what is not so
+    """Known to contain True, and False: one part suffices for one, parts that meet for the
+    other."""
+    if not is_or:  # the same for the negation
         a, b = (_inverse(x) for x in (a, b))
     enough = either(a.some, b.some)
     if apart([a, b]):

@@ -1,9 +1,9 @@
-"""What sums, products, quotients and orders do to intervals.
+"""Interval rules for sums, products, quotients and order.
 
-A rule takes the dtype of the result and the operands, each an Interval or a plain number of the
-program, and gives low, high and, of floats, whether NaN is possible. It is sound if for every
-choice of operands inside their intervals the operator's value, as PyTorch computes it, lies
-between the ends. Every rule works on tensors and on plain numbers alike.
+A rule takes the dtype of the result and the operands, each an Interval or a plain number from the
+program. It returns low, high and, for floats, whether NaN is possible. It is sound if, for all
+operands inside their intervals, the value that PyTorch computes lies between the ends. Every rule
+works on tensors and on plain numbers alike.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def multiply(dtype: Any, a: Any, b: Any) -> Ends:
     nan = dtype.is_floating_point and not are_moderate(dtype, a, b)
     for (low, high), other in (((p, q), (r, s)), ((r, s), (p, q))):
         if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low == high:
-            x, y = other[0] * low, other[1] * low  # by a number of the program
+            x, y = other[0] * low, other[1] * low  # by a number from the program
             return (x, y, nan) if low >= 0 else (y, x, nan)
     if lift(a).static[0] >= 0 and lift(b).static[0] >= 0:
         return p * r, q * s, nan
@@ -102,7 +102,7 @@ def square(dtype: Any, a: Any) -> Ends:
     return power(dtype, a, 2)
 
 
-# Quotients: a divisor that may be 0 leaves nothing known.
+# Quotients: if the divisor may be 0, nothing is known.
 
 
 def floor_divide(dtype: Any, a: Any, b: Any) -> Ends:
@@ -133,7 +133,7 @@ def _quotient(dtype: Any, a: Any, b: Any, mode: str | None) -> Ends:
         corners = [_divided(x, y, mode) for x in (p, q) for y in (r, s)]
         found = least(*corners), most(*corners)
     if dtype.is_floating_point and mode is not None:
-        found = widened(dtype, found[0] - 1, found[1] + 1)  # rounds what was rounded before
+        found = widened(dtype, found[0] - 1, found[1] + 1)  # rounds twice
     elif dtype.is_floating_point:
         found = widened(dtype, *found)  # kernels multiply by the reciprocal, or approximate
     return (*found, nan)
@@ -154,7 +154,7 @@ def _divided(a: Number, b: Number, mode: str | None) -> Number:
 
 
 def remainder(dtype: Any, a: Any, b: Any) -> Ends:
-    """The remainder of the divisor's sign, as Python has it."""
+    """The remainder with the divisor's sign, as in Python."""
     (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
     if not isinstance(r, Tensor) and not isinstance(s, Tensor) and r == s and is_int(dtype):
         if r == 0 or not are_finite(p, q):
@@ -167,7 +167,7 @@ def remainder(dtype: Any, a: Any, b: Any) -> Ends:
     low, high = lift(b).static
     if low <= 0 <= high or not are_finite(low, high):
         raise Unsupported
-    step = 1 if is_int(dtype) else 0  # rounding may give the divisor itself
+    step = 1 if is_int(dtype) else 0  # rounding may return the divisor itself
     first, last = (0, high - step) if low > 0 else (low + step, 0)
     if is_int(dtype):
         return first, last
@@ -175,7 +175,7 @@ def remainder(dtype: Any, a: Any, b: Any) -> Ends:
 
 
 def fmod(dtype: Any, a: Any, b: Any) -> Ends:
-    """The remainder of the dividend's sign, as C has it."""
+    """The remainder with the dividend's sign, as in C."""
     low, high = lift(b).static
     if low <= 0 <= high or not are_finite(low, high) or not is_int(dtype):
         raise Unsupported
@@ -205,7 +205,7 @@ def maximum(dtype: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def clamp(dtype: Any, a: Any, low: Any = None, high: Any = None, **options: Any) -> Ends:
-    """min(max(a, low), high), also where low is above high."""
+    """min(max(a, low), high), also if low is above high."""
     low, high = options.get("min", low), options.get("max", high)
     found = Interval(*ends(a, dtype), dtype, False, lift(a).static)
     if low is not None:

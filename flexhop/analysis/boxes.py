@@ -1,4 +1,4 @@
-"""A mod on boxes of scores: the interval of every node, from those of the indices."""
+"""Evaluate a mod on boxes of scores: the interval of every node, from those of the indices."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ aten = torch.ops.aten
 
 
 class Table(NamedTuple):
-    """A captured tensor of which the leading dimensions are read already."""
+    """A captured tensor whose leading dimensions have been read."""
 
-    tensor: Tensor | None  # None if its numbers are not known
+    tensor: Tensor | None  # None if its values are not known
     dtype: torch.dtype
     indices: tuple[Any, ...] = ()
 
 
 def evaluate_result(mod: Mod, inputs: Mapping[str, Interval], tables: Tables) -> Interval:
-    """The interval of what a mod returns; each other one lives until its last use."""
+    """The interval of a mod's result; intermediate ones live until their last use."""
     if not isinstance(mod.result, fx.Node):
         return point(mod.result, torch.bool)
     found = evaluate(mod, inputs, tables, forget=True)
@@ -40,13 +40,13 @@ def evaluate(
     *,
     forget: bool = False,
 ) -> dict[fx.Node, Any]:
-    """The interval of every node; a `Table` for what has dimensions.
+    """The interval of every node; a `Table` for nodes with dimensions.
 
     Args:
-        mod: its captured tensors are looked at only if `tables` is given.
+        mod: its captured tensors are read only if `tables` is given.
         inputs: intervals of its inputs, by name.
-        tables: what was made of captured tensors before, for boxes of the same sizes.
-        forget: leave out what other nodes need no more, and no result is.
+        tables: tables built from captured tensors earlier, for boxes of the same sizes.
+        forget: drop nodes that no other node needs and that are not results.
     """
     found: dict[fx.Node, Any] = {node: inputs[name] for name, node in mod.inputs.items()}
     positions = [inputs["q"], inputs["k"]]
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def plain_inputs(mod: Mod, sizes: Mapping[str, int]) -> dict[str, Interval]:
-    """The intervals of inputs over all scores, of a call with these sizes of b, h, q and k."""
+    """The intervals of the inputs over all scores of a call, given the sizes of b, h, q and k."""
     found: dict[str, Interval] = {}
     for name, node in mod.inputs.items():
         dtype = dtype_of(node) or torch.float32
@@ -77,7 +77,7 @@ def plain_inputs(mod: Mod, sizes: Mapping[str, int]) -> dict[str, Interval]:
 
 
 def _capture(node: fx.Node, tensor: Tensor | None) -> Any:
-    """A number that the mod captured is one value; a table is read."""
+    """A captured number is one value; a table is read."""
     dtype = dtype_of(node)
     if dtype is None:
         return unknown(torch.int64, frozenset())  # a symbolic size
@@ -90,7 +90,7 @@ def _capture(node: fx.Node, tensor: Tensor | None) -> Any:
 
 
 def _between(dtype: torch.dtype, static: tuple[int, int]) -> Interval:
-    """One number, the same for all scores, of which bounds are known."""
+    """One number, the same for all scores, with known bounds."""
     return Interval(*static, dtype, False, static, frozenset())
 
 
@@ -105,7 +105,7 @@ def _evaluate(
         return _read(args[0], args[1], dtype, tables, positions)
     flat = [*args, *kwargs.values()]
     is_table = any(isinstance(a, (Table, list, tuple)) and a for a in flat)
-    if is_table or not is_number(node):  # a rule speaks of one number for each score
+    if is_table or not is_number(node):  # rules expect one number per score
         return unknown(dtype, _uses(flat))
     return apply(node.target, dtype, args, kwargs)
 
@@ -117,7 +117,7 @@ def _read(
     tables: Tables | None,
     positions: list[Interval],
 ) -> Any:
-    """An entry, or what is left of a table that is read in steps."""
+    """An entry, or the rest of a table that is read in steps."""
     uses = _uses([table, *indices])
     if not isinstance(table, Table) or not all(isinstance(i, Interval) for i in indices):
         return unknown(dtype, uses)

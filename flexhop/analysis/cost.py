@@ -1,8 +1,8 @@
-"""How many instructions an operator takes for a score.
+"""Instructions per score of an operator.
 
 The numbers are counted in machine code for sm_90, one operator at a time. They only decide between
-kernels. What depends on the query alone is computed once per row of a tile, and what
-depends on the key alone once for two rows, as threads hold them.
+kernels. Work that depends only on the query is done once per row of a tile; work that depends only
+on the key, once per two rows, because of how threads hold them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
-# One instruction unless listed. Those of compat/functions.py have no branches; functions of CUDA's
-# library have some, and are in the text once for every score that a thread holds.
+# One instruction unless listed. The functions of compat/functions.py are branch-free. Functions of
+# CUDA's library have branches, and their text is repeated for every score that a thread holds.
 _INSTRUCTIONS: dict[str, float] = {
     "clone": 0, "alias": 0, "detach": 0, "lift_fresh_copy": 0, "view": 0, "expand": 0,
     "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,
@@ -28,15 +28,15 @@ _INSTRUCTIONS: dict[str, float] = {
     "tan": 100, "pow": 20, "lgamma": 130, "digamma": 130, "floor_divide": 20, "remainder": 20,
     "fmod": 20, "__mod__": 20, "__floordiv__": 20,
 }  # fmt: skip
-# Where the other operand is a number of the program.
+# If the other operand is a number from the program.
 _BY_NUMBER = {"floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
 _SHIFTS = ("floor_divide", "remainder")  # by a power of two
-_SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that are not computed by logarithms
-FUNCTION = 40  # instructions from which it is cheaper to keep a value than to compute it again
+_SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that need no logarithm
+FUNCTION = 40  # instructions above which it is cheaper to keep a value than to recompute it
 
 
 def instructions_of(node: fx.Node) -> float:
-    """Instructions of one operator, wherever it is computed."""
+    """Instructions of one operator, at any rate."""
     name = name_of(node)
     operands: Any = node.args
     if name == "pow" and len(operands) > 1 and operands[1] in _SQUARES:
@@ -58,7 +58,7 @@ def _is_power_of_two(number: Any) -> bool:
 
 
 def rate(depends: Collection[str]) -> float:
-    """How often a value is computed for a score, if it depends on these inputs."""
+    """How often a value is computed per score, if it depends on these inputs."""
     if "score" in depends or "grad" in depends or ("q" in depends and "k" in depends):
         return 1.0
     return 0.5 if "k" in depends else 0.0

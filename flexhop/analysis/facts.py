@@ -1,4 +1,4 @@
-"""The facts about each node of a mod, as other rooms ask for them."""
+"""The facts about each node of a mod, for other rooms."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flexhop.analysis.forms import Form, Forms, Seen
 from flexhop.analysis.graph import Mod, read_graph
 from flexhop.analysis.interval import INDICES
 
-LARGEST_INDEX = 2**31  # one more than the largest int32: of sizes that nobody knows
+LARGEST_INDEX = 2**31  # one more than the largest int32: for unknown sizes
 
 
 class Facts(NamedTuple):
-    """What is known about one node.
+    """The facts about one node.
 
     Args:
         depends: inputs that it depends on: score, grad, b, h, q, k.
-        seen: the same, with what it sees of q and k as coordinates: "q", "k", or a Coordinate,
+        seen: the same, with its dependence on q and k as coordinates: "q", "k", or a Coordinate,
             one integer of both such as their distance.
-        form: a sum of integer coefficients times nodes, plus a number, modulo the width of its
-            dtype; None for what is no integer.
-        low, high: plain numbers that it lies between for all scores; infinite if unknown.
+        form: a sum of integer coefficients times nodes, plus a constant, modulo the width of its
+            dtype; None if it is not an integer.
+        low, high: plain bounds over all scores; infinite if unknown.
         cost: instructions per score, of this node alone, at the rate at which it is computed.
     """
 
@@ -40,8 +40,8 @@ class Analysis(Mapping[fx.Node, Facts]):
     """Facts about the nodes of a graph.
 
     Args:
-        mod: the mod in the form that the analysis reads.
-        known: for each node of the graph that was given, the node of `mod` with its value.
+        mod: the mod in the analysis's form.
+        known: for each node of the original graph, the node of `mod` with its value.
         forms: dependence and forms of the nodes of `mod`.
     """
 
@@ -74,14 +74,14 @@ def analyse(
     sizes: Mapping[str, int] | None = None,
     held: Collection[Any] = (),
 ) -> Analysis:
-    """What every node of a mod depends on, in which linear form and in which range.
+    """Analyse every node of a mod: what it depends on, its linear form, its range.
 
     Args:
-        module: (*inputs, *captures) -> value or values, of operators of PyTorch, with examples in
-            `meta["val"]`. It is not changed. No captured tensor is looked at.
-        inputs: names of its first inputs: of score, b, h, q, k and grad.
-        sizes: of b, h, q and k, by these names, or bounds on them; what is left out may be any.
-        held: operators of two operands that have the form of the first, wherever scores count.
+        module: (*inputs, *captures) -> value or values, of PyTorch operators, with examples in
+            `meta["val"]`. It is not changed. No captured tensor is read.
+        inputs: names of its first inputs, among score, b, h, q, k and grad.
+        sizes: sizes of b, h, q and k, by name, or bounds on them; missing ones may be any.
+        held: operators of two operands that have the form of the first, wherever scores are used.
     """
     mod, known = read_graph(module, inputs)
     bounds = {name: LARGEST_INDEX for name in INDICES if name in mod.inputs}

@@ -1,10 +1,10 @@
-"""What the nodes of a mod depend on: inputs, linear forms, coordinates, growth.
+"""Dependence of a mod's nodes: inputs, linear forms, coordinates, growth.
 
-Every integer node is a sum of coefficients times atoms, plus a number; an atom is an input or a
-node that is no such sum. A *coordinate* is what a node sees of the positions of query and key:
-q alone, k alone, or one integer that is a sum of something of q and something of k, such as the
-distance q - k, or the distance of rows q // w - k // w. A node that sees coordinates other than q
-and k alone takes no more values than these do.
+Every integer node is a sum of coefficients times atoms, plus a constant; an atom is an input or a
+node that is not such a sum. A *coordinate* is a node's dependence on the positions of query and
+key: q alone, k alone, or one integer that adds a part of q and a part of k, such as the distance q
+- k, or the row distance q // w - k // w. A node that depends on coordinates other than q and k
+alone takes no more values than they do.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flexhop.analysis.operators import Trait, packet_of, traits_of
 aten, prims = torch.ops.aten, torch.ops.prims
 POSITIONS = frozenset("qk")
 _CONVERSIONS = (aten._to_copy, prims.convert_element_type)
-# Up to where a dtype of floats holds every integer.
+# Up to here, a floating-point dtype represents every integer.
 _WHOLE = {torch.float32: 2**24, torch.float64: 2**53}
-_LARGEST = 2**31  # of the values that a coordinate takes
+_LARGEST = 2**31  # most values of a coordinate
 
 
 class Form(NamedTuple):
@@ -49,13 +49,13 @@ class Form(NamedTuple):
 
 
 class Coordinate(NamedTuple):
-    """A sum over atoms of which each depends on the query or on the key, but not on both.
+    """A sum over atoms that each depend on the query or on the key, but not on both.
 
-    Its first coefficient is positive, and its coefficients have no common divisor.
+    The first coefficient is positive, and the coefficients have no common divisor.
 
     Args:
-        terms: atoms with coefficients, those of the query first.
-        first, last: what the sum lies between.
+        terms: atoms with coefficients, the query's first.
+        first, last: bounds of the sum.
     """
 
     terms: tuple[tuple[fx.Node, int], ...]
@@ -64,12 +64,12 @@ class Coordinate(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many values it takes at most."""
+        """Most values that it takes."""
         return self.last - self.first + 1
 
 
 class Seen(NamedTuple):
-    """What a node depends on: coordinates, "q", "k" or a Coordinate, and other inputs by name."""
+    """Dependence of a node: coordinates, "q", "k" or a Coordinate, and other inputs by name."""
 
     coordinates: frozenset[Any]
     others: frozenset[str]
@@ -87,8 +87,8 @@ class Forms:
     """Dependence, forms and coordinates of the nodes of a mod.
 
     Args:
-        mod: no captured tensor of it is looked at.
-        sizes: bounds on what b, h, q and k may be, by these names: one more than the largest.
+        mod: the mod; none of its captured tensors is read.
+        sizes: bounds on b, h, q and k, by name: one more than the largest.
         held: operators that have the form of their first operand.
     """
 
@@ -104,7 +104,7 @@ class Forms:
         self._seen: dict[fx.Node, Seen] = {}
 
     def of_all(self, values: Iterable[Any]) -> frozenset[str]:
-        """What any of some nodes depends on."""
+        """The inputs that any of some nodes depends on."""
         return frozenset[str]().union(*(self.depends_on(value) for value in values))
 
     def depends_on(self, value: Any) -> frozenset[str]:
@@ -112,14 +112,14 @@ class Forms:
         return self.depends.get(value, frozenset()) if isinstance(value, fx.Node) else frozenset()
 
     def range_of(self, value: Any) -> tuple[Any, Any]:
-        """Plain numbers that a node lies between, for all scores."""
+        """Plain bounds of a node, over all scores."""
         if not isinstance(value, fx.Node):
             return value, value
         found = self.values.get(value)
         return found.static if isinstance(found, Interval) else (-math.inf, math.inf)
 
     def bounds_of(self, value: Any) -> tuple[Any, Any]:
-        """The same, no wider than its linear form: 2 * q - q is q."""
+        """The same, tightened by its linear form: 2 * q - q is q."""
         low, high = self.range_of(value)
         form = self.form(value) if self.is_exact(value) else None
         if form is None or value in form.terms:
@@ -132,10 +132,11 @@ class Forms:
     # Linear forms.
 
     def form(self, value: Any) -> Form | None:
-        """The sum that an integer node is, or a float that holds an integer; None for others.
+        """The linear form of an integer node, or of a float that holds an integer; None for
+        others.
 
-        Sums and products hold as they wrap around, modulo 2^32 or 2^64. So a form says what a node
-        is modulo that, and `is_exact` whether it is that number.
+        Sums and products are modulo 2^32 or 2^64, as they wrap around. A form gives a node's value
+        modulo that; `is_exact` says whether it is the value itself.
         """
         if isinstance(value, int) and not isinstance(value, bool):
             return Form({}, value)
@@ -151,7 +152,8 @@ class Forms:
         return self._forms[value]
 
     def _float_form(self, node: fx.Node) -> Form | None:
-        """The sum that a float is, if it and its parts are integers that its dtype holds."""
+        """The linear form of a float, if it and its parts are integers that its dtype
+        represents."""
         limit = _WHOLE.get(dtype_of(node), 0)  # type: ignore[arg-type]
         packet = packet_of(node.target) if node.op == "call_function" else None
         if packet in _CONVERSIONS:
@@ -178,7 +180,7 @@ class Forms:
         if packet in self._held or node.target in self._held:
             return self.form(node.args[0])
         if packet in _CONVERSIONS and not self._is_integer_node(node.args[0]):
-            return self.form(node.args[0])  # of a float that is an integer
+            return self.form(node.args[0])  # a float that is an integer
         if packet in _CONVERSIONS and not self.is_exact(node.args[0]):
             return None  # a change of width
         parts = [self.form(a) for a in node.args[:2]]
@@ -200,12 +202,13 @@ class Forms:
         return a.plus(b, factor if packet is aten.add else -factor)
 
     def is_integer(self, node: fx.Node) -> bool:
-        """Whether a node is an integer without dimensions."""
+        """Whether a node is a 0-d integer."""
         dtype = dtype_of(node)
         return dtype is not None and is_number(node) and is_int(dtype)
 
     def is_exact(self, value: Any) -> bool:
-        """Whether an integer is what its operators say without ever wrapping around."""
+        """Whether an integer has the exact value of its operators, without ever wrapping
+        around."""
         if not isinstance(value, fx.Node):
             return isinstance(value, int)
         dtype = dtype_of(value)
@@ -219,7 +222,7 @@ class Forms:
     # Coordinates.
 
     def seen(self, node: Any) -> Seen:
-        """What a node sees of the positions, and of other inputs."""
+        """The coordinates and other inputs that a node depends on."""
         if not isinstance(node, fx.Node):
             return Seen(frozenset(), frozenset())
         if node not in self._seen:
@@ -238,7 +241,8 @@ class Forms:
         return Seen(coordinates, frozenset[str]().union(*(seen.others for seen in found)))
 
     def split(self, node: Any) -> Split | None:
-        """A node as a multiple of a coordinate of query and key, plus what sees no position."""
+        """A node as a multiple of a coordinate of query and key, plus a rest independent of
+        both."""
         form = self._compared(node) or self.form(node)
         if form is None:
             return None
@@ -257,7 +261,7 @@ class Forms:
         return Split(Coordinate(terms, *bounds), factor, Form(rest, form.offset))
 
     def _compared(self, node: Any) -> Form | None:
-        """The difference of what is compared: a comparison sees no more than that."""
+        """The difference of the compared values: a comparison depends on no more than that."""
         if not isinstance(node, fx.Node) or Trait.COMPARISON not in traits_of(node.target):
             return None
         forms = [self.form(a) for a in node.args[:2]]
@@ -281,9 +285,9 @@ class Forms:
     # Growth.
 
     def grows(self, value: Any, position: str) -> int | None:
-        """1 if a value never falls along a position, -1 if it never rises, 0 if it stays.
+        """1 if a value is non-decreasing along a position, -1 if non-increasing, 0 if constant.
 
-        By the operators alone, not by what captured tensors hold; None if they do not tell.
+        Judged by the operators alone, not by the contents of captured tensors; None if unknown.
         """
         if position not in self.depends_on(value):
             return 0
@@ -320,11 +324,11 @@ def _has_node(values: Mapping[str, Any]) -> bool:
 
 
 def _signed(sign: int | None, factor: int) -> int | None:
-    """How factor * x grows, if x grows as `sign` says."""
+    """Growth of factor * x, if x grows as `sign` says."""
     return sign and (sign if factor > 0 else -sign)
 
 
 def agreed(signs: Iterable[int | None]) -> int | None:
-    """How a sum grows whose parts grow as `signs` say."""
+    """Growth of a sum whose parts grow as `signs` say."""
     moving = {sign for sign in signs if sign != 0}
     return 0 if not moving else moving.pop() if len(moving) == 1 else None

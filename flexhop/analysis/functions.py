@@ -1,4 +1,4 @@
-"""What functions of one number do to intervals; rules as in arithmetic.py."""
+"""Interval rules for functions of one number; see arithmetic.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flexhop.analysis.logic import shift_count
 
 Ends = tuple[Any, ...]
 EVERYWHERE = (-math.inf, math.inf)
-POSITIVE = (1e-37, math.inf)  # where logarithms are defined, and no number is denormal
+POSITIVE = (1e-37, math.inf)  # where logarithms are defined and numbers are normal
 
 
 def growing(
@@ -34,12 +34,12 @@ def growing(
     *,
     inside: tuple[float, float] = EVERYWHERE,
 ) -> Callable[..., Ends]:
-    """A rule for a function that never falls.
+    """A rule for a non-decreasing function.
 
     Args:
-        function: of a tensor.
-        value_range: the numbers that it gives.
-        inside: where it is defined.
+        function: a function of a tensor.
+        value_range: its range of values.
+        inside: its domain.
     """
     lowest, highest = value_range
 
@@ -52,7 +52,7 @@ def growing(
 
 
 def rounding(function: Callable[..., Any]) -> Callable[..., Ends]:
-    """A rule for floor and its like, whose results are exact."""
+    """A rule for floor and similar functions, whose results are exact."""
 
     def rule(dtype: Any, a: Any) -> Ends:
         return _values(function, ends(a, dtype), EVERYWHERE)
@@ -63,7 +63,7 @@ def rounding(function: Callable[..., Any]) -> Callable[..., Ends]:
 def _values(
     function: Callable[..., Any], found: tuple[Number, Number], inside: tuple[float, float]
 ) -> tuple[Number, Number]:
-    """A function of both ends; NaN outside of where it is defined."""
+    """Apply a function to both ends; NaN outside its domain."""
     low, high = found
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return _call(function, low, high), _call(function, high, low)

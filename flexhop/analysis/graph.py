@@ -1,6 +1,7 @@
-"""A mod as a graph of operators, in the form that the rest of the analysis reads.
+"""A mod as a graph of operators, normalised for the rest of the analysis.
 
-What hands on its argument is left out, reads in steps are one read, and equal nodes are one node.
+Operators that return their argument are dropped, chained reads become one read, and equal nodes
+are merged.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Mod(NamedTuple):
 
     Args:
         graph: its operators.
-        inputs: the nodes of score, b, h, q, k and grad, as far as it takes them, by these names.
+        inputs: the nodes of score, b, h, q, k and grad, as far as it takes them, by name.
         captures: the nodes of captured tensors, and the tensors if they are known.
-        results: what it returns: nodes, or plain numbers.
+        results: its results: nodes, or plain numbers.
     """
 
     graph: fx.Graph
@@ -34,7 +35,7 @@ class Mod(NamedTuple):
 
     @property
     def result(self) -> Any:
-        """The first thing that it returns."""
+        """The first result."""
         return self.results[0]
 
     @property
@@ -44,7 +45,7 @@ class Mod(NamedTuple):
 
 
 class Builder:
-    """Makes the graph of a mod, operator by operator."""
+    """Builds the graph of a mod, operator by operator."""
 
     def __init__(self, names: Sequence[str], examples: Sequence[Tensor]) -> None:
         self.graph = fx.Graph()
@@ -60,14 +61,14 @@ class Builder:
     ) -> fx.Node:
         """A captured tensor; the same node for the same tensor.
 
-        device: of the indices. A number of the CPU is put there, without waiting for the device.
+        device: device of the indices. A CPU number is moved there, without synchronising.
         """
         key = ("capture", id(tensor))
         if tensor is None or key not in self._seen:
             node = self._placeholder(f"capture_{len(self.captures)}", example)
             self.captures[node] = _beside(tensor, device)
             self._seen[key] = node
-            self._kept.append(tensor)  # whose identity is a key
+            self._kept.append(tensor)  # its identity is a key
         return self._seen[key]
 
     def _placeholder(self, name: str, example: Tensor) -> fx.Node:
@@ -76,7 +77,7 @@ class Builder:
         return node
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Any, example: Any) -> fx.Node:
-        """What an operator gives; example: a tensor of its shape and dtype."""
+        """The result of an operator; example: a tensor of its shape and dtype."""
         packet = packet_of(target)
         if packet in TRANSPARENT and is_number(args[0]) and _has_form(args[0], example):
             return args[0]
@@ -95,11 +96,11 @@ class Builder:
 
 
 def read_graph(module: fx.GraphModule, names: Sequence[str]) -> tuple[Mod, dict[fx.Node, Any]]:
-    """A mod whose graph exists, and the node of it that stands for each node of the graph.
+    """Normalise the graph of a mod; also return, for each node of the graph, its node in the mod.
 
     Args:
         module: (*inputs, *captures) -> value or values.
-        names: of the inputs before the captures.
+        names: names of the inputs before the captures.
     """
     nodes = module.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("val") for node in nodes]
@@ -122,7 +123,7 @@ def read_graph(module: fx.GraphModule, names: Sequence[str]) -> tuple[Mod, dict[
 
 
 def _beside(tensor: Tensor | None, device: torch.device | None) -> Tensor | None:
-    """A captured number on the device of the indices, where it meets tensors of any rank."""
+    """A captured number on the device of the indices, to combine with tensors of any rank."""
     if tensor is None or device is None or tensor.dim() or tensor.device.type != "cpu":
         return tensor
     if device.type == "cpu":
@@ -133,13 +134,13 @@ def _beside(tensor: Tensor | None, device: torch.device | None) -> Tensor | None
 
 
 def is_number(value: Any) -> bool:
-    """Whether a node is a tensor without dimensions."""
+    """Whether a node is a 0-d tensor."""
     example = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(example, Tensor) and example.dim() == 0
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """The dtype of a node that is a tensor."""
+    """The dtype of a node, if it is a tensor."""
     example = value.meta.get("val") if isinstance(value, fx.Node) else None
     return example.dtype if isinstance(example, Tensor) else None
 
@@ -147,7 +148,7 @@ def dtype_of(value: Any) -> torch.dtype | None:
 def operands(
     node: fx.Node, of: Callable[[fx.Node], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keywords of a node, with what `of` gives in place of nodes."""
+    """Arguments and keywords of a node, with nodes replaced by `of`."""
     return tuple(fx.map_arg(node.args, of)), dict(fx.map_arg(node.kwargs, of))
 
 
@@ -157,7 +158,7 @@ def _has_form(node: Any, example: Any) -> bool:
 
 
 def _composed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A read of what was read of a table: one read."""
+    """Merge a read of a read of a table into one read."""
     inner, indices = args
     if isinstance(inner, fx.Node) and packet_of(inner.target) is aten.index:
         first: Any = inner.args[1]

@@ -1,4 +1,4 @@
-"""Captured tensors in a graph: their sizes may be symbols, and nothing looks at a number."""
+"""Captured tensors in a traced graph: sizes may be symbolic, and no value is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GraphTables(Tables):
     """The captured tensors of a graph that is being traced.
 
     Args:
-        block: of queries and keys.
+        block: block sizes of queries and keys.
         lengths: numbers of queries and of keys.
     """
 
@@ -41,14 +41,14 @@ class GraphTables(Tables):
 
     def _refuse(self, index: Interval, size: Any) -> None:
         if not isinstance(size, int):
-            return  # a guard of the graph would be needed
+            return  # this would need a guard
         outside = out_of_range(index, size)
         if outside is not False:
             message = f"an index of a captured tensor is out of range for a dimension of {size}"
             assert_all(negate(torch.as_tensor(outside)), message)
 
     def log2(self, length: Any, end: int) -> Any:
-        """As in Tables; Inductor (2.11 to 2.13) writes no C++ for vectors of `frexp`."""
+        """See Tables; Inductor (2.11 to 2.13) cannot vectorise `frexp` in C++."""
         if not isinstance(length, Tensor):
             return super().log2(length, end)
         return sum((length >= 2**power).long() for power in range(1, end)) + length * 0

@@ -1,11 +1,11 @@
-"""Intervals: where a value of a mod may lie, for many boxes of scores at once.
+"""Intervals: bounds of a mod's values, for many boxes of scores at once.
 
 A box is a set of scores: a batch, a head, queries q0..q1 and keys k0..k1. The ends of an interval
-are tensors that broadcast over the boxes, or plain numbers where no box differs. Rules never look
-at values, so nothing here waits for the device.
+are tensors that broadcast over the boxes, or plain numbers if all boxes agree. Rules never read
+values, so nothing here synchronises.
 
-bool: low is "True everywhere", high is "True somewhere, perhaps". Integers are computed in int64,
-floats in their own dtype: rounding is monotone, so rounded ends bound rounded values.
+For bools, low is "True everywhere" and high is "possibly True somewhere". Integers are computed in
+int64, floats in their own dtype: rounding is monotone, so rounded ends bound rounded values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 Number = Any  # a Tensor, or a plain bool, int or float
-HUGE = 2**62  # magnitude from which sums of int64 are not trusted
+HUGE = 2**62  # magnitude above which int64 sums may overflow
 INDICES = ("b", "h", "q", "k")
 ANYTHING = frozenset(INDICES)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -27,19 +27,19 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Interval:
-    """low <= value <= high in each box; low is high (the same object) where it is one value.
+    """low <= value <= high in each box; low is high (the same object) for a single value.
 
     Args:
         low, high: the ends, tensors or plain numbers.
-        dtype: of the value.
+        dtype: dtype of the value.
         nan: whether the value may be NaN.
-        static: plain numbers that bound it in all boxes.
+        static: plain bounds for all boxes.
         uses: which of b, h, q and k it depends on.
         tight: whether some score of each box has the value low, and some the value high.
         gapless: whether every integer between them is some score's value.
-        some, miss: of bools, whether a score of the box is known to be True, and False. They
-            promise more than `high` and `not low`, which say what is possible.
-        decided: of bools, whether some is high and miss is not low, in every box.
+        some, miss: for bools, whether a score of the box is known to be True, and known to be
+            False. They promise more than `high` and `not low`, which say what is possible.
+        decided: for bools, whether some is high and miss is not low, in every box.
     """
 
     low: Number
@@ -61,7 +61,7 @@ class Interval:
 
 
 class Unsupported(Exception):
-    """An operator has no rule, or its rule does not hold here: the result is unknown."""
+    """An operator has no rule, or its rule does not apply here: the result is unknown."""
 
 
 def is_int(dtype: torch.dtype) -> bool:
@@ -103,7 +103,7 @@ def point(
 
 
 def constant(value: bool | int | float) -> Interval:
-    """A number of the program; its dtype is that of its kind."""
+    """A number from the program; its dtype is that of its kind."""
     kind = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
     return point(value, kind)
 
@@ -114,26 +114,26 @@ def lift(value: Any) -> Interval:
 
 
 def apart(values: Iterable[Interval]) -> bool:
-    """Whether no two of them use one position: their values meet in all pairs."""
+    """Whether no two share a position: their values then occur in all pairs."""
     used = [use for value in values for use in value.uses if use in "qk"]
     return len(used) == len(set(used))
 
 
 def uses_of(values: Iterable[Interval]) -> frozenset[str]:
-    """What any of them depends on."""
+    """The union of their dependences."""
     return frozenset[str]().union(*(value.uses for value in values))
 
 
-# Numbers that are tensors or plain.
+# Numbers, as tensors or plain.
 
 
 def least(*values: Number) -> Number:
-    """The smallest of numbers, box by box."""
+    """The smallest number, per box."""
     return _fold(values, is_least=True)
 
 
 def most(*values: Number) -> Number:
-    """The largest of numbers, box by box."""
+    """The largest number, per box."""
     return _fold(values, is_least=False)
 
 
@@ -154,7 +154,7 @@ def _fold(values: tuple[Number, ...], *, is_least: bool) -> Number:
 
 
 def _bounded(tensor: Tensor, number: Any, is_least: bool) -> Number:
-    """The smaller, or the larger, of a tensor and a plain number."""
+    """The minimum or maximum of a tensor and a plain number."""
     if not tensor.dtype.is_floating_point and not isinstance(number, int):
         if not math.isfinite(number):
             return tensor if (number > 0) == is_least else number
@@ -193,12 +193,12 @@ def either(a: Number, b: Number) -> Number:
 
 
 def like(end: Number, value: Any) -> Number:
-    """A plain number in the form of an end."""
+    """Convert a plain number to the form of an end."""
     return torch.full_like(end, value) if isinstance(end, Tensor) else value
 
 
 def cast(value: Number, dtype: torch.dtype) -> Number:
-    """A number in the dtype in which intervals of `dtype` are computed."""
+    """Convert a number to the dtype in which intervals of `dtype` are computed."""
     if isinstance(value, Tensor):
         return value.to(torch.int64 if is_int(dtype) else dtype)
     if dtype == torch.bool:
@@ -216,7 +216,7 @@ def are_finite(*values: Number) -> bool:
 
 
 def promoted(*values: Any) -> torch.dtype:
-    """The dtype in which 0-d tensors and numbers of the program meet."""
+    """The common dtype of 0-d tensors and numbers from the program."""
     dtypes = [v.dtype for v in values if isinstance(v, Interval)]
     found = dtypes[0] if dtypes else torch.float32
     for dtype in dtypes[1:]:
@@ -233,7 +233,7 @@ def ends(value: Any, dtype: torch.dtype) -> tuple[Number, Number]:
     """Both ends in the dtype of a computation.
 
     Raises:
-        Unsupported: PyTorch wraps a number of the program, which the dtype cannot hold.
+        Unsupported: the dtype cannot represent a number from the program, and PyTorch wraps it.
     """
     if not isinstance(value, Interval) and is_int(dtype) and are_finite(value):
         if not extent(dtype)[0] <= value <= extent(dtype)[1]:
@@ -257,7 +257,7 @@ def truth(value: Any) -> tuple[Number, Number]:
 
 
 def unless_nan(always: Number, *operands: Any) -> Number:
-    """What always holds, unless an operand may be NaN."""
+    """True, unless an operand may be NaN."""
     for operand in operands:
         nan = lift(operand).nan
         if nan is not False:
@@ -266,20 +266,22 @@ def unless_nan(always: Number, *operands: Any) -> Number:
 
 
 def are_moderate(dtype: torch.dtype, *values: Any) -> bool:
-    """Whether plain bounds say that floats are finite, far from overflow."""
+    """Whether plain bounds show that floats are finite and far from overflow."""
     limit = torch.finfo(dtype).max / 4
     return all(all(abs(end) < limit for end in lift(v).static) for v in values)
 
 
 def widened(dtype: torch.dtype, low: Number, high: Number) -> tuple[Number, Number]:
-    """Room for 8 units of rounding: libraries differ in the last bits, and need not grow there."""
+    """Widen by 8 ulps: libraries differ in the last bits and need not be monotone there."""
     slack, largest = 8 * torch.finfo(dtype).eps, torch.finfo(dtype).max
 
     def room(end: Number) -> Number:
         return least(abs(end), largest) * slack + slack * 2**-10
 
     low, high = low - room(low), high + room(high)
-    if not isinstance(low, Tensor) and abs(low) > largest:  # doubles hold more than the dtype
+    if (
+        not isinstance(low, Tensor) and abs(low) > largest
+    ):  # doubles have a larger range than the dtype
         low = largest if low > 0 else -math.inf
     if not isinstance(high, Tensor) and abs(high) > largest:
         high = math.inf if high > 0 else -largest

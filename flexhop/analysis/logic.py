@@ -1,4 +1,4 @@
-"""What comparisons, bits, choices and conversions do to intervals; rules as in arithmetic.py."""
+"""Interval rules for comparisons, bits, choices and conversions; see arithmetic.py."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def not_(dtype: Any, a: Any) -> Ends:
 
 
 def of_truth(rule: Callable[..., Ends]) -> Callable[..., Ends]:
-    """A rule for bools, of whether its operands are not 0."""
+    """A rule for bools, from whether its operands are nonzero."""
 
     def rule_of_truth(_: Any, *values: Any) -> Ends:
         return rule(torch.bool, *(Interval(*truth(v), torch.bool) for v in values))
@@ -137,7 +137,7 @@ def _by_bits(dtype: Any, a: Any, b: Any, operate: Callable[..., Number]) -> Ends
 
 
 def _filled(a: Number) -> Number:
-    """All bits below the highest set one, and itself."""
+    """Set all bits below the highest set one."""
     if not isinstance(a, Tensor):
         return (1 << int(a).bit_length()) - 1
     for shift in (1, 2, 4, 8, 16, 32):
@@ -146,10 +146,10 @@ def _filled(a: Number) -> Number:
 
 
 def shift_count(value: Any, limit: int) -> int:
-    """A plain number of places to shift by.
+    """A plain shift count.
 
     Raises:
-        Unsupported: it is not one number, or out of range.
+        Unsupported: it is not a single number, or out of range.
     """
     low, high = lift(value).low, lift(value).high
     if isinstance(low, Tensor) or isinstance(high, Tensor) or low != high or not 0 <= low < limit:
@@ -180,7 +180,7 @@ def _chosen(dtype: torch.dtype, condition: Number, choices: tuple[Number, Number
 
 
 def _beside(value: Number, dtype: torch.dtype, *conditions: Number) -> Number:
-    """A plain number in the dtype of the ends, to be combined with tensors."""
+    """A plain number in the dtype of the ends, to combine with tensors."""
     tensors = [c for c in conditions if isinstance(c, Tensor)]
     if isinstance(value, Tensor) or not tensors:
         return value
@@ -202,7 +202,7 @@ def convert(dtype: Any, a: Any, *_: Any) -> Ends:
 
 
 def _truncated(dtype: torch.dtype, a: Interval) -> Ends:
-    """Floats towards 0; what no integer is may become any."""
+    """Truncate floats towards 0; values that are not finite may become any integer."""
     first, last = extent(dtype)
     if not isinstance(a.low, Tensor) and not isinstance(a.high, Tensor):
         if not are_finite(a.low, a.high) or a.nan is not False:
@@ -222,13 +222,13 @@ def _truncated(dtype: torch.dtype, a: Interval) -> Ends:
 
 
 def full(dtype: Any, *args: Any) -> Ends:
-    """The last operand, whatever the others are."""
+    """The last operand, regardless of the others."""
     low, _ = ends(lift(args[-1]), dtype)
     return low, low
 
 
 def filled_with(value: int) -> Callable[..., Ends]:
-    """A rule for what makes zeros, or ones."""
+    """A rule for operators that create zeros or ones."""
 
     def rule(dtype: Any, *_: Any) -> Ends:
         return ends(constant(bool(value) if dtype == torch.bool else value), dtype)

@@ -1,7 +1,7 @@
-"""Magnitudes of integers that are written as something else, written as `abs`.
+"""Rewrite absolute values of integers, however they are spelled, as `abs`.
 
-`maximum(x, -x)`, `where(x >= 0, x, -x)`, `maximum(a, b) - minimum(a, b)` and `x * sign(x)` are one
-function. What reads graphs by their operators, and counts instructions, sees it as one.
+`maximum(x, -x)`, `where(x >= 0, x, -x)`, `maximum(a, b) - minimum(a, b)` and `x * sign(x)` are the
+same function. Code that reads graphs by operators, or counts instructions, then sees one form.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ aten = torch.ops.aten
 def with_magnitudes(
     module: fx.GraphModule, inputs: tuple[str, ...], sizes: dict[str, int]
 ) -> fx.GraphModule:
-    """The same function; what was given, if no magnitude is hidden in it. Arguments of `analyse`.
+    """The same function; unchanged if it contains no absolute value. Arguments of `analyse`.
 
     Args:
-        module: it is not changed.
+        module: the graph; not changed.
         inputs: names of its first inputs.
         sizes: bounds on b, h, q and k.
     """
@@ -43,7 +43,7 @@ def with_magnitudes(
 
 
 def _write(graph: fx.Graph, node: fx.Node, inner: Any, sign: int) -> None:
-    """Compute sign * |inner| in place of a node; inner: a node, or two that are subtracted."""
+    """Replace a node by sign * |inner|; inner: a node, or two that are subtracted."""
     with graph.inserting_before(node):
         if isinstance(inner, (tuple, list)):
             inner = graph.call_function(aten.sub.Tensor, tuple(inner))
@@ -57,7 +57,7 @@ def _write(graph: fx.Graph, node: fx.Node, inner: Any, sign: int) -> None:
 
 
 def _sign_of(found: Analysis, node: fx.Node) -> tuple[Any, int] | None:
-    """What a node is the magnitude of, and 1, or -1 for its opposite; None if it is none."""
+    """The expression whose absolute value a node is, and 1, or -1 for its negation; else None."""
     packet = packet_of(node.target) if node.op == "call_function" else None
     rule = _RULES.get(packet)
     is_known = rule is not None and not node.kwargs and found[node].form is not None
@@ -65,7 +65,7 @@ def _sign_of(found: Analysis, node: fx.Node) -> tuple[Any, int] | None:
 
 
 def _form(found: Analysis, value: Any) -> Form | None:
-    """The form of an operand that is the number it says."""
+    """The form of an operand, if it is exact."""
     node = found.known.get(value, value) if isinstance(value, fx.Node) else value
     return found.forms.form(node) if found.forms.is_exact(node) else None
 

@@ -1,7 +1,7 @@
-"""The table of operators: what the analysis knows about each. What is not in it is unknown.
+"""The table of operators that the analysis knows. All others are unknown.
 
-An operator has a rule for intervals (arithmetic.py, logic.py, functions.py) and traits, from which
-it follows what is known to occur, which linear form a result has, and whether it grows.
+An operator has an interval rule (arithmetic.py, logic.py, functions.py) and traits. The traits
+determine which values are known to occur, the linear form of the result, and whether it grows.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Trait(enum.Flag):
-    """What holds for an operator."""
+    """Properties of an operator."""
 
     NONE = 0
-    EXACT = enum.auto()  # of operands of one value each, its rule gives one value
-    TIGHT = enum.auto()  # of operands that meet in all pairs, it takes the ends of its rule
+    EXACT = enum.auto()  # single-valued operands give a single value
+    TIGHT = enum.auto()  # operands that occur in all pairs reach the ends of its rule
     GAPLESS = enum.auto()  # and all integers between them
     STEP = enum.auto()  # GAPLESS only if its other operands are the same for the whole box
     MAGNITUDE = enum.auto()  # TIGHT only if its operand is gapless: 0 must be taken
     CONVERSION = enum.auto()  # the same number in another dtype
-    FACTORY = enum.auto()  # of its operands it takes the form only
+    FACTORY = enum.auto()  # it has only the form of its operands
     COMPARISON = enum.auto()
     NOT = enum.auto()
     AND = enum.auto()
     OR = enum.auto()
     CHOICE = enum.auto()
-    PRODUCT = enum.auto()  # may leave int64 where its operands are far from it
-    GROWS = enum.auto()  # never falls if no operand falls
+    PRODUCT = enum.auto()  # may overflow int64 even if its operands are far from it
+    GROWS = enum.auto()  # non-decreasing if no operand decreases
 
 
 class Operator(NamedTuple):
@@ -62,7 +62,7 @@ _LOGARITHM = {"inside": functions.POSITIVE}
 HARMLESS = frozenset(
     {"dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"}
 )
-# Operators that hand on their first argument's value, of 0-d tensors.
+# Operators that return the value of their first argument, for 0-d tensors.
 TRANSPARENT = frozenset(
     {aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy, aten.lift_fresh, aten.view}
     | {aten.expand, aten.unsqueeze, aten.squeeze, aten.reshape, aten._unsafe_view}
@@ -158,5 +158,5 @@ def packet_of(target: Any) -> Any:
 
 
 def traits_of(target: Any) -> Trait:
-    """The traits of an operator; none of what has no rule."""
+    """The traits of an operator; none if it has no rule."""
     return OPERATORS.get(packet_of(target), EMPTY).traits

@@ -1,12 +1,12 @@
-"""Masks whose queries see one stretch of keys each: where it begins and ends.
+"""Masks whose queries see one contiguous range of keys each: where the range begins and ends.
 
-A comparison of integers says F(b, h, q) - G(b, h, k) >= 0. If G never falls, or never rises, along
-the keys, the keys that satisfy it are a stretch up to an end. Stretches meet in stretches, and two
-that begin at the first key, or end at the last one, join in one. That follows from the operators
-of a mask alone, whatever captured tensors hold, so kernels and block lists may be chosen by it.
+An integer comparison has the form F(b, h, q) - G(b, h, k) >= 0. If G is monotone along the keys,
+the keys that satisfy it are a range up to one end. The intersection of ranges is a range. So is
+the union of two that start at the first key, or end at the last one. This follows from a mask's
+operators alone, whatever captured tensors contain, so kernels and block lists may be chosen by it.
 
 Cost: vectors of M and of N numbers, and binary searches. Nothing has M * N numbers, and nothing
-waits for the device.
+synchronises.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from flexhop.analysis.truths import (
 from flexhop.analysis.values import NotReproducible, Values
 
 aten = torch.ops.aten
-_FAR = 2**50  # as good as any larger number beside sums of positions
+_FAR = 2**50  # as large as needed next to sums of positions
 _MODERATE = 2**48  # sums of positions; a larger one may not be beside a number that is unbounded
 
 
 class Span(NamedTuple):
-    """Query q sees the keys first <= k < end: [B or 1, H or 1, M] int64 each.
+    """Query q sees keys first <= k < end: [B or 1, H or 1, M] int64 each.
 
-    starts, stops: whether all stretches begin at the first key, and end behind the last one.
+    starts, stops: whether all ranges begin at the first key, and end after the last one.
     """
 
     first: Tensor
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 class _NoSpan(Exception):
-    """The mask is no stretch by these rules."""
+    """These rules do not prove that the mask is a range."""
 
 
 def find_span(
@@ -59,13 +59,13 @@ def find_span(
     device: torch.device,
     places: Mapping[str, Tensor] | None = None,
 ) -> Span | None:
-    """The stretch of each query; None if the operators of the mask do not prove one.
+    """The range of each query; None if the mask's operators do not prove one.
 
     Args:
-        forms: of a mask with captured tensors, and bounds on its sizes of b, h, q and k.
-        device: where the numbers will be.
-        places: int32 vectors of the b, h, q and k that are asked for, k being all of them in
-            order; by default all that are within the bounds.
+        forms: the forms of a mask with captured tensors, and bounds on its sizes of b, h, q and k.
+        device: device of the results.
+        places: int32 vectors of the requested b, h, q and k; k must be all of them in order. By
+            default everything within the bounds.
     """
     try:
         finder = _Finder(forms, device, places)
@@ -86,7 +86,7 @@ class _Finder:
         self.values = Values(forms.mod, counts, device)
 
     def of(self, truth: Truth) -> Span:
-        """The stretch of keys for which a condition holds."""
+        """The range of keys for which a condition holds."""
         if isinstance(truth, bool):
             return self._constant(torch.full((1, 1, 1), truth, device=self.device))
         if isinstance(truth, (All, Some)):
@@ -129,7 +129,7 @@ class _Finder:
         of_query, of_key = (self._number(x) for x in (a, b))
         return self._search(packet, of_query, of_key, self.forms.grows(b, "k"))
 
-    # Values that depend on one position at most: [B or 1, H or 1, M or N].
+    # Values that depend on at most one position: [B or 1, H or 1, M or N].
 
     def _number(self, value: Any) -> Tensor:
         if isinstance(value, fx.Node):
@@ -139,7 +139,7 @@ class _Finder:
     # Comparisons.
 
     def _sides(self, form: Form) -> tuple[Tensor, Tensor, int | None]:
-        """form as of_query - of_key, and how the latter grows along the keys."""
+        """form as of_query - of_key, and the growth of the latter along the keys."""
         of_query = torch.full((1, 1, 1), form.offset, device=self.device)
         of_key: Tensor | None = None
         signs: list[int | None] = []
@@ -197,7 +197,7 @@ class _Finder:
         ordered = (of_key.flip(-1) if sign < 0 else of_key).contiguous()
 
         def place(right: bool) -> Tensor:
-            """How many keys are below a query's number; right: or equal to it."""
+            """Number of keys below a query's number; right: or equal to it."""
             found = torch.searchsorted(ordered, of_query, right=right)
             return self.keys - found if sign < 0 else found
 
@@ -211,7 +211,7 @@ class _Finder:
         return Span(found, torch.full_like(found, self.keys), stops=True)
 
     def _constant(self, truth: Tensor) -> Span:
-        """All keys, or none, by the query."""
+        """All keys or none, per query."""
         end = truth.long() * self.keys
         end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, self.queries)))
         return Span(torch.zeros_like(end), end, starts=True)

@@ -1,9 +1,9 @@
-"""Smallest and largest entries of captured tensors between two indices, without reading them all.
+"""Minima and maxima of captured tensors between two indices, without reading all entries.
 
-An index that is a position itself reads a stretch of each block, of which one minimum and one
-maximum are taken. For other indices a sparse table holds, for every place and power of two, the
-least and the greatest entry of that many entries from there on; any stretch is two of them. Long
-tables are first reduced by GRAIN. Memory is N log N numbers, for as long as one `Tables` lives.
+An index that is a position itself reads a contiguous run in each block, which is reduced to one
+minimum and one maximum. For other indices, a sparse table holds, for every place and power of two,
+the minimum and maximum of that many entries from there on; any run is covered by two of them. Long
+tables are first reduced by GRAIN. Memory is N log N numbers for the lifetime of a `Tables`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from flexhop.analysis.interval import (
     uses_of,
 )
 
-LONG = 1 << 16  # entries of a line of a table from which it is reduced
+LONG = 1 << 16  # entries per line above which a table is reduced
 GRAIN = 16
-LARGEST = 1 << 24  # numbers of a sparse table
+LARGEST = 1 << 24  # most numbers of a sparse table
 _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class OutOfRange(Exception):
-    """Some score reads behind the end of a captured tensor."""
+    """Some score reads beyond the end of a captured tensor."""
 
 
 class Tables:
-    """The captured tensors of one call, and what was made of them.
+    """The captured tensors of one call, and tables derived from them.
 
     Args:
-        block: of queries and keys, if boxes are those at multiples of these sizes.
+        block: block sizes of queries and keys, if boxes are aligned to them.
     """
 
     def __init__(self, block: tuple[int, int] | None = None) -> None:
@@ -55,16 +55,16 @@ class Tables:
         self.block = block
 
     def read(self, table: Tensor, indices: Sequence[Any], positions: Sequence[Any]) -> Interval:
-        """The entries that `table[indices]` may be.
+        """Bounds of `table[indices]`.
 
         Args:
-            table: it has one dimension for each index.
+            table: has one dimension per index.
             indices: an Interval, or a number, for each dimension.
             positions: the Intervals of q and k.
 
         Raises:
-            Unsupported: nothing is known.
-            OutOfRange: an index that scores of a box have is out of range (on the CPU).
+            Unsupported: the entries are unknown.
+            OutOfRange: an index that occurs in a box is out of range (checked on the CPU).
         """
         if table.dim() != len(indices) or table.dtype not in (*_DTYPES, *_FLOATS):
             raise Unsupported
@@ -74,7 +74,7 @@ class Tables:
             self._inside(lift(i), size, positions)
             for i, size in zip(indices, table.shape, strict=True)
         ]
-        if table.device.type == "cpu":  # elsewhere, looking would wait for the device
+        if table.device.type == "cpu":  # elsewhere, reading would synchronise
             for index, size in zip(indices, table.shape, strict=True):
                 self._refuse(lift(index), size)
         return _occurring(self._read(table, indices, positions, held), held)
@@ -102,7 +102,7 @@ class Tables:
         return dataclasses.replace(found, tight=not is_reduced)
 
     def log2(self, length: Number, _: int) -> Number:
-        """Floor of the binary logarithm of a positive integer, which is below a number."""
+        """Floor of the binary logarithm of a bounded positive integer."""
         if not isinstance(length, Tensor):
             return max(1, int(length)).bit_length() - 1
         # The exponent of a double is exact for integers below 2^53.
@@ -128,22 +128,22 @@ class Tables:
             for axis in wide:
                 grains.append(GRAIN if current.shape[axis] > LONG else 1)
                 current = _reduced(current, axis, grains[-1], reduce)
-            for number, axis in enumerate(wide):  # each adds an axis of levels in front
+            for number, axis in enumerate(wide):  # each adds a leading axis of levels
                 current = _doubled(current, axis + number, combine)
-            self.made[key] = (current, grains, table)  # which keeps the identity of the key alive
+            self.made[key] = (current, grains, table)  # keeps the key's identity alive
         return self.made[key][:2]
 
     def _look_up(
         self, sparse: tuple[Tensor, list[int]], held: list[Interval], wide: list[int], combine: Any
     ) -> Tensor:
-        """Two overlapping stretches along each wide axis."""
+        """Two overlapping runs along each wide axis."""
         made, grains = sparse
         choices: list[list[Any]] = [[index.low] for index in held]
         levels: list[Any] = []
         for grain, axis in zip(grains, wide, strict=True):
             low, high = (e // grain if grain > 1 else e for e in (held[axis].low, held[axis].high))
             level = self.log2(high - low + 1, made.shape[len(wide) - 1 - len(levels)])
-            levels.insert(0, level)  # the axis that was doubled last stands first
+            levels.insert(0, level)  # the axis that was doubled last is first
             size = 1 << level if not isinstance(level, Tensor) else torch.ones_like(level) << level
             choices[axis] = [low, high - size + 1]
         result = None
@@ -187,7 +187,7 @@ class Tables:
 
 def _tiled(table: Tensor, held: list[Interval], wide: list[int], sizes: list[int], reduce: Any):
     current = table
-    for axis in wide:  # no entry behind the last position
+    for axis in wide:  # no entry beyond the last position
         current = current.narrow(axis, 0, held[axis].static[1] + 1)
     current = carried(current)
     for axis, size in zip(wide, sizes, strict=True):
@@ -196,7 +196,7 @@ def _tiled(table: Tensor, held: list[Interval], wide: list[int], sizes: list[int
 
 
 def _occurring(found: Interval, indices: list[Interval]) -> Interval:
-    """What is known to occur: indices that take all places between their ends, in all pairs."""
+    """Values known to occur: indices that take all places between their ends, in all pairs."""
     tight = found.tight and apart(indices) and all(i.tight and i.gapless for i in indices)
     found = dataclasses.replace(found, uses=uses_of(indices), tight=tight)
     if found.dtype != torch.bool:
@@ -208,7 +208,7 @@ def _occurring(found: Interval, indices: list[Interval]) -> Interval:
 
 
 def inside(index: Interval, size: int) -> Interval:
-    """An index as Python means it: negative ones count from the end."""
+    """Resolve an index as Python does: negative ones count from the end."""
     if not is_int(index.dtype) or index.dtype == torch.uint8:  # bytes are a mask
         raise Unsupported
     low, high = index.low, index.high
@@ -232,16 +232,16 @@ def inside(index: Interval, size: int) -> Interval:
 
 
 def out_of_range(index: Interval, size: Any) -> Number:
-    """Whether some score of a box reads behind the ends of an axis."""
+    """Whether some score of a box reads beyond the ends of an axis."""
     if not index.tight or (-size <= index.static[0] and index.static[1] < size):
         return False
     return either(index.low < -size, index.high >= size)
 
 
 def entries_at(table: Tensor, places: Sequence[Number]) -> Tensor:
-    """The entries at places that broadcast, one for each dimension.
+    """The entries at places that broadcast, one per dimension.
 
-    `table[places]` would ask for the number of a tensor without dimensions, which a graph has not.
+    `table[places]` would read the value of a 0-d tensor, which a graph does not have.
     """
     if not any(isinstance(p, Tensor) for p in places):
         return table[tuple(int(p) for p in places)]
@@ -252,14 +252,14 @@ def entries_at(table: Tensor, places: Sequence[Number]) -> Tensor:
 
 
 def carried(table: Tensor) -> Tensor:
-    """A table in a dtype that has minima and maxima everywhere."""
+    """A table in a dtype that supports minima and maxima everywhere."""
     if table.dtype == torch.bool:
         return table.to(torch.int8)
     return table.to(torch.int64) if is_int(table.dtype) and table.dtype != torch.int32 else table
 
 
 def as_interval(low: Tensor, high: Tensor, table: Tensor) -> Interval:
-    """What lies between two entries of a table, which are some score's."""
+    """The interval between two entries of a table, both of which occur."""
     dtype = table.dtype
     is_one = low is high
     static = extent(dtype)
@@ -276,7 +276,7 @@ def as_interval(low: Tensor, high: Tensor, table: Tensor) -> Interval:
 
 
 def _reduced(table: Tensor, axis: int, grain: int, reduce: Any) -> Tensor:
-    """One entry for each `grain` of them along an axis."""
+    """Reduce every `grain` entries along an axis to one."""
     if grain == 1:
         return table
     size = table.shape[axis]
@@ -289,7 +289,7 @@ def _reduced(table: Tensor, axis: int, grain: int, reduce: Any) -> Tensor:
 
 
 def _doubled(table: Tensor, axis: int, combine: Any) -> Tensor:
-    """[levels, ...]: level l combines 2^l entries from each place on, if there are as many."""
+    """[levels, ...]: level l combines 2^l entries from each place on, if there are that many."""
     size = table.shape[axis]
     levels = [table]
     while 2 ** len(levels) <= size:

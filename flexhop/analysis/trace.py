@@ -1,7 +1,7 @@
-"""The graph of a mod by calling it once, on tensors that stand for its arguments.
+"""Trace a mod by calling it once, on stand-ins for its arguments.
 
-Nothing is compiled and no number is looked at: a call takes as long as its operators take to be
-named. What cannot be traced this way raises `Untraceable`, and is evaluated score by score.
+Nothing is compiled and no value is read: a call takes only as long as recording its operators. A
+mod that cannot be traced this way raises `Untraceable`, and is evaluated score by score.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flexhop.compat.stand_in import (
 
 aten = torch.ops.aten
 _CONSTANTS = (aten.full, aten.zeros, aten.ones)
-_REMEMBERED = 4096  # results of operators, of which shape and dtype are known
+_REMEMBERED = 4096  # operator results whose shape and dtype are cached
 _known: dict[Any, tuple[torch.dtype, tuple[int, ...]]] = {}
 
 
 class Untraceable(Exception):
-    """The mod does something that has no graph, or captures what is no plain tensor."""
+    """The mod does something that has no graph, or captures something other than plain tensors."""
 
 
 class _Value(StandIn):
@@ -49,13 +49,13 @@ def trace(mask_mod: Callable[..., Any], device: torch.device, *, in_graph: bool 
 
     Args:
         mask_mod: the mask.
-        device: of the indices.
-        in_graph: whether a graph is being traced: captured tensors have no numbers yet, and their
-            sizes may be symbols.
+        device: device of the indices.
+        in_graph: whether a graph is being traced: captured tensors then have no values, and their
+            sizes may be symbolic.
 
     Raises:
         Untraceable: it branches on an index, writes in place, captures fake tensors, or returns
-            anything but a bool tensor without dimensions.
+            anything but a 0-d bool tensor.
     """
     tracer = _Tracer(device, in_graph)
     values = [tracer.stand(node) for node in tracer.builder.inputs.values()]
@@ -71,10 +71,10 @@ class _Tracer:
         self.device, self.in_graph = device, in_graph
         examples = [self._example((), torch.int32) for _ in INDICES]
         self.builder = Builder(INDICES, examples)
-        self.symbols: dict[str, Any] = {}  # captured numbers that are symbols, by their formula
+        self.symbols: dict[str, Any] = {}  # captured symbolic numbers, by their expression
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Where nothing is recorded in the graph that is being traced."""
+        """A region in which the surrounding trace records nothing."""
         return without_modes() if self.in_graph else contextlib.nullcontext()
 
     def _example(self, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ class _Tracer:
             return torch.empty(plain, dtype=dtype, device="meta")
 
     def stand(self, node: fx.Node) -> _Value:
-        """What a mod sees of a node."""
+        """The stand-in that a mod sees for a node."""
         example = node.meta["val"]
         with self._aside():
             made = _Value(tuple(example.shape), example.dtype, self.device)
@@ -91,7 +91,7 @@ class _Tracer:
         return made
 
     def node_of(self, value: Any) -> Any:
-        """What stands for an argument in the graph."""
+        """The node of an argument in the graph."""
         if isinstance(value, _Value):
             return value.node
         if isinstance(value, Tensor):
@@ -105,7 +105,7 @@ class _Tracer:
         return self._symbol(value) if isinstance(value, torch.SymInt) else value
 
     def _symbol(self, value: torch.SymInt) -> fx.Node:
-        """A captured number that is no constant of the graph, as a captured tensor."""
+        """A captured number that is not a constant of the graph, as a captured tensor."""
         last = bound_of(value)
         if not self.in_graph or last is None:
             raise Untraceable
@@ -118,7 +118,7 @@ class _Tracer:
         return self.symbols[name]
 
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives: a value of the mod, or a tensor that no index decides."""
+        """Record an operator: returns a value of the mod, or a tensor that depends on no index."""
         is_value = any(isinstance(a, _Value) for a in _flat((args, tuple(kwargs.values()))))
         if not is_value and not _is_constant(func, args):
             if is_random(func):
@@ -135,7 +135,7 @@ class _Tracer:
 
 
 def _is_constant(func: Any, args: Any) -> bool:
-    """Whether an operator makes one number of the program."""
+    """Whether an operator creates one number from the program."""
     packet = packet_of(func)
     return packet is aten.scalar_tensor or (packet in _CONSTANTS and not args[0])
 
@@ -143,7 +143,7 @@ def _is_constant(func: Any, args: Any) -> bool:
 def _result_form(
     func: Any, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Shape and dtype of what an operator gives, remembered."""
+    """Shape and dtype of an operator's result, cached."""
     if packet_of(func) is aten.index and all(i is not None and i.dim() == 0 for i in args[1]):
         table, indices = args
         return table.dtype, _plain(table.shape[len(indices) :])
@@ -160,10 +160,10 @@ def _result_form(
 
 
 def _plain(shape: Any) -> tuple[int, ...]:
-    """A shape that a value of a mod may have.
+    """The shape of a value of a mod.
 
     Raises:
-        Untraceable: some size of it is a symbol.
+        Untraceable: one of its sizes is symbolic.
     """
     if any(isinstance(size, torch.SymInt) for size in shape):
         raise Untraceable

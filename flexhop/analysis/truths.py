@@ -1,8 +1,8 @@
-"""The condition that a mask is, however it is written.
+"""A mask's condition in normal form, however it is spelled.
 
-Negations stand at the comparisons, choices between constants and products of bools are "and" and
-"or", comparisons of magnitudes, of the smaller and of the larger of two are two comparisons, and
-comparisons of integers say that a linear form is not negative. So one mask has one `Truth`.
+Negations are pushed down to comparisons. Choices between constants and products of bools become
+"and" or "or". Comparisons of absolute values, minima and maxima become two comparisons. Integer
+comparisons say that a linear form is not negative. So equal masks have one `Truth`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Some(NamedTuple):
 
 
 class AtLeast(NamedTuple):
-    """form >= 0, in integers of any size. Its coefficients have no common divisor."""
+    """form >= 0, in unbounded integers. Its coefficients have no common divisor."""
 
     form: Form
 
 
 class Equals(NamedTuple):
-    """Whether form == 0, or form != 0, in integers of any size."""
+    """Whether form == 0, or form != 0, in unbounded integers."""
 
     form: Form
     is_equal: bool
 
 
 class Choice(NamedTuple):
-    """One condition or another one, by a node that is the same for all keys."""
+    """One of two conditions, chosen by a node that is the same for all keys."""
 
     condition: fx.Node
     chosen: Truth
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A node that is true, or that is not."""
+    """A node that is true, or false."""
 
     node: fx.Node
     is_true: bool
@@ -65,7 +65,7 @@ Truth = All | Some | AtLeast | Equals | Choice | Leaf | bool
 
 
 def truth_of(forms: Forms, value: Any, is_true: bool = True) -> Truth:
-    """The condition that a node is true, or that it is not."""
+    """The condition that a node is true, or that it is false."""
     if not isinstance(value, fx.Node):
         return bool(value) == is_true
     known = _constant(value)
@@ -116,7 +116,7 @@ def some_of(*parts: Truth) -> Truth:
 
 
 def _constant(node: fx.Node) -> bool | None:
-    """The truth of a node that holds one number of the program."""
+    """The truth of a node that is one number from the program."""
     packet = packet_of(node.target)
     if packet in (aten.ones, aten.ones_like, aten.new_ones):
         return True
@@ -151,7 +151,7 @@ def _choice(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
 
 
 def _fits(value: int, dtype: torch.dtype) -> bool:
-    """Whether a dtype of integers holds a number."""
+    """Whether an integer dtype can represent a number."""
     return is_int(dtype) and extent(dtype)[0] <= value <= extent(dtype)[1]
 
 
@@ -188,7 +188,7 @@ def _comparison(forms: Forms, node: fx.Node, order: _Order | bool, is_true: bool
 
 def _equality(forms: Forms, node: fx.Node, is_equal: bool) -> Truth:
     a, b = node.args[:2]
-    for side, other in ((a, b), (b, a)):  # of bools, one of which is a constant
+    for side, other in ((a, b), (b, a)):  # bools, one of them constant
         if isinstance(other, bool) and dtype_of(side) == torch.bool:
             return truth_of(forms, side, other == is_equal)
     first, second = (_exact_form(forms, x) for x in (a, b))
@@ -198,7 +198,8 @@ def _equality(forms: Forms, node: fx.Node, is_equal: bool) -> Truth:
 
 
 def are_integers(forms: Forms, a: Any, b: Any) -> bool:
-    """Whether operands are integers that their common dtype holds; else PyTorch wraps numbers."""
+    """Whether operands are integers that their common dtype represents; otherwise PyTorch
+    wraps."""
     for value, other in ((a, b), (b, a)):
         dtype = dtype_of(other)
         if type(value) is int and (dtype is None or not _fits(value, dtype)):

@@ -1,8 +1,8 @@
-"""A mod on tensors that broadcast: the numbers of many scores at once, without tracing or vmap.
+"""Evaluate a mod on broadcasting tensors: many scores at once, without tracing or vmap.
 
-Only for mods of which this gives the very same numbers: those of integers, bools, and floats that
-are rounded once. Functions of floats differ in their last bits between vectors and single numbers,
-so a mod with them is asked itself.
+Only for mods whose values stay exactly the same: integers, bools, and floats that are rounded
+once. Functions of floats differ in their last bits between vectors and scalars, so a mod with them
+is called itself.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ROUNDED = frozenset(
 
 
 class NotReproducible(Exception):
-    """A node's number may depend on how it is computed."""
+    """A node's value may depend on how it is computed."""
 
 
 def is_reproducible(node: fx.Node) -> bool:
-    """Whether an operator gives the same number wherever it is computed."""
+    """Whether an operator gives the same value wherever it is computed."""
     packet, dtype = packet_of(node.target), dtype_of(node)
     if dtype is None or not is_number(node):
         return False
@@ -50,17 +50,17 @@ def is_reproducible(node: fx.Node) -> bool:
 
 
 def can_compute(mod: Mod) -> bool:
-    """Whether `compute` gives the numbers of a mod."""
+    """Whether `compute` gives the mod's own values."""
     return None not in mod.captures.values() and all(map(is_reproducible, mod.operators))
 
 
 class Values:
-    """Numbers of the nodes of a mod, on tensors that broadcast.
+    """Values of a mod's nodes, on broadcasting tensors.
 
     Args:
-        mod: with captured tensors.
-        inputs: tensors of its inputs by name, all of as many dimensions.
-        device: where they are.
+        mod: a mod with captured tensors.
+        inputs: tensors for its inputs by name, all with the same number of dimensions.
+        device: their device.
     """
 
     def __init__(self, mod: Mod, inputs: Mapping[str, Tensor], device: torch.device) -> None:
@@ -73,10 +73,10 @@ class Values:
             self._known[node] = self._with_dimensions(tensor)
 
     def of(self, node: fx.Node) -> Tensor:
-        """A node for all values of what it depends on.
+        """A node for all values of its inputs.
 
         Raises:
-            NotReproducible: it may differ from what the mod itself gives.
+            NotReproducible: it may differ from the mod's own value.
         """
         if node not in self._known:
             if not is_reproducible(node):
@@ -85,7 +85,7 @@ class Values:
         return self._known[node]
 
     def compute(self, nodes: Iterable[fx.Node], result: fx.Node) -> Tensor:
-        """A result, by all operators in order; each number lives until its last use."""
+        """A result, from all operators in order; each value lives until its last use."""
         left = {node: len(node.users) for node in self._known}
         for node in nodes:
             self._known[node] = self._compute(node)
@@ -107,12 +107,12 @@ class Values:
         return self._with_dimensions(found.to(dtype_of(node)))
 
     def _with_dimensions(self, tensor: Tensor) -> Tensor:
-        """A number gets dimensions, so that dtypes meet as those of 0-d tensors do."""
+        """Give a number dimensions, so that dtypes promote as for 0-d tensors."""
         return tensor.view(self._form) if tensor.dim() == 0 else tensor
 
 
 def _reads_one_entry(read: fx.Node) -> bool:
-    """Whether a read of a captured tensor has an integer for each dimension; bytes are a mask."""
+    """Whether a read of a captured tensor has one integer per dimension; bytes are a mask."""
     table, indices = read.args
     example = table.meta.get("val") if isinstance(table, fx.Node) else None
     if not isinstance(example, Tensor) or example.dim() != len(indices):  # type: ignore[arg-type]
@@ -121,5 +121,5 @@ def _reads_one_entry(read: fx.Node) -> bool:
 
 
 def _as_index(value: Tensor) -> Tensor:
-    """An index in a dtype that reads take."""
+    """An index in a dtype that indexing accepts."""
     return value if value.dtype in (torch.int32, torch.int64) else value.long()

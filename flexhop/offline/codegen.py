@@ -24,8 +24,8 @@ class Generated:
 
     Args:
         forward: the wrapper with the forward kernels, as Python source.
-        backward: likewise for the backward pass; None when it was not asked for.
-        result: what the function returned, computed on the CPU; zeros from `generate_code`.
+        backward: likewise for the backward pass; None if not requested.
+        result: the function's result, computed on the CPU; zeros from `generate_code`.
     """
 
     forward: str
@@ -39,7 +39,7 @@ class Generated:
 
     @property
     def templates(self) -> list[Kernel]:
-        """The kernels that come from templates: ours."""
+        """flexhop's kernels, which come from templates."""
         return [kernel for kernel in self.kernels if kernel.is_template]
 
     def kernel(self, contains: str) -> Kernel:
@@ -52,9 +52,9 @@ class Generated:
         return self._only(found, f"{contains!r} in their names")
 
     def kernel_with(self, function: str) -> Kernel:
-        """The one kernel that holds a device function, e.g. "grad_query_blocks".
+        """The one kernel that contains a device function, e.g. "grad_query_blocks".
 
-        Inductor names kernels by their order; their functions tell which template they are.
+        Inductor numbers kernels in order; their functions tell which template they are.
 
         Raises:
             LookupError: there is none, or there are several.
@@ -93,15 +93,14 @@ def generate(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> Generated:
-    """Compile a function for a GPU that need not be there, and run it on the CPU.
+    """Compile a function for a GPU that may be absent, and run it on the CPU.
 
     Args:
         function: traced without graph breaks; may call `flexhop.flex_attention`.
         *args: its arguments, with tensors on the CPU.
         capability: compute capability of the GPU, e.g. (9, 0); see `flexhop.compat.fake_gpu.GPUS`.
-        grad: whether to run backward too, so that `.grad` of the arguments is filled. A function
-            of the result gives the scalar to differentiate; True stands for the sum of its first
-            tensor.
+        grad: whether to run backward too, which fills `.grad` of the arguments. A function of the
+            result returns the scalar to differentiate; True means the sum of its first tensor.
         options: Inductor configuration.
         dynamic: as in `torch.compile`.
 
@@ -120,9 +119,9 @@ def generate_code(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> Generated:
-    """As `generate`, without computing anything: the result and gradients are zeros.
+    """Like `generate`, without computing anything: the result and gradients are zeros.
 
-    Attention of thousands of keys takes a CPU longer than all its kernels take to compile.
+    With thousands of keys, attention on a CPU takes longer than compiling all of its kernels.
     """
     how = _Generation(capability, grad, options, dynamic)
     return how.run(function, args, lambda module: partial(fake_gpu.zeros_for, module))
@@ -142,7 +141,7 @@ class _Generation(NamedTuple):
         args: Sequence[Any],
         load: Callable[[torch.fx.GraphModule], Callable[..., Sequence[Any]]],
     ) -> Generated:
-        """The code of a function, whose graphs `load` makes functions of on the CPU."""
+        """The code of a function; `load` turns its graphs into functions on the CPU."""
         graphs: list[Graph] = []
 
         def runner(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
@@ -169,7 +168,7 @@ def trace(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """`torch.compile` on CPU tensors with GPU code, whose graphs run as `runner` says."""
+    """`torch.compile` on CPU tensors with GPU code; `runner` runs the graphs."""
 
     def compile_graph(
         module: torch.fx.GraphModule, inputs: Sequence[Any], keywords: dict[str, Any]
@@ -191,7 +190,8 @@ def differentiate(result: Any, grad: bool | Loss) -> None:
 
 
 def canonical(code: str) -> str:
-    """The code without what differs between two runs: graph numbers, cache paths and hashes."""
+    """The code without the parts that differ between runs: graph numbers, cache paths and
+    hashes."""
     code = re.sub(r"(?m)^# AOT ID: .*\n", "", code)
     code = re.sub(r"(?m)^# kernel path: .*\n", "", code)
     return re.sub(r"'backend_hash': '[0-9A-F]*'", "'backend_hash': ''", code)

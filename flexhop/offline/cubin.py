@@ -1,7 +1,7 @@
-"""Compile generated kernels to machine code for a GPU that need not be there, and look at it.
+"""Compile generated kernels to machine code for a GPU that may be absent, and inspect it.
 
-Every function here takes and returns picklable values, so a process pool compiles kernels for
-several architectures at once. Triton caches what it compiled on disk.
+All functions take and return picklable values, so a process pool can compile kernels for several
+architectures at once. Triton caches compiled kernels on disk.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _MATRIX_PRODUCTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """The machine code of one kernel and what it costs.
+    """The machine code of one kernel, and its resources.
 
     Args:
-        name: of the kernel.
+        name: name of the kernel.
         architecture: 90 for sm_90.
         registers: per thread.
-        stack: bytes of local memory per thread: arrays that no register could hold, and spills.
-        local: bytes of local memory per thread that the loader sets aside besides the stack.
+        stack: bytes of local memory per thread: arrays that do not fit in registers, and spills.
+        local: bytes of local memory per thread that the loader reserves besides the stack.
         shared: bytes of shared memory per program.
         spills: register spills: loads from and stores to local memory in the machine code.
         mma: warp-level matrix products in the PTX (sm_80 and later).
-        wgmma: warp-group-level matrix products (sm_90).
+        wgmma: warpgroup-level matrix products (sm_90).
         tcgen05: tensor-memory matrix products (sm_100).
         ptx: assembly text.
         binary: the cubin.
@@ -72,13 +72,13 @@ class Cubin:
     binary: bytes = dataclasses.field(repr=False)
 
     def sass(self) -> str:
-        """The machine code as text, with one instruction a line."""
+        """The machine code as text, one instruction per line."""
         return _sass(self.binary)
 
     def loops(self) -> list[str]:
         """The bodies of the loops in order of their first instruction: from a jump's target to it.
 
-        A jump to itself is no loop: it fills the space after the last instruction.
+        A jump to itself is not a loop: it pads after the last instruction.
         """
         lines = self.sass().splitlines()
         labels = {m[1]: n for n, line in enumerate(lines) if (m := _LABEL.match(line.strip()))}
@@ -109,7 +109,7 @@ def compile_kernel(
     Args:
         kernel: Triton or Gluon. For Gluon, the architecture it was written for.
         architecture: 90 for sm_90; see `ARCHITECTURES`.
-        constants: for the kernel's `constexprs`, e.g. {"XBLOCK": 1024}; kernels of Inductor's own
+        constants: for the kernel's `constexprs`, e.g. {"XBLOCK": 1024}; Inductor's own kernels
             have some, templates have none.
         num_warps: overrides the kernel's own.
         num_stages: overrides the kernel's own.
@@ -150,13 +150,13 @@ def compile_source(
     """Compile a function decorated with `@triton.jit` or `@gluon.jit`.
 
     Args:
-        function: what the decorator made, outside of the interpreter.
+        function: the decorated function, outside the interpreter.
         signature: argument name -> type, e.g. {"q": "*bf16", "n": "i32", "BLOCK": "constexpr"}.
         constants: values of the constexpr arguments.
         architecture: 90 for sm_90.
         attributes: argument position as a 1-tuple -> facts about it, e.g.
             {(0,): [["tt.divisibility", 16]]}.
-        **options: of Triton's compiler, e.g. num_warps=4, num_stages=2.
+        **options: options of Triton's compiler, e.g. num_warps=4, num_stages=2.
     """
     # Triton's default is about to change; Inductor sets it explicitly, too.
     options.setdefault("enable_fp_fusion", True)
@@ -200,9 +200,9 @@ def _inspect(compiled: CompiledKernel, architecture: int) -> Cubin:
 
 
 def product_notes(cubin: Cubin) -> list[str]:
-    """What ptxas says about warp-group-level products that it had to let wait for each other.
+    """ptxas' notes on warpgroup-level products that it had to serialise.
 
-    Such a kernel computes the right result at a fraction of the speed, and Triton shows no notes.
+    Such a kernel is correct but runs at a fraction of the speed, and Triton shows no notes.
     """
     architecture = f"sm_{cubin.architecture}{'a' if cubin.architecture == 90 else ''}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

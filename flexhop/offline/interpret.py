@@ -1,4 +1,5 @@
-"""Run generated GPU code on CPU tensors: template kernels and Inductor's own around them."""
+"""Run generated GPU code on CPU tensors: template kernels and Inductor's own kernels around
+them."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from flexhop.offline.memory import Memory, OutOfBoundsError
 
 __all__ = ["Memory", "OutOfBoundsError", "interpret", "load", "run_kernel"]
 
-# One numpy operation costs the same for few elements and for many, so blocks are large.
+# A numpy operation costs about the same for few elements and many, so blocks are large.
 _BLOCK_ELEMENTS = 1 << 15
-# Inductor leaves the mask out where a length is a multiple of the largest block that it tries.
+# Inductor omits the mask if a length is a multiple of the largest block that it tries.
 _LARGEST = {"x": 4096, "y": 1024, "z": 1024}
 
 
@@ -40,7 +41,7 @@ def interpret(
     Args:
         function: as in `generate`.
         *args: its arguments, with tensors on the CPU.
-        grad: as in `generate`: the kernels of the backward pass then fill `.grad`.
+        grad: as in `generate`: the backward kernels then fill `.grad`.
         memory: what to watch; see `Memory`.
         **generation: `capability`, `options`, `dynamic` as in `generate`.
 
@@ -98,7 +99,7 @@ def run_kernel(
     """Run one kernel in Triton's interpreter.
 
     Args:
-        kernel: in Triton's dialect.
+        kernel: a Triton (not Gluon) kernel.
         grid: number of programs along up to three axes.
         arguments: by name: CPU tensors for pointers, numbers, and constants such as XBLOCK.
         memory: what to watch.
@@ -118,7 +119,7 @@ def run_kernel(
 
 
 def _named(kernel: Kernel, args: Sequence[Any]) -> dict[str, Any]:
-    """What Inductor's wrapper hands over: run-time arguments, then what the grid is made of."""
+    """What Inductor's wrapper passes: run-time arguments, then the parameters of the grid."""
     extra = kernel.inductor_meta.get("extra_launcher_args", [])
     return dict(zip([*kernel.parameters, *extra], args, strict=True))
 
@@ -134,15 +135,15 @@ def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory) -> None:
 
 
 def _as_declared(value: Any, declared: str) -> Any:
-    """A launcher hands over an address: what lies there has the type that the kernel declares."""
+    """A launcher passes an address: the memory there has the type that the kernel declares."""
     return value.view(torch.uint8) if declared == "*u8" else value
 
 
 def _blocks(kernel: Kernel, named: dict[str, Any]) -> dict[str, int]:
-    """Block sizes for a kernel of Inductor's own, which tunes them when it first runs."""
+    """Block sizes for one of Inductor's own kernels, which it would tune at the first run."""
     left = _BLOCK_ELEMENTS
     blocks: dict[str, int] = {}
-    # Reductions first: a program should cover them in one go.
+    # Reductions first: a program should cover them at once.
     for axis in ("r0_", "r1_", "x", "y", "z"):
         length = named.get(f"{axis}numel", kernel.size_hints.get(axis))
         if length is not None:

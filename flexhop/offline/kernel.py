@@ -1,4 +1,4 @@
-"""One generated Triton or Gluon kernel: its text, Inductor's decisions about it, the function."""
+"""One generated Triton or Gluon kernel: its source, Inductor's metadata, the function."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Kernel", "kernels_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel as Inductor wrote it.
+    """A kernel as Inductor generated it.
 
     Args:
-        name: by which Inductor asks for the kernel, e.g. "triton_tem_fused_flexhop_attention_0". A
-            Gluon kernel's function has another, and this one stands for it at the end.
+        name: Inductor's name for the kernel, e.g. "triton_tem_fused_flexhop_attention_0". A Gluon
+            kernel's function has its own name and is aliased to this one at the end.
         source: the whole module text, with imports and Inductor's decorator.
         kind: Inductor's decorator: "template", "pointwise", "persistent_reduction", ...
         meta: `triton_meta`: "signature" (argument name -> type), "constants", "configs".
-        inductor_meta: grid, mutated arguments and what else Inductor notes.
+        inductor_meta: grid, mutated arguments and further metadata of Inductor.
         size_hints: e.g. {"x": 2048, "r0_": 64}; empty for templates.
-        num_warps: warps of one program; None where Inductor chooses it when the kernel first runs.
+        num_warps: warps per program; None if Inductor chooses it at the first run.
         num_stages: depth of the software pipeline; None likewise.
     """
 
@@ -39,12 +39,12 @@ class Kernel:
 
     @property
     def is_template(self) -> bool:
-        """Whether a template made it, rather than Inductor's own code generation."""
+        """Whether it comes from a template rather than Inductor's own code generation."""
         return self.kind == "template"
 
     @property
     def is_gluon(self) -> bool:
-        """Whether it is in the Gluon dialect; Triton's interpreter does not know that one."""
+        """Whether it is a Gluon kernel; Triton's interpreter does not support Gluon."""
         return "@gluon.jit" in self.source
 
     @property
@@ -92,7 +92,7 @@ class Kernel:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
                 node.decorator_list = [d for d in node.decorator_list if not _is_inductor(d)]
-        # It would ask for a driver; without a GPU there is none.
+        # It would require a driver; without a GPU there is none.
         tree.body = [node for node in tree.body if "set_driver_to_gpu" not in ast.unparse(node)]
         text = ast.unparse(tree)
         filename = f"<{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
@@ -118,7 +118,7 @@ class Kernel:
 
 
 def kernels_of(code: str) -> list[Kernel]:
-    """The kernels of an Inductor output code, in the order in which it defines them."""
+    """The kernels in Inductor's output code, in order of definition."""
     calls = [
         node
         for node in ast.walk(ast.parse(code))
@@ -170,7 +170,7 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 class _Names(dict[str, Any]):
-    """Stands for the classes that Inductor's decorators mention."""
+    """Stand-in for the classes that Inductor's decorators mention."""
 
     def __missing__(self, name: str) -> Any:
         return _Name(name)

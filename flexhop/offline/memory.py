@@ -1,6 +1,7 @@
 # Triton has no public way to extend its interpreter.
 # pyright: reportPrivateUsage=false
-"""Watch the memory accesses of interpreted kernels: strays, and values nobody wrote."""
+"""Watch the memory accesses of interpreted kernels: out-of-bounds accesses, and uninitialised
+values."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from flexhop.errors import FlexhopError
 
 __all__ = ["Memory", "OutOfBoundsError"]
 
-# Operations that give a pointer into the same argument as their first operand.
+# Operations that return a pointer into the argument of their first operand.
 _KEEP_ARGUMENT = (
     "create_addptr",
     "create_bitcast",
@@ -31,11 +32,11 @@ _KEEP_ARGUMENT = (
 
 
 class OutOfBoundsError(FlexhopError, IndexError):
-    """A lane whose mask is on touched memory outside of its argument's tensor.
+    """An active lane accessed memory outside its argument's tensor.
 
-    Facts: the kernel, the pointer argument that the address came from, the operation ("load",
-    "store", "atomic"), the offset of a stray lane in elements from the argument's first element,
-    how many elements the argument has, and the program's indices in the grid.
+    Facts: the kernel, the pointer argument of the address, the operation ("load", "store",
+    "atomic"), the offset of one such lane in elements from the argument's first element, the
+    argument's number of elements, and the program's indices in the grid.
     """
 
     message = (
@@ -48,9 +49,9 @@ class Memory:
     """What to watch.
 
     Args:
-        poison: fill new buffers, and the lanes that a masked load without `other` leaves open,
+        poison: fill new buffers, and lanes that a masked load without `other` leaves undefined,
             with NaN (integers in buffers: a value far out of range).
-        check_bounds: raise OutOfBoundsError for a lane that is on and strays from its argument.
+        check_bounds: raise OutOfBoundsError if an active lane leaves its argument.
     """
 
     def __init__(self, poison: bool = False, check_bounds: bool = False) -> None:
@@ -62,21 +63,21 @@ class Memory:
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A new buffer, poisoned if so wished."""
+        """A new buffer, poisoned if requested."""
         buffer = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
         if self.poison and dtype != torch.bool:
             buffer.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 2)
         return buffer
 
     def enter_kernel(self, name: str, arguments: dict[str, Any]) -> None:
-        """Note which memory the next kernel may touch."""
+        """Record which memory the next kernel may access."""
         tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
         self._kernel = name
         self._ranges = {argument: _extent(tensor) for argument, tensor in tensors.items()}
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Patch the interpreter's accesses."""
+        """Patch the interpreter's memory accesses."""
         builder = InterpreterBuilder
         patches: dict[str, Callable[..., Any]] = {}
         if self.poison or self.check_bounds:
@@ -139,7 +140,7 @@ class Memory:
         if lowest >= start and highest + size <= end:
             return
         stray = lowest if lowest < start else highest
-        # Addresses wrap around: one before the argument may look far beyond it.
+        # Addresses wrap around: one before the argument may appear far beyond it.
         offset = (stray - start + 2**63) % 2**64 - 2**63
         raise OutOfBoundsError(
             kernel=self._kernel,
@@ -151,7 +152,8 @@ class Memory:
         )
 
     def _owner(self, address: int) -> str:
-        """The argument an address lies in, for a pointer whose origin was lost on the way."""
+        """The argument that contains an address, for a pointer whose origin was lost on the
+        way."""
         for argument, (start, end) in self._ranges.items():
             if start <= address < end:
                 return argument
@@ -159,7 +161,7 @@ class Memory:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address of a tensor's elements and the one after its last."""
+    """Address of a tensor's first element, and the one after its last."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -193,7 +195,7 @@ def _keep_argument(original: Callable[..., Any], position: int) -> Callable[...,
 
 
 def _described(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pointers made by a tensor descriptor belong to the descriptor's base."""
+    """Pointers from a tensor descriptor belong to the descriptor's base."""
 
     def materialize(self: Any, *args: Any) -> Any:
         pointers, mask = original(self, *args)

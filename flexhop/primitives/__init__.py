@@ -1,1 +1,1 @@
-"""Small operators of our own that mods call."""
+"""Small operators that mods call."""

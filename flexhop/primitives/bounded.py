@@ -1,4 +1,4 @@
-"""A position that leaves its sequence only where scores do not count."""
+"""Positions that are outside their sequence only for unused scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _(
 
 
 def _lift(tensor: Tensor, dim: int | None, rank: int) -> Tensor:
-    """With the mapped dimension first, and in front of `rank` others."""
+    """Move the mapped dimension first, in front of `rank` others."""
     if dim is None:
         return tensor
     first = tensor.movedim(dim, 0)
@@ -36,10 +36,10 @@ def _lift(tensor: Tensor, dim: int | None, rank: int) -> Tensor:
 
 
 def bounded(position: Tensor, last: Tensor) -> Tensor:
-    """position, held in [0, last] so that tables can be read at it.
+    """position, clamped to [0, last] so that tables can be read at it.
 
-    It promises that scores whose position is outside do not count. A kernel may therefore compute
-    with the position as it is, where nothing is read at it (lowering/mods/relative.py).
+    It promises that scores with positions outside are not used. If nothing is read at the
+    position, a kernel may therefore compute with it unclamped (lowering/mods/relative.py).
 
     Args:
         position: int32. last: int32, at least 0.
@@ -47,4 +47,4 @@ def bounded(position: Tensor, last: Tensor) -> Tensor:
     return torch.ops.flexhop.bounded(position, last)
 
 
-BOUNDED = torch.ops.flexhop.bounded.default  # what calls of it are in a graph
+BOUNDED = torch.ops.flexhop.bounded.default  # its operator in graphs

@@ -1,4 +1,4 @@
-"""tanh in one instruction of the GPU, as an explicit choice of a score_mod."""
+"""tanh as a single GPU instruction, if a score_mod asks for it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def tanh_approx(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_dynamo_compiling() or _is_traced():
         return torch.ops.flexhop.tanh_approx(x)
-    # Eager calls can be differentiated in every mode; a custom operator gives a tangent of 0.
+    # Eager calls are differentiable in every mode; a custom operator would give a tangent of 0.
     return torch.tanh(x)
 
 
 def _is_traced() -> bool:
-    """Whether make_fx records what is called now, as `explain` does to read a mod."""
+    """Whether make_fx is tracing, as `explain` does to read a mod."""
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracer is not None and tracer.get_proxy_mode() is not None

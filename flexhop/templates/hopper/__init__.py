@@ -1,4 +1,4 @@
-"""The files of each kernel for Hopper GPUs, which is written in Gluon, and of those before it."""
+"""The files of each Hopper kernel, written in Gluon, and of the kernels before it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KERNELS = {
         "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),
 }  # fmt: skip
-# In portable Triton: what is computed before one of the kernels above.
+# In portable Triton: kernels that run before one of those above.
 BEFORE = {
     "mask_bits": ("hopper/before/mask_bits", *BLOCKS),
     "add_order": ("hopper/before/add_order", "portable/query_blocks", *LISTS),
 }
-# What backward needs for gradients of captured tensors.
+# Files that backward needs for gradients of captured tensors.
 CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
-# What IMPORTS imports from here.
+# Names that IMPORTS imports from here.
 MODULES = ("flexhop.templates.hopper.records", "flexhop.templates.hopper.runtime")
 IMPORTS = """
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -47,8 +47,8 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
         kernel: one of KERNELS.
         extras: CAPTURED, or nothing.
     """
-    # What both dialects share is Triton that Gluon accepts; the user's functions are printed for
-    # the kernel's dialect (flexhop/compat/gluon.py).
+    # Shared files are Triton that Gluon accepts; the user's functions are printed for the kernel's
+    # dialect (flexhop/compat/gluon.py).
     return join((*KERNELS[kernel], *extras)).replace("@triton.jit", "@gluon.jit")
 
 

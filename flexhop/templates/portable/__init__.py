@@ -32,7 +32,7 @@ KERNELS = {
         "portable/grad_key_value", "portable/grad_tile", *_BY_KEY, "mods/mod_grads",
     ),
 }  # fmt: skip
-# Files whose functions are called only by kernels of some calls.
+# Files whose functions only some calls need.
 EXTRAS = ("dropout", "exact_sum")
 
 
@@ -41,6 +41,6 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
 
     Args:
         kernel: one of KERNELS.
-        extras: of EXTRAS.
+        extras: some of EXTRAS.
     """
     return join((*KERNELS[kernel], *(f"mods/{extra}" for extra in extras)))

@@ -1,1 +1,1 @@
-"""What the holes of the templates print."""
+"""The text that the templates' holes print."""

@@ -1,4 +1,4 @@
-"""Inductor: gradients of captured tensors in Gluon kernels, as their holes print them.
+"""Inductor: the holes for gradients of captured tensors in Gluon kernels.
 
 `kernel` is a GluonKernel of compat/gluon.py. Tiles of scores are transposed, [64 keys, queries];
 the functions that are called here are in the files captured, sums and distances of the dialect.
@@ -19,19 +19,19 @@ Sites = Sequence[ScatterSite]
 
 
 def _kept(sites: Sites) -> list[int]:
-    """Sites whose indices do not depend on the query: they are summed in registers."""
+    """Sites whose indices do not depend on the query: summed in registers."""
     return [number for number, site in enumerate(sites) if not site.uses_q_idx]
 
 
 def start(sites: Sites) -> str:
-    """Text of the sums of nothing, a tuple."""
+    """Text of the empty sums, a tuple."""
     columns = "BLOCK_M // 2 if SHARES_KEYS else BLOCK_M"
     zeros = f"sum_rows(gl.zeros([64, {columns}], gl.float32, layout=SCORES)), "
     return f"({zeros * len(_kept(sites))})"
 
 
 def add(kernel: Any, sites: Sites) -> str:
-    """A line that follows the gradients of a tile; nothing without sites."""
+    """The line after the gradients of a tile; empty without sites."""
     if not sites:
         return ""
     rest = "sums, score, p, grad, b, h, q_idx, kv_idx"
@@ -39,7 +39,7 @@ def add(kernel: Any, sites: Sites) -> str:
 
 
 def finish(kernel: Any, sites: Sites) -> str:
-    """A line that follows the last tile of a head; nothing where no sums are kept."""
+    """The line after the last tile of a head; empty if no sums are kept."""
     if not _kept(sites):
         return ""
     return f"\nstate = finish_sums({kernel.gen_argdefs()}, state, b, h, kv_idx)"
@@ -62,7 +62,7 @@ def add_sites(kernel: Any, sites: Sites) -> str:
 def _add_at_once(kernel: Any, number: int, site: ScatterSite) -> list[str]:
     """Lines that sum a tile over keys, or pairs at equal distances, and add that to memory."""
     find, locate = ("sum_distances", "pair_at") if site.by_distance else ("sum_keys", "query_at")
-    # Positions as they are: those behind the end must not be clamped before they are counted.
+    # Unclamped positions: those beyond the end must not be clamped before they are counted.
     places = "q_place - kv_place" if site.by_distance else "q_place + kv_place * 0"
     parts, offsets = f"parts_{number}", f"offsets_{number}"
     lines, offset = _locate(kernel, number, site, f"q_{number}", f"kv_{number}")
@@ -106,7 +106,7 @@ def finish_sites(kernel: Any, sites: Sites) -> str:
 def _locate(
     kernel: Any, number: int, site: ScatterSite, q_idx: str, kv_idx: str
 ) -> tuple[list[str], str]:
-    """Lines that compute a site's indices at positions, and where in its buffer they point."""
+    """Lines that compute a site's indices at positions, and the addresses in its buffer."""
     inputs = {name: name for name in INDEX_NAMES} | {"q_idx": q_idx, "kv_idx": kv_idx}
     lines: list[str] = []
     wide = "tl.int64" if site.is_large else "tl.int32"
@@ -120,7 +120,7 @@ def _locate(
 
 
 def _add(kernel: Any, site: ScatterSite, value: str, offset: str) -> str:
-    """A line that adds to a site's buffer; zeros, as those of no scores, are not added."""
+    """A line that adds to a site's buffer; skips zeros, such as those of masked scores."""
     place = f"{kernel.args.input(site.buffer)} + ({offset})"
     return (
         f"gl.atomic_add({place}, ({value}).to({site.dtype}), mask={value} != 0.0, sem='relaxed')"

@@ -1,4 +1,4 @@
-"""Inductor: what our own holes of the templates print.
+"""Inductor: the text of our own template holes.
 
 `kernel` is a TemplateKernel of compat/inductor.py, whose names are the same in torch 2.11 to 2.15.
 """
@@ -14,7 +14,7 @@ Expr = int | sympy.Expr
 
 
 class ScatterSite(NamedTuple):
-    """How one site's gradient is added to its buffer, as the template kernel needs it."""
+    """How to add one site's gradient to its buffer."""
 
     buffer: str  # name of the zero-filled buffer
     strides: tuple[Expr, ...]
@@ -32,7 +32,7 @@ class ScatterSite(NamedTuple):
 
 
 def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
-    """Text that adds the gradient of one site to its buffer."""
+    """The text that adds the gradient of one site to its buffer."""
     inputs = {name: name for name in ("score", *INDEX_NAMES, "grad_score")}
     lines = [kernel.modification(site.value, f"grad_{number}", **inputs)]
     index = "0"
@@ -45,7 +45,7 @@ def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
     lines.append(f"grad_{number} = tl.where(keep, grad_{number}, 0.0)")
     shape, mask = "keep", "keep"
     if not site.uses_kv_idx:
-        # Every key of a query adds to one place: add them up first.
+        # Every key of a query adds to one place: sum them first.
         lines.append(f"grad_{number} = tl.sum(grad_{number}, 1, keep_dims=True)")
         shape, mask = "q_idx", "None"
     if not site.uses_q_idx:
@@ -55,7 +55,7 @@ def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
     pointer = kernel.args.input(site.buffer)
     if site.row is not None:
         row = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.row)))
-        # What is masked is 0 by now, and adds nothing.
+        # Masked values are 0 by now and add nothing.
         lines.append(f"add_exactly({pointer}, {index} + {zeros}, grad_{number}, {row})")
         return "\n".join(lines)
     lines.append(
@@ -68,9 +68,9 @@ def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
 class Dropout(NamedTuple):
     """Which weights a kernel drops; see flexhop/ops/dropout.py.
 
-    seed: name of its buffer. threshold: of the random words. factor: of the weights that are
-    kept. in_groups: whether tiles begin at multiples of 16 queries and keys. groups: of queries
-    and of keys, in a placed seed; None if positions are those of the mask.
+    seed: name of its buffer. threshold: for the random words. factor: for the kept weights.
+    in_groups: whether tiles start at multiples of 16 queries and keys. groups: of queries and of
+    keys, in a placed seed; None if positions are the mask's.
     """
 
     seed: str
@@ -81,7 +81,7 @@ class Dropout(NamedTuple):
 
 
 def draw_kept(kernel: Any, dropout: Dropout, q_idx: str, kv_idx: str) -> str:
-    """A line that follows another one: which weights of a tile are kept."""
+    """A line to append: which weights of a tile are kept."""
     seed = kernel.args.input(dropout.seed)
     rest = f"{dropout.threshold}, {dropout.in_groups}"
     place = f"b, h, {q_idx}, {kv_idx}"
