@@ -170,7 +170,7 @@ class Dense(NamedTuple):
 
     key, value: repeated for every batch and query head. scores: modified, -inf where hidden, with
     the graph that leads to query, key and captures. out [B, Hq, M, Dv]; lse, largest [B, Hq, M].
-    product: how matrices are multiplied.
+    product: how matrices are multiplied. factors: of dropout.
     """
 
     key: Tensor
@@ -180,6 +180,7 @@ class Dense(NamedTuple):
     lse: Tensor
     largest: Tensor
     product: Callable[[Tensor, Tensor], Tensor]
+    factors: Tensor | None = None
 
     @property
     def seen(self) -> Tensor:
@@ -197,6 +198,7 @@ def dense_attention(
     *,
     truncates: bool = False,
     formula: Formula = "plain",
+    factors: Tensor | None = None,
 ) -> Dense:
     """Attention as the field writes it: every score at once, in the dtype of query.
 
@@ -211,6 +213,8 @@ def dense_attention(
         formula: "fused": products of 16-bit matrices stay in fp32, as in one kernel; only the
             weights and out are rounded. "online": the same, with weights that are rounded before
             they are divided by their sum, which a kernel knows last.
+        factors: of dropout: 0 for weights that are dropped, else 1 / (1 - p); they multiply the
+            weights after the sums of rows.
     """
     is_plain = formula == "plain"
     product = Truncated.apply if truncates else torch.matmul if is_plain else exact_product
@@ -233,9 +237,10 @@ def dense_attention(
         safe = torch.where(seen, total, 1.0)
         one, safe = torch.ones_like(safe)[..., None], safe[..., None]
         before, after = (one, safe) if formula == "online" else (safe, one)
+        weights = weights if factors is None else weights * factors.to(wide)
         out = (product((weights / before).to(query.dtype), value) / after).to(query.dtype)
         lse = torch.where(seen, shift + torch.log(safe[..., 0]), -INF)
-    return Dense(key, value, scores, out, lse, largest, product)
+    return Dense(key, value, scores, out, lse, largest, product, factors)
 
 
 def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> None:
@@ -251,12 +256,16 @@ def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> N
     if grad_lse is not None:
         delta = delta - grad_lse[..., None]
     grad_weights = dense.product(grad_out, dense.value.detach().transpose(-1, -2)).to(wide)
+    used = weights
+    if dense.factors is not None:
+        grad_weights, used = grad_weights * dense.factors, weights * dense.factors
     grad_scores = weights * (grad_weights - delta)
-    grad_value = dense.product(weights.to(dtype).transpose(-1, -2), grad_out)
-    pairs = [(dense.value, grad_value)]
+    grad_value = dense.product(used.to(dtype).transpose(-1, -2), grad_out)
+    pairs = [(dense.value, grad_value)] if dense.value.requires_grad else []
     if dense.scores.requires_grad:  # a score_mod may do without its score
         pairs.append((dense.scores, grad_scores))
-    torch.autograd.backward(*zip(*pairs, strict=True))
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def evaluate_score_mod(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:

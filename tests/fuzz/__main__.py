@@ -11,12 +11,17 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 
 from flexhop.errors import EagerWarning, FlexhopError
 from tests.fuzz.checks import check_results, compile_offline
-from tests.fuzz.draw import Problem, draw
+from tests.fuzz.draw import draw
+from tests.fuzz.plan import Plan, simpler
 
-MODES = ("eager", "traced", "compiled", "offline")
+BACKENDS = {
+    "eager": "eager", "traced": "aot_eager", "compiled": "inductor", "interpreted": "interpreter",
+}  # fmt: skip
+MODES = (*BACKENDS, "offline")
 
 
 def arguments() -> argparse.Namespace:
@@ -24,13 +29,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--mode", choices=MODES,
-        help="eager; traced (aot_eager); compiled (inductor), the default on cuda; offline: "
-        "generate kernels and compile them for --arch, without a GPU",
+        help="eager; traced (aot_eager); compiled (inductor), the default on cuda; interpreted: "
+        "GPU kernels on a CPU; offline: generate kernels and compile them for --arch",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--count", type=int, default=0, help="at most so many problems")
     parser.add_argument("--seed", type=int, help="the first problem; FLEXHOP_FUZZ_SEED likewise")
     parser.add_argument("--only", type=int, help="one problem, with its traceback")
+    parser.add_argument("--shrink", type=int, help="one problem, and the smallest like it")
+    parser.add_argument(
+        "--level", choices=("text", "llvm", "cubin"), default="cubin",
+        help="offline: generate texts only; compile as far as Triton goes; machine code",
+    )  # fmt: skip
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="such as 80 90 100 120")
     parser.add_argument("--procs", type=int, default=1, help="processes side by side")
     parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
@@ -41,13 +51,48 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def check(args: argparse.Namespace, seed: int, problem: Problem) -> None:
+def check(args: argparse.Namespace, seed: int, plan: Plan) -> None:
     """One problem as the arguments say."""
     if args.mode == "offline":
-        compile_offline(problem, tuple(args.arch))
+        # One architecture for each problem: others come with other numbers.
+        compile_offline(plan, (args.arch[seed % len(args.arch)],), args.level)
         return
-    backend = {"eager": "eager", "traced": "aot_eager", "compiled": "inductor"}[args.mode]
-    check_results(problem, seed, args.device, backend)
+    check_results(plan, seed, args.device, BACKENDS[args.mode])
+
+
+def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
+    """What comes of a problem: right, wrong, refused or error; and a note."""
+    try:
+        check(args, seed, plan)
+    except Exception as error:  # every kind is a finding: it is counted, and printed
+        status = "wrong" if isinstance(error, AssertionError) else "error"
+        refusals = [e for e in _chain(error) if isinstance(e, FlexhopError)]
+        status = "refused" if refusals else status
+        error = refusals[0] if refusals else error
+        return status, f"{type(error).__name__}: {str(error)[:300]}"
+    return "right", ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def shrink(args: argparse.Namespace, seed: int, plan: Plan) -> None:
+    """Print smaller problems that fail alike, until none does."""
+    first = verdict(args, seed, plan)
+    print(*first, flush=True)
+    found = first[0] != "right"
+    while found:
+        found = False
+        for what, smaller in simpler(plan):
+            status, note = verdict(args, seed, smaller)
+            if status == first[0] and note[:40] == first[1][:40]:
+                print(f"still without {what}: {note}", flush=True)
+                plan, found = smaller, True
+                break
+    print("smallest:", plan.words())
 
 
 def is_large(args: argparse.Namespace) -> bool:
@@ -61,16 +106,10 @@ def run(args: argparse.Namespace) -> collections.Counter[str]:
     seed = args.seed + part
     while time.monotonic() < end and not (args.count and sum(counts.values()) >= args.count):
         problem = draw(seed, large=is_large(args))
-        status, note = "right", ""
-        try:
-            check(args, seed, problem)
-        except Exception as error:  # every kind is a finding: it is counted, and printed
-            status = "wrong" if isinstance(error, AssertionError) else "error"
-            status = "refused" if isinstance(error, FlexhopError) else status
-            note = f"{type(error).__name__}: {str(error)[:300]}"
+        status, note = verdict(args, seed, problem)
         counts[status] += 1
         if note:
-            print(f"--only {seed} {status} {note}\n    {problem.words}", flush=True)
+            print(f"--only {seed} {status} {note}\n    {problem.words()}", flush=True)
         seed += parts
     return counts
 
@@ -87,9 +126,12 @@ def main() -> int:
     """The exit status: 1 if anything was wrong, or failed."""
     args = arguments()
     warnings.simplefilter("ignore", EagerWarning)
+    if args.shrink is not None:
+        shrink(args, args.shrink, draw(args.shrink, large=is_large(args)))
+        return 0
     if args.only is not None:
         problem = draw(args.only, large=is_large(args))
-        print(problem.words)
+        print(problem.words())
         try:
             check(args, args.only, problem)
         except Exception:

@@ -2,47 +2,134 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
+from triton.backends.nvidia.compiler import CUDABackend
 
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel
-from tests.case_inputs import make_call, make_inputs, make_loss
-from tests.fuzz.draw import Problem
-from tests.judging import Outcome, assert_case
+from flexhop.offline.interpret import Memory, interpret
+from tests.budgets import assert_within_budget
+from tests.fuzz.oracle import compute, loss_of, nudged
+from tests.fuzz.plan import Plan
+from tests.fuzz.problem import Problem, make_call, make_problem
 
 
-def check_results(
-    problem: Problem, seed: int, device: str = "cpu", backend: str = "eager"
-) -> None:
-    """Forward and backward against fp64; backend: "eager", or one of torch.compile.
+def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "eager") -> None:
+    """Forward and backward against fp64.
+
+    Args:
+        plan: the problem.
+        seed: of its tensors.
+        device: of its tensors.
+        backend: "eager"; "aot_eager" or "inductor" of torch.compile; "interpreter", for the
+            portable kernels of GPUs on a CPU.
 
     Raises:
         AssertionError: a result is further from fp64 than plain PyTorch of this dtype.
     """
-    case = problem.case
-    inputs = make_inputs(case, device, seed=seed % 1000)
-    call: Any = make_call(case, inputs)
+    problem = make_problem(plan, seed % 1000, device)
+    call, loss = make_call(problem), loss_of(problem)
     torch._dynamo.reset()
-    if backend != "eager":
-        call = torch.compile(call, backend=backend, fullgraph=True, dynamic=problem.dynamic)
-    result = call(inputs.query, inputs.key, inputs.value)
-    make_loss(case, inputs)(result).backward()
-    assert_case(case, inputs, Outcome.of(case, result, inputs))
+    if backend == "interpreter":
+        memory = Memory(poison=True, check_bounds=True)
+        grad = loss if plan.is_differentiated else False
+        result = interpret(
+            call, *problem.operands, grad=grad, memory=memory, dynamic=plan.dynamic
+        ).result
+    else:
+        if backend != "eager":
+            call = torch.compile(call, backend=backend, fullgraph=True, dynamic=plan.dynamic)
+        result = call(*problem.operands)
+        if plan.is_differentiated:
+            loss(result).backward()
+    judge(problem, results_of(problem, result))
 
 
-def compile_offline(problem: Problem, architectures: tuple[int, ...] = (90,)) -> int:
-    """Generate the kernels of a problem, and compile them; the number of kernels."""
-    case, count = problem.case, 0
+def results_of(problem: Problem, result: Any) -> dict[str, Tensor]:
+    """Results and gradients by name."""
+    out, aux = result if isinstance(result, tuple) else (result, None)
+    found = {"out": out}
+    if problem.plan.lse:
+        found["lse"] = aux.lse
+    if problem.plan.max_scores:
+        found["max_scores"] = aux.max_scores
+    for name, leaf in problem.leaves().items():
+        grad = leaf.grad
+        # Autograd knows that nothing depends on it.
+        if grad is None and (problem.plan.ignores_score or name == "sinks"):
+            grad = torch.zeros_like(leaf)
+        assert grad is not None, f"{name} has no gradient"
+        found[name] = grad
+    return found
+
+
+def judge(problem: Problem, found: dict[str, Tensor]) -> None:
+    """Hold results against fp64.
+
+    Raises:
+        AssertionError: one is too far away.
+    """
+    plan = problem.plan
+    gold, reference = compute(problem, torch.float64), compute(problem, None)
+    others: list[dict[str, Tensor]] = []
+    if plan.dtype in (torch.bfloat16, torch.float16):
+        others = [compute(problem, None, "fused"), compute(problem, None, "online")]
+    captured = (*plan.learned, "sinks")
+    near = [
+        compute(nudged(problem, i), None) for i in range(4 if captured[1:] or plan.sinks else 0)
+    ]
+    for name, actual in found.items():
+        beside = [*others, *near] if name in captured else others
+        allowed = [other[name] for other in beside]
+        assert_within_budget(
+            actual, gold[name], reference[name], *allowed, name=name,
+            captured=name in captured, unseen=gold.get(f"unseen_{name}"),
+        )  # fmt: skip
+
+
+def compile_offline(
+    plan: Plan, architectures: tuple[int, ...] = (90,), level: str = "cubin"
+) -> int:
+    """Generate the kernels of a problem, and compile them; the number of kernels.
+
+    Args:
+        plan: the problem.
+        architectures: such as 90.
+        level: "text": their texts alone; "llvm": as far as Triton goes; "cubin": machine code.
+    """
+    count = 0
     for architecture in architectures:
-        inputs = make_inputs(case)
+        problem = make_problem(plan, 0)
         generated = generate_code(
-            make_call(case, inputs), inputs.query, inputs.key, inputs.value,
-            grad=make_loss(case, inputs), dynamic=problem.dynamic,
+            make_call(problem), *problem.operands, dynamic=plan.dynamic,
+            grad=loss_of(problem) if plan.is_differentiated else False,
             capability=(architecture // 10, architecture % 10),
         )  # fmt: skip
         for kernel in generated.templates:
-            compile_kernel(kernel, architecture)
+            _compile(lambda kernel=kernel, of=architecture: compile_kernel(kernel, of), level)
             count += 1
     return count
+
+
+class _FarEnough(Exception):
+    """Triton has done its part."""
+
+
+def _compile(compiled: Callable[[], Any], level: str) -> None:
+    if level == "text":
+        return
+    with _stops_before_ptx() if level == "llvm" else contextlib.nullcontext():
+        with contextlib.suppress(_FarEnough):
+            compiled()
+
+
+@contextlib.contextmanager
+def _stops_before_ptx() -> Iterator[None]:
+    with mock.patch.object(CUDABackend, "make_ptx", side_effect=_FarEnough):
+        yield

@@ -1,32 +1,29 @@
-"""A problem is a number: from it a case of tests/case_inputs.py is drawn, and nothing else."""
+"""A problem is a number: from it a plan is drawn, and nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from flexhop import KernelOptions
-from tests.case_inputs import Case, Shape
-from tests.fuzz.functions import MASKS, SCORES, Entry, chain_scores, combine_masks
+from tests.case_inputs import Shape
+from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
+from tests.fuzz.plan import Family, Plan
+from tests.fuzz.scores import IGNORING, SCORES
 
 LENGTHS = (1, 2, 7, 16, 17, 31, 33, 37, 48, 63, 64, 65, 70)
 LONG = (100, 127, 128, 129, 200, 257, 513, 1024, 1030, 1281)
-WIDTHS = (8, 16, 17, 24, 32, 40)
+WIDTHS = (8, 16, 17, 24, 32, 40, 1, 3)
 WIDE = (48, 64, 64, 72, 80, 96, 128, 128, 192, 256)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FAMILIES: tuple[Family, ...] = ("dense",) * 9 + ("packed",) * 3 + ("paged", "cached", "nested")
+LAYOUTS = ("contiguous", "bshd", "column", "padded", "offset", "expanded")
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
-class Problem(NamedTuple):
-    """What a number stands for. words: for people. dynamic: as for torch.compile."""
-
-    case: Case
-    words: str
-    dynamic: bool
-
-
-def draw(seed: int, *, large: bool = False) -> Problem:
+def draw(seed: int, *, large: bool = False) -> Plan:
     """The problem of a number.
 
     Args:
@@ -34,28 +31,28 @@ def draw(seed: int, *, large: bool = False) -> Problem:
         large: sizes as on a GPU, for kernels that are generated and perhaps run there.
     """
     r = random.Random(f"flexhop {seed}")
-    shape = _shape(r, large)
-    masks = r.sample(sorted(MASKS), r.choice([0, 1, 1, 2, 3]))
+    family = r.choice(FAMILIES)
+    dtype = r.choice(DTYPES)
+    if large and dtype == torch.float64:  # which has no kernel
+        dtype = torch.bfloat16
+    masks = tuple(r.sample(sorted(MASKS), r.choice([0, 1, 1, 2, 3])))
     scores = _scores(r)
-    how = r.choice(["and", "or"])
-    entries = [*(MASKS[n] for n in masks), *(SCORES[n] for n in scores)]
-    ignores = any(SCORES[n].ignores_score for n in scores)
-    case = Case(
-        f"random_{seed}",
-        score=chain_scores([SCORES[n] for n in scores]) if scores else None,
-        mask=combine_masks([MASKS[n] for n in masks], how) if masks else None,
-        captures=lambda s, random_: _captured(entries, s, random_),
-        learned=tuple(n for e in entries for n in e.learned if r.random() < 0.6),
-        shape=shape, dtype=r.choice(DTYPES),
-        block_size=r.choice([128, 128, 64, 32, 20, (48, 16), (16, 64)]),
-        per_batch=True, per_head=True, scale=r.choice([None, None, None, 0.3, -0.2]),
-        layout=r.choice(["contiguous", "bshd", "column", "padded", "offset"]),
-        options=_options(r, shape), lse=r.random() < 0.4, ignores_score=ignores, stock=False,
+    plan = Plan(
+        family=family, shape=_shape(r, large), dtype=dtype, masks=masks,
+        how=r.choice(["and", "and", "or", "not", "where", "product"]), scores=scores,
+        learned=tuple(n for s in scores for n in SCORES[s].learned if r.random() < 0.6),
+        train=r.choice(["qkv"] * 8 + ["q", "k", "v", "qk", "kv", "qv", ""]),
+        block_size=r.choice([(128, 128)] * 3 + [(64, 64), (32, 32), (20, 20), (48, 16), (16, 64)]),
+        listed=r.random() < 0.1,
+        by_batch=r.random() < 0.8 or bool(BY_BATCH & {*masks}),
+        by_head=r.random() < 0.8 or bool(BY_HEAD & {*masks}),
+        scale=r.choice([None] * 5 + [0.3, 1.0, -0.2]), layouts=_layouts(r),
+        lse=r.random() < 0.4, max_scores=r.random() < 0.15, sinks=r.random() < 0.1,
+        dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
-    dynamic = r.random() < 0.2
-    words = f"{shape} {case.dtype} masks {how} {masks} scores {scores} learned {case.learned}"
-    words += f" blocks {case.block_size} {case.layout} {case.options} dynamic {dynamic}"
-    return Problem(case, words, dynamic)
+    plan = dataclasses.replace(plan, **_of_family(r, plan))
+    plan = dataclasses.replace(plan, options=_options(r, plan, large))
+    return _consistent(plan)
 
 
 def _shape(r: random.Random, large: bool) -> Shape:
@@ -72,18 +69,64 @@ def _shape(r: random.Random, large: bool) -> Shape:
     return Shape(r.choice([1, 2]), heads * group, heads, q_len, kv_len, width, value, shared)
 
 
-def _scores(r: random.Random) -> list[str]:
+def _scores(r: random.Random) -> tuple[str, ...]:
     """Names of score_mods; one that ignores its score comes first, or it would hide others."""
     names = r.sample(sorted(SCORES), r.choice([0, 1, 1, 2, 3]))
-    ignoring = [n for n in names if SCORES[n].ignores_score][:1]
-    return ignoring + [n for n in names if not SCORES[n].ignores_score]
+    ignoring = [n for n in names if n in IGNORING][:1]
+    return (*ignoring, *(n for n in names if n not in IGNORING))
 
 
-def _captured(entries: list[Entry], shape: Any, values: Any) -> dict[str, Any]:
-    return {name: value for e in entries for name, value in e.captures(shape, values).items()}
+def _layouts(r: random.Random) -> tuple[str, ...]:
+    if r.random() < 0.1:
+        return ("views",) * 3
+    if r.random() < 0.6:
+        return (r.choice(LAYOUTS),) * 3
+    return tuple(r.choice(LAYOUTS) for _ in range(3))
 
 
-def _options(r: random.Random, shape: Shape) -> KernelOptions | None:
+def _of_family(r: random.Random, plan: Plan) -> dict[str, Any]:
+    shape = plan.shape
+    if plan.family in ("packed", "nested"):
+        return _sequences(r, plan)
+    if plan.family == "paged":
+        page = r.choice([1, 3, 8, 16, 17, 64, 128])
+        room = -(-shape.kv_len // page) * page
+        lengths = tuple(r.choice([0, room, r.randint(1, room)]) for _ in range(shape.batch))
+        shape = dataclasses.replace(shape, kv_len=room, kv_batch=None)
+        return {"page": page, "keys": lengths, "shape": shape} | _stored(r, 0.5)
+    return _stored(r, 1.0) if plan.family == "cached" else {}
+
+
+def _stored(r: random.Random, share: float) -> dict[str, Any]:
+    if r.random() > share:
+        return {"train": "", "learned": ()}
+    kind = r.choice(["number", "head", "key", "shift"])
+    return {"stored": r.choice(STORED), "key_mod": kind, "train": "", "learned": ()}
+
+
+def _sequences(r: random.Random, plan: Plan) -> dict[str, Any]:
+    shape, count = plan.shape, r.choice([1, 2, 3, 5])
+    queries = tuple(r.choice([0, 1, *[r.randint(1, shape.q_len)] * 6]) for _ in range(count))
+    queries = (*queries[1:], max(1, queries[0]))
+    keys = None
+    if r.random() < 0.4:
+        keys = tuple(r.choice([0, *[r.randint(1, shape.kv_len)] * 6]) for _ in range(count))
+        keys = (*keys[1:], max(1, keys[0]))
+    found = {"queries": queries, "keys": keys}
+    lengths = queries if keys is None else keys
+    if plan.family == "packed" and r.random() < 0.5:
+        found |= {"causal": r.random() < 0.6, "bottom_right": r.random() < 0.7}
+        if r.random() < 0.5:
+            found["window"] = (r.choice([None, 0, 3, 17]), r.choice([None, 0, 5]))
+        if r.random() < 0.3:
+            found["used"] = tuple(r.randint(0, n) for n in lengths)
+    found["shape"] = dataclasses.replace(
+        shape, batch=count, q_len=max(queries), kv_len=max(lengths), kv_batch=None
+    )
+    return found
+
+
+def _options(r: random.Random, plan: Plan, large: bool) -> tuple[tuple[str, Any], ...]:
     chosen: dict[str, Any] = {}
     if r.random() < 0.2:
         chosen["deterministic"] = True
@@ -91,4 +134,30 @@ def _options(r: random.Random, shape: Shape) -> KernelOptions | None:
         chosen["short_queries"] = "forward"
     if r.random() < 0.1:
         chosen["splits"] = r.choice([1, 2, 5])
-    return KernelOptions(**chosen) if chosen else None
+    if r.random() < 0.05:
+        chosen["prescale_qk"] = True
+    is_half = plan.dtype in (torch.bfloat16, torch.float16)
+    if large and is_half and not plan.reads_cache and r.random() < 0.3:
+        chosen["backend"] = "hopper"
+    elif r.random() < 0.3:
+        chosen["backend"] = "triton"
+    if plan.dtype == torch.float32 and r.random() < 0.3:
+        chosen["float32_precision"] = r.choice(["ieee", "tf32"]) if large else "ieee"
+    return tuple(chosen.items())
+
+
+def _consistent(plan: Plan) -> Plan:
+    """Without what a family does not have."""
+    changes: dict[str, Any] = {}
+    if plan.family != "dense":
+        changes |= {"listed": False}
+    if plan.reads_cache:
+        changes |= {"dropout": 0.0}
+        if plan.layouts[0] == "views":
+            changes |= {"layouts": ("offset",) * 3}
+    if plan.family == "nested":
+        changes |= {"lse": False, "max_scores": False, "layouts": ("contiguous",) * 3}
+        changes |= {"dropout": 0.0, "sinks": False}
+    if plan.ignores_score and plan.train and not plan.learned and "v" not in plan.train:
+        changes |= {"train": plan.train + "v"}  # nothing else would have a gradient
+    return dataclasses.replace(plan, **changes)

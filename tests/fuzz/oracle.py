@@ -1,0 +1,229 @@
+"""What a problem's results must be: plain PyTorch, every score at once, a sequence at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flexhop
+from tests.budgets import Dense, Formula, dense_attention, dense_backward, evaluate_mask_mod
+from tests.fuzz.problem import Problem
+
+Parts = dict[str, Tensor]
+
+
+class Segment(NamedTuple):
+    """Rows that see keys: all of a dense call, or a sequence.
+
+    first: number of its first batch. query, key, value: [B, H, S, D]. visible: what is not hidden
+    before mask_mod. rows, keys: its tokens, if the operands are packed.
+    """
+
+    first: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visible: Tensor
+    rows: slice
+    keys: slice
+
+
+def nudged(problem: Problem, seed: int = 0) -> Problem:
+    """The problem with operands that are one rounding away, at random.
+
+    A sum of few numbers can be exact by luck. Plain PyTorch's error at a neighbour is not.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    fresh = copy_problem(problem)
+    for tensor in fresh.operands:
+        if tensor.is_floating_point() and tensor.dtype.itemsize >= 4:
+            signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
+            tensor.data.mul_(1 + signs * torch.finfo(tensor.dtype).eps)
+    return fresh
+
+
+def copy_problem(problem: Problem, dtype: torch.dtype | None = None) -> Problem:
+    """Fresh leaves of equal value, in `dtype` if given; captures that do not learn stay."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            return tensor
+        fresh = tensor.detach().clone() if dtype is None else tensor.detach().to(dtype)
+        return fresh.requires_grad_(tensor.requires_grad)
+
+    values = dict(vars(problem.captures))
+    values |= {name: leaf(values[name]) for name in problem.plan.learned}
+    first, *others = (leaf(t) for t in problem.operands)
+    fresh = copy.copy(problem)
+    fresh.operands = (first, others[0], others[1])
+    fresh.captures = SimpleNamespace(**values)
+    fresh.sinks = None if problem.sinks is None else leaf(problem.sinks)
+    return fresh
+
+
+def segments(problem: Problem) -> list[Segment]:
+    """The parts of a call that do not see each other."""
+    plan, (query, key, value) = problem.plan, problem.operands
+    device, whole = query.device, slice(None)
+    if problem.plain is not None:
+        key, value = (t.to(query.dtype) for t in problem.plain)
+    if not plan.queries:
+        visible = torch.ones(query.size(0), 1, 1, key.size(2), dtype=torch.bool, device=device)
+        if plan.page:
+            lengths = torch.tensor(plan.keys, device=device).view(-1, 1, 1, 1)
+            visible = torch.arange(key.size(2), device=device) < lengths
+        return [Segment(0, query, key, value, visible, whole, whole)]
+    found, row, column = [], 0, 0
+    for number, (rows, keys) in enumerate(zip(plan.queries, plan.key_lengths, strict=True)):
+        used = keys if plan.used is None else plan.used[number]
+        at, to = slice(row, row + rows), slice(column, column + used)
+        parts = (query[at], key[to], value[to])
+        moved = [t.transpose(0, 1)[None] for t in parts]
+        if rows:
+            found.append(Segment(number, *moved, _window(problem, rows, used), at, to))
+        row, column = row + rows, column + keys
+    return found
+
+
+def _window(problem: Problem, rows: int, keys: int) -> Tensor:
+    """What is_causal and window_size leave of a sequence."""
+    plan, device = problem.plan, problem.device
+    left, right = plan.window
+    right = 0 if plan.causal else right
+    row = torch.arange(rows, device=device)[:, None]
+    row, column = (
+        row + (keys - rows if plan.bottom_right else 0),
+        torch.arange(keys, device=device),
+    )
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if left is not None:
+        visible = visible & (column >= row - left)
+    if right is not None:
+        visible = visible & (column <= row + right)
+    return visible[None, None]
+
+
+def compute(problem: Problem, dtype: torch.dtype | None, formula: Formula = "plain") -> Parts:
+    """Results and gradients by name, in the dtype; None is that of the problem.
+
+    Names are those of Problem.leaves, and "out", "lse", "max_scores". "unseen_" before a name:
+    which rows of it must be exactly 0.
+    """
+    copied = copy_problem(problem, dtype)
+    plan, parts = copied.plan, segments(copied)
+    dense = [_attend(copied, part, formula) for part in parts]
+    leaves = [(d.out.detach(), d.lse.detach()) for d in dense]
+    for out, lse in leaves:
+        out.requires_grad_(), lse.requires_grad_()
+    with_sinks = [_add_sinks(out, lse, copied.sinks) for out, lse in leaves]
+    found = _joined(copied, parts, dense, with_sinks)
+    if plan.is_differentiated:
+        _loss(copied, found["out"], found["lse"]).backward()
+        for part, (out, lse) in zip(dense, leaves, strict=True):
+            assert out.grad is not None
+            dense_backward(
+                part, out.grad, lse.grad if plan.lse or copied.sinks is not None else None
+            )
+    for name, leaf in copied.leaves().items():
+        found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _attend(problem: Problem, part: Segment, formula: Formula) -> Dense:
+    plan, shape = problem.plan, problem.plan.shape
+    score_mod, mask_mod = problem.score_mod(), problem.mask_mod()
+    has_keys = part.key.size(2) > 0
+    if not has_keys:  # without a largest score: one key that nobody sees
+        blank = [t.new_zeros(*t.shape[:2], 1, t.size(3)) for t in (part.key, part.value)]
+        hidden = torch.zeros(1, 1, part.query.size(2), 1, dtype=torch.bool, device=problem.device)
+        part = part._replace(key=blank[0], value=blank[1], visible=hidden)
+        score_mod = mask_mod = None
+    size = (part.query.size(0), shape.heads, part.query.size(2), part.key.size(2))
+    visible = part.visible.expand(size)
+    if mask_mod is not None:
+        like = torch.empty(size, device=problem.device)
+        visible = visible & evaluate_mask_mod(_from(mask_mod, part.first, 0), like)
+    factors = None
+    if plan.dropout:
+        kept = _kept(problem, part) if has_keys else visible
+        factors = kept.to(torch.float32) / (1 - plan.dropout)
+    return dense_attention(
+        part.query, part.key, part.value,
+        None if score_mod is None else _from(score_mod, part.first, 1), visible,
+        1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale,
+        formula=formula, factors=factors,
+    )  # fmt: skip
+
+
+def _from(mod: Callable[..., Any], first: int, place: int) -> Callable[..., Any]:
+    """A mod whose batches count from `first`."""
+
+    def counted(*args: Any) -> Any:
+        values = list(args)
+        values[place] = values[place] + first
+        return mod(*values)
+
+    return counted
+
+
+def _kept(problem: Problem, part: Segment) -> Tensor:
+    """Which weights dropout keeps, as flexhop publishes it."""
+    plan, shape = problem.plan, problem.plan.shape
+    if not plan.queries:
+        size = (part.query.size(0), shape.heads, part.query.size(2), part.key.size(2))
+        return flexhop.dropout_mask(problem.seed, plan.dropout, size)
+    whole = (1, shape.heads, sum(plan.queries), sum(plan.key_lengths))
+    kept = flexhop.dropout_mask(problem.seed, plan.dropout, whole)
+    return kept[:, :, part.rows, part.keys]
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    if sinks is None:
+        return out, lse
+    sink = sinks.to(lse.dtype)[:, None]
+    total = torch.logaddexp(lse, sink)
+    return (out * torch.exp(lse - total)[..., None].to(lse.dtype)).to(out.dtype), total
+
+
+def _joined(
+    problem: Problem,
+    parts: list[Segment],
+    dense: list[Dense],
+    results: list[tuple[Tensor, Tensor]],
+) -> Parts:
+    """The results in the shape in which the call gives them."""
+    plan = problem.plan
+    empty = [~d.seen.any(-1) for d in dense]
+    found = {
+        "out": [out for out, _ in results], "lse": [lse for _, lse in results],
+        "max_scores": [d.largest for d in dense], "unseen_out": empty,
+    }  # fmt: skip
+    if not plan.queries:
+        joined = {name: values[0] for name, values in found.items()}
+    else:
+        joined = {n: torch.cat([t[0].transpose(0, 1) for t in ts]) for n, ts in found.items()}
+    return joined | {"unseen_grad_q": joined["unseen_out"]}
+
+
+def _loss(problem: Problem, out: Tensor, lse: Tensor | None) -> Tensor:
+    """The scalar that is differentiated."""
+    total = (out * problem.grad_out.to(out.dtype)).sum()
+    if problem.plan.lse and lse is not None:
+        total = total + (lse * problem.grad_lse.to(lse.dtype))[lse.detach().isfinite()].sum()
+    return total
+
+
+def loss_of(problem: Problem) -> Callable[[Any], Tensor]:
+    """The same of what the call returns."""
+
+    def loss(result: Any) -> Tensor:
+        out, aux = result if isinstance(result, tuple) else (result, None)
+        return _loss(problem, out, None if aux is None else aux.lse)
+
+    return loss
