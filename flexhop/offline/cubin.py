@@ -6,7 +6,10 @@ architectures at once. Triton caches compiled kernels on disk.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
 import os
 import re
 import subprocess
@@ -56,6 +59,7 @@ class Cubin:
         tcgen05: tensor-memory matrix products (sm_100).
         ptx: assembly text.
         binary: the cubin.
+        log: ptxas's, with -v. Empty if Triton found the kernel in its cache on disk.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Cubin:
     tcgen05: int
     ptx: str = dataclasses.field(repr=False)
     binary: bytes = dataclasses.field(repr=False)
+    log: str = dataclasses.field(repr=False)
 
     def sass(self) -> str:
         """The machine code as text, one instruction per line."""
@@ -167,7 +172,10 @@ def compile_source(
         attrs={_position(key): value for key, value in (attributes or {}).items()},
     )
     target = GPUTarget("cuda", architecture, 32)
-    return _inspect(triton.compile(source, target=target, options=options), architecture)
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target, options=options)
+    return _inspect(compiled, architecture, log.getvalue())
 
 
 def _source_class(function: Any) -> Any:
@@ -182,7 +190,7 @@ def _position(key: Any) -> tuple[int, ...]:
     return key if isinstance(key, tuple) else (key,)
 
 
-def _inspect(compiled: CompiledKernel, architecture: int) -> Cubin:
+def _inspect(compiled: CompiledKernel, architecture: int, log: str) -> Cubin:
     binary, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     counts = resource_usage(binary)
     return Cubin(
@@ -195,6 +203,7 @@ def _inspect(compiled: CompiledKernel, architecture: int) -> Cubin:
         spills=local_accesses(_sass(binary)),
         ptx=ptx,
         binary=binary,
+        log=log,
         **{name: len(re.findall(text, ptx)) for name, text in _MATRIX_PRODUCTS.items()},
     )
 
@@ -204,6 +213,11 @@ def product_notes(cubin: Cubin) -> list[str]:
 
     Such a kernel is correct but runs at a fraction of the speed, and Triton shows no notes.
     """
+    return [line for line in (cubin.log or _assemble(cubin)).splitlines() if "(C75" in line]
+
+
+def _assemble(cubin: Cubin) -> str:
+    """ptxas's log of a kernel that Triton had in its cache."""
     architecture = f"sm_{cubin.architecture}{'a' if cubin.architecture == 90 else ''}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(cubin.ptx)
@@ -212,9 +226,10 @@ def product_notes(cubin: Cubin) -> list[str]:
         done = subprocess.run([*command, file.name], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"ptxas failed: {done.stderr.strip()}")
-    return [line for line in done.stderr.splitlines() if "(C75" in line]
+    return done.stderr
 
 
+@functools.lru_cache(maxsize=4)  # counted, then looked at
 def _sass(binary: bytes) -> str:
     text = run_tool("nvdisasm", binary, "--print-code", "--no-dataflow")
     return "\n".join(line for line in text.splitlines() if line.strip())

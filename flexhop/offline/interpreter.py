@@ -13,6 +13,7 @@ inline assembly have numpy counterparts; the language is patched once and not pe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import types
@@ -146,6 +147,11 @@ def _truth(tensor: Any) -> bool:
 
 
 def _repairs() -> Iterator[tuple[Any, str, Any]]:
+    # Kernels are compiled without these checks, and each costs more than its operation.
+    unchecked = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
+    yield interpreter.interpreter_builder, "options", unchecked
     builder = InterpreterBuilder
     yield builder, "cast_impl", _cast
     # Missing before Triton 3.9.
