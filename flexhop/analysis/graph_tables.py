@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 
 from flexhop.analysis.interval import Interval, Unsupported, negate, select
-from flexhop.analysis.tables import Tables, as_interval, carried, entries_at, inside, out_of_range
+from flexhop.analysis.tables import (
+    LARGEST,
+    Tables,
+    as_interval,
+    carried,
+    entries_at,
+    inside,
+    out_of_range,
+)
 from flexhop.compat.sizes import assert_all, bound_of, is_known
 
 
@@ -58,20 +67,38 @@ class GraphTables(Tables):
     ) -> Interval:
         """Reduce the entries that each block reads, without a table of them."""
         assert self.block is not None
-        places: list[Any] = [index.low for index in held]
-        for number, axis in enumerate(wide):
-            low, high = held[axis].low, held[axis].high
-            size = self.block[0] if held[axis] is positions[0] else self.block[1]
-            within = torch.arange(size, device=table.device)
-            behind = len(wide) - 1 - number
-            places[axis] = torch.minimum(low[..., None] + within, high[..., None])
-            for _ in range(behind):
-                places[axis] = places[axis][..., None]
-            for _ in range(number):
-                places[axis] = places[axis].unsqueeze(-2 - behind)
-        for axis, value in enumerate(places):
-            if axis not in wide and isinstance(value, Tensor):
-                places[axis] = value[(..., *[None] * len(wide))]
-        read = carried(entries_at(table, places))
-        dims = list(range(-len(wide), 0))
-        return as_interval(read.amin(dims), read.amax(dims), table)
+        sizes = [self.block[held[axis] is not positions[0]] for axis in wide]
+        return _reduce_runs(table, held, wide, sizes)
+
+    def _stretches(self, table: Tensor, held: list[Interval], wide: list[int]) -> Interval:
+        """Few runs are read entry by entry: a sparse table takes Inductor long to compile."""
+        ends = [e for i in held for e in (i.low, i.high) if isinstance(e, Tensor)]
+        sizes = [table.shape[axis] for axis in wide]
+        reads = math.prod([*torch.broadcast_shapes(*(e.shape for e in ends)), *sizes])
+        if is_known(reads <= LARGEST):
+            return _reduce_runs(table, held, wide, sizes)
+        return super()._stretches(table, held, wide)
+
+
+def _reduce_runs(
+    table: Tensor, held: list[Interval], wide: list[int], sizes: Sequence[Any]
+) -> Interval:
+    """Reduce from the low to the high index of each wide axis, which are at most sizes apart."""
+    places: list[Any] = [index.low for index in held]
+    for number, (axis, size) in enumerate(zip(wide, sizes, strict=True)):
+        low, high = (
+            torch.as_tensor(end, device=table.device)[..., None]
+            for end in (held[axis].low, held[axis].high)
+        )
+        behind = len(wide) - 1 - number
+        places[axis] = torch.minimum(low + torch.arange(size, device=table.device), high)
+        for _ in range(behind):
+            places[axis] = places[axis][..., None]
+        for _ in range(number):
+            places[axis] = places[axis].unsqueeze(-2 - behind)
+    for axis, value in enumerate(places):
+        if axis not in wide and isinstance(value, Tensor):
+            places[axis] = value[(..., *[None] * len(wide))]
+    read = carried(entries_at(table, places))
+    dims = list(range(-len(wide), 0))
+    return as_interval(read.amin(dims), read.amax(dims), table)
