@@ -85,6 +85,27 @@ CASES = (
             (E5M2, FP16, 0, "key", 1, None, 3),
         )
     ),
+    CacheCase("latent_page_16", page=16, dims=(576, 512), heads=(5, 1), lengths=(40, 0, 19)),
+    CacheCase(
+        "latent_e4m3",
+        page=64,
+        stored=E4M3,
+        dtype=BF16,
+        scale="key",
+        dims=(576, 512),
+        heads=(5, 1),
+        lengths=(40, 0, 19),
+    ),
+    CacheCase(
+        "wide_int8",
+        stored=INT8,
+        dtype=BF16,
+        scale="head",
+        dims=(24, 544),
+        queries=19,
+        blocks=(128, 128),
+        lengths=(40, 25),
+    ),
     CacheCase("e4m3_ampere", stored=E4M3, dtype=BF16, scale="head", capability=(8, 0)),
 )
 

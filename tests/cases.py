@@ -493,6 +493,13 @@ WIDTHS = [
          grown=Shape(1, 2, 1, 513, 513, 512, 512)),
     Case("head_dim_512_bf16", score=plain(soft_cap), shape=width(512), dtype=BF16, stock=False,
          grown=Shape(1, 2, 1, 513, 513, 512, 512)),
+    *(Case(f"head_dims_{d}_{v}", score=score, mask=mask, dtype=dtype, stock=False, lse=True, max_scores=v == 512,
+           shape=Shape(2, 4, 2, 19, 37, d, v), grown=Shape(2, 4, 2, 257, 385, d, v), options=options)
+      for d, v, dtype, score, mask, options in (
+          (576, 512, BF16, None, plain(causal), SMALL_TILES),
+          (576, 576, torch.float32, plain(alibi_8), None, None),
+          (80, 520, FP16, plain(soft_cap), plain(causal), KernelOptions(short_queries="forward")),
+      )),
     Case("head_dims_64_32", score=plain(alibi_8), shape=width(64, 32)),
     Case("head_dims_32_64", mask=plain(causal), shape=width(32, 64), dtype=BF16),
     Case("head_dims_24_94", score=plain(soft_cap), shape=width(24, 94), lse=True),

@@ -20,7 +20,13 @@ from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.keys import is_exact, read_key_mod
 from flexhop.lowering.mods.lower import index_ranges, lower_mods
 from flexhop.lowering.mods.lower import read_mods as mod_facts
-from flexhop.lowering.operands import Sizes, make_problem, show_problem, user_options
+from flexhop.lowering.operands import (
+    Sizes,
+    is_view_of,
+    make_problem,
+    show_problem,
+    user_options,
+)
 from flexhop.lowering.problem import Cache, Device, ModFacts, Problem, read_device
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs
@@ -238,7 +244,10 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
     constant = [value.get_stride()[2], *([value.get_stride()[0]] if args.pages else ())]
     has_pairs = gluon.suits_bulk_copies(value) and all(map(inductor.is_constant, constant))
     cache = dataclasses.replace(cache, has_pairs=has_pairs)
-    problem = make_problem(args, sizes, device, query.get_dtype(), mods, cache=cache)
+    problem = make_problem(
+        args, sizes, device, query.get_dtype(), mods, cache=cache,
+        value_is_key=is_view_of(value, args.key),
+    )  # fmt: skip
     show_problem("forward", problem)
     return problem
 

@@ -155,7 +155,12 @@ def forget() -> None:
 def _key(problem: Problem) -> Problem:
     """The facts that are the same in forward, backward and `explain`."""
     return dataclasses.replace(
-        problem, grad=UNREAD, key_len_varies=False, bulk_obstacle="", tangents=()
+        problem,
+        grad=UNREAD,
+        key_len_varies=False,
+        bulk_obstacle="",
+        tangents=(),
+        value_is_key=False,
     )
 
 

@@ -79,8 +79,19 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers, **more: A
     )
     device, dtype = read_device(query.get_device()), query.get_dtype()
     return make_problem(
-        args, sizes, device, dtype, mods.facts, bulk_obstacle=_bulk_obstacle(args), **more
-    )
+        args, sizes, device, dtype, mods.facts, bulk_obstacle=_bulk_obstacle(args),
+        value_is_key=is_view_of(value, args.key), **more,
+    )  # fmt: skip
+
+
+def is_view_of(value: Any, key: Any) -> bool:
+    """Whether the columns of value are the first ones of key, read from the same memory."""
+    if value.get_name() != key.get_name() or value.get_dtype() != key.get_dtype():
+        return False
+    strides = zip(value.get_size(), value.get_stride(), key.get_stride(), strict=True)
+    pairs = [(a, b) for size, a, b in strides if not inductor.is_known(size == 1)]
+    pairs.append((value.get_layout().offset, key.get_layout().offset))
+    return all(inductor.is_known(a == b) for a, b in pairs)
 
 
 def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
@@ -122,7 +133,7 @@ def make_problem(
         device: the GPU.
         dtype: query's dtype.
         mods: facts about the user's functions.
-        **more: further fields of Problem: grad, cache, tangents, bulk_obstacle.
+        **more: further fields of Problem: grad, cache, tangents, bulk_obstacle, value_is_key.
     """
     batch, heads, query_len, head_dim = sizes.query
     kv_batch, kv_heads, key_len, value_dim = sizes.value

@@ -140,6 +140,7 @@ class Problem:
     cache: None unless key and value are read from one; with pages, key_len is what the widest
     sequence has room for.
     tangents: which operands have one, in a call in forward mode.
+    value_is_key: whether value is a view of key's first columns.
     """
 
     device: Device
@@ -167,6 +168,7 @@ class Problem:
     bulk_obstacle: str = ""
     cache: Cache | None = None
     tangents: tuple[str, ...] = ()
+    value_is_key: bool = False
 
     @property
     def group(self) -> int:
@@ -175,7 +177,7 @@ class Problem:
 
     @property
     def is_wide(self) -> bool:
-        """Whether a head is wider than the largest tile of a power of two columns."""
+        """Whether a head is so wide that kernels hold its columns in pieces."""
         return max(self.head_dim, self.value_head_dim) > _LARGEST_WIDTH
 
     @property
@@ -226,3 +228,19 @@ def read_device(device: torch.device) -> Device:
 def round_head_dim(size: int) -> int:
     """Width of a tile that holds `size` columns: a power of two that tensor cores support."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+class Pieces(NamedTuple):
+    """Widths of the tiles that hold a head together: the first columns, and the rest or 0."""
+
+    first: int
+    rest: int
+
+
+def head_pieces(size: int) -> Pieces:
+    """The pieces of a head: 576 columns are 512 and 64, and 100 are 128, as 64 and 64 would be."""
+    first = max(16, 1 << (size.bit_length() - 1))
+    if size <= first:
+        return Pieces(first, 0)
+    rest = round_head_dim(size - first)
+    return Pieces(first, rest) if rest < first else Pieces(2 * first, 0)

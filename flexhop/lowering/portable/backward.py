@@ -84,7 +84,9 @@ def _emit_key_value(
         inputs = [*operands, grad_value, *lists]
         output = output_like(key, 1, [grad_value])
         return emit_kernel(call, "grad_key_value", inputs, output, joint), grad_value
-    inputs = [*operands, value, *lists]  # DV is not written: value is a stand-in
+    # DV is not written: value is a stand-in. Kernels of heads in pieces have none.
+    stand_in = [] if call.problem.is_wide else [value]
+    inputs = [*operands, *stand_in, *lists]
     grad_key = emit_kernel(call, "grad_key", inputs, output_like(key, 1), joint)
     return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexhop.lowering.portable.constants import CacheConstants
-from flexhop.lowering.problem import Cache, Device, Problem
+from flexhop.lowering.problem import Cache, Device, Problem, head_pieces
 from flexhop.options import Tile
 
 # Tiles shrink to pages of at least this many keys, so that a page is looked up once. Smaller tiles
@@ -45,6 +45,7 @@ def reads_halves(problem: Problem, cache: Cache, tile: Tile) -> bool:
         return False
     # Products of 64 rows read keys from shared memory, not converted ones from registers.
     fits = tile.block_m < 64 and problem.value_head_dim > 16 and problem.value_head_dim % 2 == 0
+    fits = fits and not (problem.is_wide and head_pieces(problem.value_head_dim).rest == 16)
     return fits and not any(lacks_type(problem.device, dtype) for dtype in stored)
 
 

@@ -171,3 +171,28 @@ class JvpGradKeyValueConstants(SharedConstants):
     HAS_K_DOT: bool
     HAS_V_DOT: bool
     HAS_DO_DOT: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PieceConstants:
+    """Further constants of portable/wide/: widths of the pieces of a head; REST is 0 for one."""
+
+    QK_FIRST: int
+    QK_REST: int
+    V_FIRST: int
+    V_REST: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodePieces(PieceConstants):
+    """Further constants of portable/wide/decode.py.jinja."""
+
+    VALUE_IS_KEY: bool  # whether tiles of values are the first piece, or all, of those of keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradKeyValuePieces(PieceConstants):
+    """Further constants of portable/wide/grad_key_value.py.jinja."""
+
+    OUT_FIRST: int
+    OUT_REST: int

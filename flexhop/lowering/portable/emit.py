@@ -69,10 +69,10 @@ _FILES = {
 
 
 @functools.cache
-def _template(kernel: Kernel, extras: tuple[str, ...], *, is_cached: bool) -> Any:
+def _template(kernel: Kernel, extras: tuple[str, ...], *, is_cached: bool, is_wide: bool) -> Any:
     """The template of a kernel, with the functions that only some calls need."""
     file = _FILES.get(kernel, kernel)
-    prefix = "cached_" if is_cached else ""
+    prefix = ("cached_" if is_cached else "") + ("wide_" if is_wide else "")
     name = "_".join(("flexhop", prefix + kernel, *extras))
     text = portable.source(prefix + file, extras)
     of_cache = (CacheTemplate,) if is_cached else ()
@@ -102,7 +102,9 @@ def emit_kernel(
     is_exact = any(site.row is not None for site in sites)
     wanted = {"dropout": dropout is not None, "exact_sum": is_exact}
     extras = tuple(name for name, calls in wanted.items() if calls)
-    template = _template(kernel, extras, is_cached=problem.cache is not None)
+    template = _template(
+        kernel, extras, is_cached=problem.cache is not None, is_wide=problem.is_wide
+    )
     functions = [call.mods.score, call.mods.mask, *call.readers, *joint]
     subgraphs = inductor.Subgraphs(functions, sites, dropout)
     choices = fill(template, inputs, output, _variants(call, kernel), subgraphs, problem)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexhop.errors import OptionConflictError, TileError, TileResourceError
-from flexhop.lowering.portable import caches, splits
+from flexhop.lowering.portable import caches, splits, wide
 from flexhop.lowering.portable.constants import (
     DecodeCombineConstants,
     DecodeConstants,
@@ -83,6 +83,8 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
 
 def num_splits(problem: Problem, options: KernelOptions) -> int:
     """Number of splits of the keys in the decode kernel."""
+    if problem.is_wide and options.short_queries == "forward":
+        return 1
     default = _fit("decode", problem, table_tile("decode", problem))
     return splits.choose_splits(problem, options, default)
 
@@ -205,9 +207,13 @@ _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
 def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
     """Which kernel computes the output: "forward", or "decode" for short queries.
 
+    The kernel for heads in pieces is always "decode", which takes any number of rows then.
+
     Raises:
         OptionConflictError: decode is requested with too many rows.
     """
+    if problem.is_wide:
+        return "decode"
     if options.short_queries == "decode" and not splits.is_short(problem.query_len, problem.group):
         raise OptionConflictError(
             first="short_queries='decode'",
@@ -225,7 +231,8 @@ def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
     At 256 columns, two fp32 accumulators of 128 keys take all of a multiprocessor's registers. Two
     kernels compute five products instead of four, but on tiles of 128 keys.
     """
-    if max(problem.head_dim, problem.value_head_dim) > 128 and problem.itemsize == 2:
+    is_large = max(problem.head_dim, problem.value_head_dim) > 128 and problem.itemsize == 2
+    if is_large or problem.is_wide:
         return ("grad_key", "grad_value")
     return ("grad_key_value",)
 
@@ -235,6 +242,8 @@ def constants(
 ) -> dict[str, Any]:
     """Constants of a kernel in the template's form: Triton source text by name."""
     values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
+    if problem.is_wide:
+        values = wide.in_pieces(kernel, problem, tile, values)
     if problem.cache is not None:
         decodes = kernel == "decode"
         values |= dataclasses.asdict(
@@ -296,7 +305,7 @@ def all_tiles(kernel: Kernel, problem: Problem, options: KernelOptions) -> list[
 
 def has_tile(kernel: Kernel, problem: Problem) -> bool:
     """Whether the smallest tile fits the device; otherwise the call is computed in chunks."""
-    if problem.is_wide:
+    if problem.is_wide and kernel.startswith("jvp_"):
         return False
     tile = _fit(kernel, problem, table_tile(kernel, problem))
     return shared_memory(kernel, problem, tile) <= problem.device.shared_memory

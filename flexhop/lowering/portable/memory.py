@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.problem import Problem, round_head_dim
+from flexhop.lowering.problem import Problem, head_pieces, round_head_dim
 from flexhop.options import Tile
 
 
@@ -14,7 +14,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     Loop operands are stored once per stage, other operands once. A result that feeds the next
     product passes through shared memory if its layout changes.
     """
-    qk, v = round_head_dim(problem.head_dim), round_head_dim(problem.value_head_dim)
+    qk, v = _width(problem, problem.head_dim), _width(problem, problem.value_head_dim)
     item, both = problem.itemsize, qk + v
     slack = _SLACK
     if problem.device.capability[0] == 10:
@@ -42,6 +42,11 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)
     return staying + rows * both * item * tile.num_stages + exchanged + slack
+
+
+def _width(problem: Problem, size: int) -> int:
+    """Columns of the tiles that hold a head."""
+    return sum(head_pieces(size)) if problem.is_wide else round_head_dim(size)
 
 
 # Barriers, cross-warp reductions and row statistics.

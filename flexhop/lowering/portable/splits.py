@@ -54,10 +54,9 @@ def suits(problem: Problem) -> bool:
 
 def row_tiles(problem: Problem, block_m: int) -> int:
     """Tiles of rows per batch and packed head."""
-    blocks = 1
-    if problem.blocks is not None:
-        blocks = -(-problem.query_len // problem.blocks.q_size)
-    return -(-rows(problem) // block_m) * blocks
+    queries = MAX_ROWS if problem.blocks is None else problem.blocks.q_size
+    blocks = -(-problem.query_len // queries)
+    return -(-min(rows(problem), queries * packed_heads(problem)) // block_m) * blocks
 
 
 def choose_splits(problem: Problem, options: KernelOptions, tile: Tile) -> int:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from flexhop.lowering.portable import caches, splits
+from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.rules import (
+    Rule,
+    Tiles,
+    has_few_rows,
+    is_dense,
+    is_mma_sync,
+    is_sm90,
+    is_sm100,
+    is_triton_3_9,
+    is_wgmma,
+)
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
-
-Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
-
-
-class Rule(NamedTuple):
-    """Tiles for some calls.
-
-    reason: what is special about the calls, for reports; empty for the usual ones. when: whether
-    the rule applies to a call. tiles: by kernel and width; others are not covered. measured: on a
-    GPU; otherwise chosen from machine code, to avoid spills.
-    """
-
-    reason: str
-    when: Callable[[Problem], bool]
-    tiles: Tiles
-    measured: bool = True
 
 
 def _with_both(tiles: Tiles) -> Tiles:
@@ -46,39 +40,41 @@ def _second_order(narrow: tuple[Tile, ...], wide: tuple[Tile, ...]) -> Tiles:
     return {"jvp_grad_query": query, "jvp_grad_key": key, "jvp_grad_value": value}
 
 
-def _is_wgmma(problem: Problem) -> bool:
-    """Whether matrix products are per warpgroup: sm_90 and sm_100."""
-    return problem.device.capability[0] in (9, 10)
-
-
-def _is_sm90(problem: Problem) -> bool:
-    return problem.device.capability[0] == 9
-
-
-def _is_sm100(problem: Problem) -> bool:
-    return problem.device.capability[0] == 10
-
-
-def _is_mma_sync(problem: Problem) -> bool:
-    """Whether matrix products are per warp: all other GPUs."""
-    return not _is_wgmma(problem)
-
-
-def _is_triton_3_9(problem: Problem) -> bool:
-    return problem.device.triton >= (3, 9)
-
-
-def _has_few_rows(problem: Problem) -> bool:
-    return splits.rows(problem) <= 16
-
-
-def _is_dense(problem: Problem) -> bool:
-    """Whether only the products need registers; a cache's addresses would too."""
-    return problem.blocks is None and not problem.mods.has_score_mod and problem.cache is None
+def _of_pieces(decode: Tile, query: Tile, key: Tile, value: Tile) -> Tiles:
+    """Tiles of the kernels that hold heads in pieces."""
+    tiles: Tiles = {"decode": {576: decode}, "grad_query": {576: query}}
+    return tiles | {"grad_key": {576: key}, "grad_value": {576: value}}
 
 
 # The first rule that applies to a call and covers its kernel and width decides.
 RULES: tuple[Rule, ...] = (
+    # Products of fp32 numbers without tensor cores spill whatever the tile.
+    Rule(
+        "heads in pieces",
+        lambda p: p.itemsize > 2,
+        _of_pieces(Tile(16, 16, 4, 1), *[Tile(16, 16, 8, 1)] * 3),
+        measured=False,
+    ),
+    # The values of latent attention take no memory of their own. Chosen without spills.
+    Rule(
+        "heads in pieces, values are read with keys",
+        lambda p: is_sm90(p) and p.value_is_key and p.cache is None,
+        {"decode": {576: Tile(64, 32, 8, 2)}},
+        measured=False,
+    ),
+    # Chosen without spills.
+    Rule(
+        "heads in pieces",
+        is_wgmma,
+        _of_pieces(Tile(64, 16, 8, 2), Tile(16, 32, 8, 1), *[Tile(32, 32, 8, 1)] * 2),
+        measured=False,
+    ),
+    Rule(
+        "heads in pieces",
+        is_mma_sync,
+        _of_pieces(Tile(32, 16, 8, 2), Tile(16, 32, 8, 1), *[Tile(32, 16, 8, 1)] * 2),
+        measured=False,
+    ),
     # fp32 operands: twice the bytes.
     Rule(
         "",
@@ -123,14 +119,14 @@ RULES: tuple[Rule, ...] = (
     # registers. Chosen without spills.
     Rule(
         "sums of integers, Triton 3.9",
-        lambda p: _is_sm90(p) and _is_triton_3_9(p) and p.sums_exactly,
+        lambda p: is_sm90(p) and is_triton_3_9(p) and p.sums_exactly,
         {"grad_query": {128: Tile(64, 32, 8, 2)}},
         measured=False,
     ),
     # More warps have more registers. Chosen without spills.
     Rule(
         "sums of integers",
-        lambda p: _is_mma_sync(p) and p.sums_exactly,
+        lambda p: is_mma_sync(p) and p.sums_exactly,
         {
             "grad_query": {64: Tile(64, 32, 8, 2), 128: Tile(64, 32, 8, 2)},
         },
@@ -152,14 +148,14 @@ RULES: tuple[Rule, ...] = (
     # Chosen without spills.
     Rule(
         "Triton 3.9",
-        lambda p: _is_sm90(p) and _is_triton_3_9(p),
+        lambda p: is_sm90(p) and is_triton_3_9(p),
         {"grad_query": {256: Tile(64, 64, 8, 2)}},
         measured=False,
     ),
     # Accumulators pass through registers on their way to the softmax. Chosen without spills.
     Rule(
         "sm_100",
-        _is_sm100,
+        is_sm100,
         {
             "forward": {128: Tile(128, 64, 8, 3)},
             "jvp_forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2)},
@@ -173,14 +169,14 @@ RULES: tuple[Rule, ...] = (
     # tiles have equal bytes.
     Rule(
         "few rows, a cache of bytes",
-        lambda p: _is_wgmma(p) and _has_few_rows(p) and caches.stores_bytes(p.cache),
+        lambda p: is_wgmma(p) and has_few_rows(p) and caches.stores_bytes(p.cache),
         {
             "decode": {128: Tile(16, 128, 4, 3)},
         },
     ),
     Rule(
         "few rows, small pages",
-        lambda p: _is_wgmma(p) and _has_few_rows(p) and caches.looks_up_keys(p.cache),
+        lambda p: is_wgmma(p) and has_few_rows(p) and caches.looks_up_keys(p.cache),
         {
             "decode": {128: Tile(16, 64, 4, 4)},
         },
@@ -188,7 +184,7 @@ RULES: tuple[Rule, ...] = (
     # Random numbers are drawn for a whole tile at once and need registers.
     Rule(
         "dropout",
-        lambda p: _is_wgmma(p) and p.dropout_p > 0.0,
+        lambda p: is_wgmma(p) and p.dropout_p > 0.0,
         {
             "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3)},
             "grad_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
@@ -197,7 +193,7 @@ RULES: tuple[Rule, ...] = (
     # Chosen without spills.
     Rule(
         "dropout, Triton 3.9",
-        lambda p: _is_mma_sync(p) and _is_triton_3_9(p) and p.dropout_p > 0.0,
+        lambda p: is_mma_sync(p) and is_triton_3_9(p) and p.dropout_p > 0.0,
         {
             "grad_key_value": {64: Tile(64, 64, 4, 2)},
         },
@@ -206,7 +202,7 @@ RULES: tuple[Rule, ...] = (
     # Chosen without spills.
     Rule(
         "dropout",
-        lambda p: _is_mma_sync(p) and p.dropout_p > 0.0,
+        lambda p: is_mma_sync(p) and p.dropout_p > 0.0,
         {
             "forward": {128: Tile(128, 32, 8, 3)},
             "grad_key_value": {64: Tile(64, 64, 8, 2)},
@@ -217,7 +213,7 @@ RULES: tuple[Rule, ...] = (
     # memory under any score_mod; smaller tiles need two programs for that.
     Rule(
         "few rows",
-        lambda p: _is_wgmma(p) and _has_few_rows(p),
+        lambda p: is_wgmma(p) and has_few_rows(p),
         {
             "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
         },
@@ -225,7 +221,7 @@ RULES: tuple[Rule, ...] = (
     # Loads of tables compete with the operands' loads, so more programs help.
     Rule(
         "tables read per score",
-        lambda p: _is_wgmma(p) and p.mods.reads_per_element,
+        lambda p: is_wgmma(p) and p.mods.reads_per_element,
         {
             "forward": {128: Tile(128, 32, 4, 3)},
         },
@@ -234,7 +230,7 @@ RULES: tuple[Rule, ...] = (
     # other's softmax. A cache's addresses would take these registers.
     Rule(
         "no mask and no score_mod",
-        lambda p: _is_wgmma(p) and _is_dense(p),
+        lambda p: is_wgmma(p) and is_dense(p),
         {
             "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 4, 2)},
             "grad_query": {64: Tile(128, 64, 8, 3)},
@@ -244,7 +240,7 @@ RULES: tuple[Rule, ...] = (
     # Addresses and conversions need registers.
     Rule(
         "a cache",
-        lambda p: _is_mma_sync(p) and p.cache is not None,
+        lambda p: is_mma_sync(p) and p.cache is not None,
         {
             "forward": {128: Tile(64, 32, 4, 3)},
         },
@@ -253,7 +249,7 @@ RULES: tuple[Rule, ...] = (
     # one program with eight warps fills a multiprocessor.
     Rule(
         "",
-        _is_wgmma,
+        is_wgmma,
         _with_both(
             {
                 "forward": {
@@ -354,7 +350,9 @@ def table_tile(kernel: Kernel, problem: Problem) -> Tile:
 
 
 def table_width(problem: Problem) -> int:
-    """Width of the wider head, as the rules use it."""
+    """Width of the wider head, as the rules use it; 576 if heads are in pieces."""
+    if problem.is_wide:
+        return 576
     return max(64, round_head_dim(max(problem.head_dim, problem.value_head_dim)))
 
 

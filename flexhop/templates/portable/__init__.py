@@ -12,6 +12,8 @@ _BY_KEY = ("portable/query_blocks", *BLOCKS)
 _ATTEND = ("portable/attend", "portable/keys", *_BY_QUERY)
 _BENT = ("mods/mod_push", "mods/mod_bend")
 _CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
+_PIECES = ("portable/wide/pieces",)
+_WIDE_ATTEND = ("portable/wide/attend", "portable/wide/sums", *_PIECES)
 KERNELS = {
     "forward": ("portable/forward", *_ATTEND),
     "decode": ("portable/decode", *_ATTEND),
@@ -30,6 +32,16 @@ KERNELS = {
     "grad_query": ("portable/grad_query", "portable/grad_tile", *_BY_QUERY, "mods/mod_grads"),
     "grad_key_value": (
         "portable/grad_key_value", "portable/grad_tile", *_BY_KEY, "mods/mod_grads",
+    ),
+    "wide_decode": ("portable/wide/decode", *_WIDE_ATTEND, "portable/keys", *_BY_QUERY),
+    "cached_wide_decode": (
+        "portable/wide/decode", *_WIDE_ATTEND, *_CACHED, *_BY_QUERY, "mods/key_mods",
+    ),
+    "wide_grad_query": (
+        "portable/wide/grad_query", "portable/grad_tile", *_PIECES, *_BY_QUERY, "mods/mod_grads",
+    ),
+    "wide_grad_key_value": (
+        "portable/wide/grad_key_value", "portable/grad_tile", *_PIECES, *_BY_KEY, "mods/mod_grads",
     ),
 }  # fmt: skip
 # Files whose functions only some calls need.

@@ -8,9 +8,9 @@ import torch
 
 from flexhop.errors import TileError, TileResourceError
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.portable.tiles import table_tile
-from flexhop.lowering.problem import MaskBlocks, round_head_dim
+from flexhop.lowering.problem import Cache, MaskBlocks, head_pieces, round_head_dim
 from flexhop.options import KernelOptions, Tile
 from tests.problems import ALL_KERNELS, device, launched_kernels, problem, usual_problem
 
@@ -25,6 +25,43 @@ def constants(kernel="forward", tile=SQUARE, options=PLAIN, **facts):
 @pytest.mark.parametrize(("size", "rounded"), [(1, 16), (16, 16), (17, 32), (94, 128), (512, 512)])
 def test_head_dims_round_to_powers_of_two(size, rounded):
     assert round_head_dim(size) == rounded
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces"),
+    [(1, (16, 0)), (17, (32, 0)), (64, (64, 0)), (80, (64, 16)), (96, (64, 32)), (97, (128, 0)),
+     (192, (128, 64)), (300, (256, 64)), (513, (512, 16)), (576, (512, 64))],
+)  # fmt: skip
+def test_pieces_of_a_head(size, pieces):
+    assert head_pieces(size) == pieces
+
+
+@pytest.mark.parametrize(
+    ("dims", "is_view", "once"),
+    [((576, 512), True, True), ((576, 512), False, False), ((576, 576), True, True),
+     ((576, 520), True, False), ((576, 256), True, False)],
+)  # fmt: skip
+def test_values_that_are_the_first_piece_of_keys_are_read_once(dims, is_view, once):
+    call = {"head_dim": dims[0], "value_head_dim": dims[1], "value_is_key": is_view}
+    found = constants("decode", **call)
+    assert found["VALUE_IS_KEY"] == once
+    assert (found["QK_FIRST"], found["QK_REST"]) == (512, 64)
+    plain = Cache(0, torch.bfloat16, torch.bfloat16)
+    assert constants("decode", cache=plain, **call)["VALUE_IS_KEY"] == once
+    changed = dataclasses.replace(plain, has_value_mod=True)
+    assert not constants("decode", cache=changed, **call)["VALUE_IS_KEY"]
+
+
+def test_heads_in_pieces_take_any_number_of_queries():
+    """All heads of a group share tiles, and prompts are not divided."""
+    for queries, heads, shares in ((1, 128, True), (4096, 128, False), (5000, 16, False)):
+        call = problem(
+            head_dim=576, query_len=queries, query_heads=heads, kv_heads=1, key_len=8192
+        )
+        assert kernels.forward_kernel(call, PLAIN) == "decode"
+        assert (kernels.num_splits(call, PLAIN) > 1) == shares
+        assert kernels.num_splits(call, KernelOptions(short_queries="forward")) == 1
+    assert splits.row_tiles(call, 64) == 40 * 2 * 16  # blocks of 128 queries of each head
 
 
 def test_scale_is_folded_into_the_exponent_without_a_score_mod():
@@ -151,7 +188,7 @@ def test_problems_of_equal_facts_are_equal():
 
 
 def test_a_backward_pass_has_all_gradients():
-    for width in (16, 64, 128, 256, 512):
+    for width in (16, 64, 128, 256, 512, 576):
         names = launched_kernels(problem(head_dim=width))
-        assert names[:2] == ("forward", "grad_query")
+        assert names[:2] == ("decode" if width > 512 else "forward", "grad_query")
         assert set(names[2:]) in ({"grad_key_value"}, {"grad_key", "grad_value"})

@@ -8,14 +8,15 @@ import torch
 from flexhop.lowering.dialect import plan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.search import search_tiles
-from flexhop.lowering.portable.tiles import RULES, smaller_tiles, table_tile
+from flexhop.lowering.portable.tiles import RULES, smaller_tiles, table_rule, table_tile
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.offline.cubin import ARCHITECTURES
 from flexhop.options import KernelOptions, Tile
 from tests.problems import ALL_KERNELS, launched_kernels, problem, usual_problem
 
 WIDTHS = ((1, 1), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 256), (512, 512),
-          (192, 128), (576 - 64, 64), (64, 512), (24, 94))  # fmt: skip
+          (192, 128), (576 - 64, 64), (64, 512), (24, 94), (576, 512), (576, 576),
+          (80, 520))  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = (None, MaskBlocks(128, 128, True), MaskBlocks(16, 256, True), MaskBlocks(20, 96, False))
 
@@ -67,6 +68,14 @@ def test_every_kernel_and_width_has_a_usual_tile():
     last = RULES[-1]
     assert not last.reason and last.when(problem(120))
     assert {kernel for kernel, tiles in last.tiles.items() if 256 in tiles} == set(ALL_KERNELS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_of_heads_in_pieces_have_tiles(architecture, dtype):
+    call = problem(architecture, 576, dtype=dtype)
+    for kernel in launched_kernels(call):
+        assert table_rule(kernel, call).reason == "heads in pieces"
 
 
 @pytest.mark.parametrize("start", [Tile(128, 128, 8, 3), Tile(16, 64, 4, 2), Tile(16, 16, 4, 1)])

@@ -65,7 +65,9 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
 
 
 # Kernels that read a cache, and which they are otherwise.
-CACHED = {"cached_forward": "forward", "cached_decode": "decode"}
+CACHED = {
+    "cached_forward": "forward", "cached_decode": "decode", "cached_wide_decode": "decode",
+}  # fmt: skip
 
 # What stands in the holes below.
 STUBS = {"ARGUMENTS", "OUT"}
@@ -154,9 +156,11 @@ def _constants(kernel: str) -> set[str]:
     tile = Tile(64, 64)
     if kernel == "decode_combine":
         return {f.name for f in dataclasses.fields(DecodeCombineConstants)}
-    of = problem(cache=Cache(16, torch.int8, torch.int8) if kernel in CACHED else None)
+    cache = Cache(16, torch.int8, torch.int8) if kernel in CACHED else None
+    of = problem(head_dim=576 if "wide_" in kernel else 64, cache=cache)
     # Its launches write one gradient each.
-    name = {**CACHED, "jvp_grad_key_value": "jvp_grad_key"}.get(kernel, kernel)
+    alone = {"jvp_grad_key_value": "jvp_grad_key", "wide_grad_key_value": "grad_key"}
+    name = (CACHED | alone).get(kernel, kernel).removeprefix("wide_")
     return set(kernels.constants(name, of, KernelOptions(), tile))  # type: ignore[arg-type]
 
 
