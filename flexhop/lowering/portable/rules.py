@@ -33,12 +33,12 @@ def is_wgmma(problem: Problem) -> bool:
 
 
 def is_sm90(problem: Problem) -> bool:
-    """Whether the GPU is of the Hopper family."""
+    """Whether the GPU is an sm_90."""
     return problem.device.capability[0] == 9
 
 
 def is_sm100(problem: Problem) -> bool:
-    """Whether the GPU is of the Blackwell family for data centres."""
+    """Whether the GPU is an sm_100."""
     return problem.device.capability[0] == 10
 
 
