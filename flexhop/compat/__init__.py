@@ -1,6 +1,7 @@
-"""The only room that knows PyTorch's private names.
+r"""The only room that uses PyTorch's private names.
 
-Every function states which versions differ; `git grep 'torch\\._'` outside finds nothing.
+Each function states which versions differ; `git grep 'torch\._'` outside this folder finds
+nothing.
 
 | private name | 2.11 | since | our answer |
 | --- | --- | --- | --- |

@@ -1,9 +1,9 @@
-"""Inductor: have a worker compile a kernel before the graph that launches it is lowered.
+"""Inductor: compile a kernel in a worker before the graph that launches it is lowered.
 
-AOTAutograd lowers the backward graph when the first backward pass runs, so its kernel would be
-compiled after the forward kernel, although both are known together. What is compiled here is left
-in Triton's cache on disk, where Inductor's workers find it. If the text turns out to be another
-one, or compiling fails, Inductor compiles as ever. Names are the same in torch 2.11 to 2.15.
+AOTAutograd lowers the backward graph when the first backward pass runs. Its kernel would then be
+compiled after the forward kernel, although both are known at the same time. Kernels compiled here
+go to Triton's disk cache, where Inductor's workers find them. If the text turns out to differ, or
+compilation fails, Inductor compiles as usual. Names are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ __all__ = [
     "traced",
 ]
 
-# Workers may be few, and Python waits for them when it ends: so much may be of no use at a time.
+# Workers may be few, and Python waits for them at exit: at most this much speculative work at a
+# time.
 _MOST = 2
 
 
 class _Jobs(dict[str, Future[None]]):
-    """When each job ends, by the hash of its text; forgotten when Inductor's caches are."""
+    """Jobs by the hash of their text; cleared together with Inductor's caches."""
 
     cache_clear = dict.clear
 
@@ -55,23 +56,23 @@ _jobs = clear_on_fresh_cache(_Jobs())
 
 
 def is_useful() -> bool:
-    """Whether the graph that is lowered now has a backward pass, and kernels may be compiled."""
+    """Whether the graph being lowered has a backward pass, and kernels may be compiled."""
     trains = not (V.graph.is_inference or V.graph.is_backward or V.graph.aot_mode)
     may = get_compile_threads() > 1 and not config.force_disable_caches
     return trains and may and torch.cuda.is_initialized()
 
 
 def traced(name: str) -> GraphModule | None:
-    """A graph of the call that is lowered now, traced for the backward pass; None if unknown."""
+    """The backward trace of the call being lowered; None if unknown."""
     return shared.found(V.graph.current_node).get(name)
 
 
 def gradient_strides(out: torch.Tensor) -> list[int]:
-    """Strides that the gradient of the node's first result, [B, H, M, D], will probably have.
+    """The probable strides of the gradient of the node's first result, [B, H, M, D].
 
-    In a model all heads of a row are multiplied by a matrix, whose gradient has them side by side.
-    Of a graph's output AOTAutograd takes the gradient to be contiguous, or like the output (2.13,
-    if sizes are fixed).
+    In a model, all heads of a row are multiplied by a matrix, whose gradient has them side by
+    side. For a graph's output, AOTAutograd assumes a contiguous gradient, or one like the output
+    (2.13, if sizes are static).
     """
     _, heads, rows, columns = out.shape
     row = heads * columns
@@ -89,7 +90,7 @@ def gradient_strides(out: torch.Tensor) -> list[int]:
 
 
 def _is_like_output(out: torch.Tensor, reader: Node | None) -> bool:
-    """Whether a result, or what reads it if that is an output, has a gradient that is like it."""
+    """Whether a result, or the output that reads it, has a gradient with the output's layout."""
     is_output = reader is None or all(n.op == "output" for n in reader.users)
     is_fixed = not any(isinstance(n, torch.SymInt) for n in (*out.shape, *out.stride()))
     return functorch_config.guess_tangent_strides_as_outputs and is_output and is_fixed
@@ -101,23 +102,23 @@ def _first_result_readers() -> list[Node]:
 
 
 def _find_permuted(readers: Sequence[Node], order: list[int]) -> Node | None:
-    """The first of the nodes that is this permutation."""
+    """The first node that is this permutation."""
     permute = torch.ops.aten.permute.default
     return next((n for n in readers if n.target is permute and list(n.args[1]) == order), None)
 
 
 def _drops_batch(node: Node) -> bool:
-    """Whether a node takes away a first dimension of 1."""
+    """Whether a node removes a leading dimension of 1."""
     return node.target is torch.ops.aten.squeeze.dim and node.args[1] == 0
 
 
 def operand_nodes() -> tuple[Any, ...]:
-    """Operands of the node that is lowered, as nodes of its graph."""
+    """Operands of the node being lowered, as nodes of its graph."""
     return V.graph.current_node.args
 
 
 def origin(node: Node) -> Node:
-    """The node whose numbers a node shows in another shape."""
+    """The node that a node is a view of."""
     aten = torch.ops.aten
     views = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.alias.default)
     while node.target in views:
@@ -127,7 +128,7 @@ def origin(node: Node) -> Node:
 
 @contextmanager
 def placeholders(layouts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Buffers of these layouts, for operands that this graph does not have; gone at the end."""
+    """Buffers of these layouts, for operands that this graph lacks; removed at the end."""
     buffers = {n: ir.InputBuffer(name=f"ahead_{n}", layout=x) for n, x in layouts.items()}
     known = V.graph.name_to_buffer
     known.update((buffer.get_name(), buffer) for buffer in buffers.values())
@@ -139,7 +140,8 @@ def placeholders(layouts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def start(choice: Any) -> None:
-    """Begin to compile a choice of a template, unless it was begun before or enough others are."""
+    """Start compiling a choice of a template, unless it was started before or enough others are
+    running."""
     running = [job for job in _jobs.values() if not job.done()]
     if choice.bmreq.module_cache_key not in _jobs and len(running) < _MOST:
         _begin(choice)
@@ -152,9 +154,9 @@ def _begin(choice: Any) -> None:
 
 
 def _submit(name: str, source: str) -> Future[int]:
-    """Compile a kernel as Inductor has it, and measure its local memory.
+    """Compile a kernel as Inductor would, and measure its local memory.
 
-    In a worker if there are any: Triton's cache tells them apart from this process, because they
+    In a worker if there are any: Triton's cache distinguishes them from this process, because they
     may have another ptxas.
     """
     load = partial(_load_triton_kernel_from_source, name, source)
@@ -165,15 +167,15 @@ def _submit(name: str, source: str) -> Future[int]:
     job: Future[int] = Future()
     try:
         job.set_result(compile_here(load))
-    except Exception as error:  # as a worker hands it over
+    except Exception as error:  # as a worker returns it
         job.set_exception(error)
     return job
 
 
 def finish(choice: Any) -> None:
-    """Wait for a choice that was begun, if Inductor will ask a worker for the same text.
+    """Wait for a choice that was started, if Inductor will ask a worker for the same text.
 
-    If it failed, Inductor tries again, and reports.
+    If it failed, Inductor compiles again and reports the error.
     """
     job = _jobs.get(choice.bmreq.module_cache_key)
     if job is not None and AsyncCompile.use_process_pool():
@@ -181,9 +183,10 @@ def finish(choice: Any) -> None:
 
 
 def local_memory(choice: Any) -> int | None:
-    """Bytes of local memory that each thread of a choice's kernel needs; compiles it if need be.
+    """Local memory per thread of a choice's kernel, in bytes; compiles it if necessary.
 
-    None where kernels are not compiled now, or this one cannot be, which Inductor will report.
+    None if kernels are not compiled now, or if this one fails to compile, which Inductor will
+    report.
     """
     if config.force_disable_caches or not torch.cuda.is_initialized():
         return None

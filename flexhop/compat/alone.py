@@ -1,8 +1,8 @@
-"""One call of an operator compiled by Inductor by itself, and called with real tensors.
+"""Compile a single operator call with Inductor, and call it with real tensors.
 
-Dynamo decides which of the compiled codes fits the tensors, and compiles for any length after the
-second. Its decision is kept for tensors of exactly the same shapes, strides and dtypes, because
-nothing else enters it; to ask it takes longer than a short kernel.
+Dynamo selects the compiled code that fits the tensors, and compiles for any length after the
+second. Its decision is cached for tensors of exactly the same shapes, strides and dtypes, because
+nothing else affects it; asking Dynamo takes longer than a short kernel.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from flexhop.compat.wrapped import apart
 
 __all__ = ["Alone", "is_leaf"]
 
-_MOST = 4096  # problems kept of one call; a server that sees every length forgets the oldest
+_MOST = 4096  # cached problems per call; a server that sees every length evicts the oldest
 _lock = threading.RLock()
 
 
 class _Known(NamedTuple):
-    """Compiled code, and how its operands and results follow from the call's."""
+    """Compiled code, and the mapping of the call's operands and results to it."""
 
     run: Callable[[list[Any]], Sequence[Any]]
     inputs: tuple[tuple[bool, Any], ...]  # (True, position among leaves) or (False, a number)
@@ -37,10 +37,9 @@ class _Known(NamedTuple):
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], note: Callable[..., None]
 ) -> Callable[..., Any]:
-    """A graph of Dynamo's as code of Inductor's.
+    """Compile one of Dynamo's graphs with Inductor.
 
-    note(run, values, results): called with the innermost code, which takes a list of its inputs,
-    whenever it runs.
+    note(run, values, results): called whenever the innermost code runs; it takes a list of inputs.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -54,14 +53,14 @@ def compile_graph(
             note(run, kept, results)
             return results
 
-        noting._boxed_call = True  # as AOTAutograd asks
+        noting._boxed_call = True  # as AOTAutograd requires
         return noting
 
     return compile_fx(module, inputs, inner_compile=compile_inner)
 
 
 class Alone:
-    """A call with fixed functions and choices, of changing tensors and numbers."""
+    """A call with fixed functions and options, and changing tensors and numbers."""
 
     def __init__(self, operator: Operator, operands: Sequence[Any]) -> None:
         """Prepare a call like that of `operands`, whose functions are graphs."""
@@ -83,7 +82,7 @@ class Alone:
         found = self.known.get(key)
         if found is None:
             return self._first(key, leaves)
-        # The list is emptied by generated code.
+        # Generated code empties the list.
         results = found.run([leaves[at] if is_leaf else at for is_leaf, at in found.inputs])
         return [results[i] for i in found.results]
 
@@ -106,7 +105,7 @@ class Alone:
 
         try:
             return self.compiled(*plain)
-        except FailOnRecompileLimitHit:  # many batch sizes, say: start to count again
+        except FailOnRecompileLimitHit:  # many batch sizes, say: restart the count
             self.compiled = self._compile()
             return self.compiled(*plain)
 
@@ -118,7 +117,7 @@ class Alone:
 
 
 def _decision(leaves: Sequence[Any], results: Sequence[Any], latest: Any) -> _Known | None:
-    """What Dynamo decided, if its code takes and gives nothing but what it was handed."""
+    """Dynamo's decision, if its code takes and returns only what it was given."""
     if latest is None:
         return None
     run, values, found = latest
@@ -150,12 +149,12 @@ def _function_of(operator: Operator, operands: Sequence[Any]) -> Callable[..., A
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value within a tuple of operands changes from call to call."""
+    """Whether a value in a tuple of operands changes from call to call."""
     return isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool))
 
 
 def _with_placeholders(graph: fx.Graph, position: int, operand: Any) -> Any:
-    """An operand with its tensors, and numbers among captures, as inputs."""
+    """An operand whose tensors, and numbers among captures, are inputs."""
     if isinstance(operand, Tensor):
         return graph.placeholder(f"operand_{position}")
     if isinstance(operand, tuple):

@@ -8,10 +8,10 @@ __all__ = ["CacheTemplate"]
 
 
 class CacheTemplateKernel(TemplateKernel):
-    """Takes numbers that Triton lacks on the device as bytes."""
+    """Passes dtypes that Triton lacks on the device as bytes."""
 
     def jit_lines(self) -> str:
-        """Inductor's decorator, in which a type of pointer that is lacking would be an error."""
+        """Inductor's decorator; a missing pointer type in it would be an error."""
         lines = super().jit_lines()
         as_bits = self.meta.get("KEY_AS_BITS") or self.meta.get("VALUE_AS_BITS")
         return lines.replace("*fp8e4nv", "*u8") if as_bits else lines

@@ -1,4 +1,4 @@
-"""Process groups by name, collectives that are waited for where they are read, and their stores.
+"""Process groups by name, collectives that are awaited where they are read, and their stores.
 
 All names below exist with these signatures on torch 2.11 to 2.15.
 """
@@ -18,12 +18,12 @@ if IS_AVAILABLE:
     from torch._C._distributed_c10d import _register_work, _resolve_process_group
     from torch.distributed.distributed_c10d import _get_process_group_store
 
-    # The functions around these operators have changed their names: 2.13 warns of the old ones.
+    # The functions around these operators were renamed: 2.13 warns of the old names.
     _functional = torch.ops._c10d_functional
 
 
 def wait(started: Tensor) -> Tensor:
-    """The tensor, once the collective that writes it has ended (on the GPU: in stream order)."""
+    """Wait for the collective that writes a tensor (on the GPU: in stream order)."""
     return _functional.wait_tensor(started)
 
 
@@ -40,12 +40,12 @@ def rank_in(group: str) -> int:
 def start_all_to_all(
     output: Tensor, message: Tensor, into: Sequence[int], out: Sequence[int], group: str
 ) -> Tensor:
-    """Begin an exchange of uneven parts along dimension 0; `wait(output)` ends it.
+    """Start an exchange of uneven parts along dimension 0; `wait(output)` completes it.
 
     Args:
         output: its first sum(into) rows are written.
-        message: a contiguous tensor that nobody else writes to before the wait. Inductor reuses
-            the operands of an operator as soon as its call returns, so it must not be one.
+        message: a contiguous tensor that is not written to before the wait. Inductor reuses an
+            operator's operands as soon as its call returns, so it must not be one.
         into, out: rows from and to each rank.
         group: name of the process group.
     """
@@ -58,9 +58,9 @@ def start_all_to_all(
 
 
 def start_all_gather(output: Tensor, message: Tensor, group: str) -> Tensor:
-    """Begin to gather `message` of all ranks along dimension 0; otherwise as start_all_to_all."""
+    """Start gathering `message` from all ranks along dimension 0; see start_all_to_all."""
     process_group = _resolve_process_group(group)
-    # 2.13 calls it all_gather_single, and warns of the name that 2.11 and 2.12 know.
+    # 2.13 calls it all_gather_single, and warns about the name that 2.11 and 2.12 use.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(output, message, group=process_group, async_op=True)
     _register_work(output, work)
@@ -73,7 +73,7 @@ def sum_over(tensor: Tensor, group: str) -> Tensor:
 
 
 def gather_over(tensor: Tensor, group: str, ranks: int) -> Tensor:
-    """Tensors of all ranks of a group, one behind the other along dimension 0; traceable."""
+    """Concatenate the tensors of all ranks of a group along dimension 0; traceable."""
     return wait(_functional.all_gather_into_tensor(tensor.contiguous(), ranks, group))
 
 
@@ -83,15 +83,15 @@ def from_first(tensor: Tensor, group: str) -> Tensor:
 
 
 def exchange_texts(text: str, key: str, group: str) -> tuple[list[str], list[int]]:
-    """Every rank's text, by the group's store: no collective, and no device, is involved.
+    """Exchange texts through the group's store, without a collective or a device.
 
     Args:
-        text: of this rank.
-        key: of this exchange; the same on all ranks, and used once.
-        group: name of the process group, whose timeout holds.
+        text: this rank's text.
+        key: key of this exchange; the same on all ranks, used once.
+        group: name of the process group; its timeout applies.
 
     Returns:
-        The texts by rank; and the ranks that did not come within the timeout, which have none.
+        The texts by rank, and the ranks that missed the timeout, which have no text.
     """
     process_group = _resolve_process_group(group)
     store = _get_process_group_store(process_group)
@@ -107,13 +107,13 @@ def exchange_texts(text: str, key: str, group: str) -> tuple[list[str], list[int
 
 
 def timeout_of(group: str) -> timedelta:
-    """How long a group's collectives may take."""
+    """Timeout of a group's collectives."""
     process_group = _resolve_process_group(group)
     backend = process_group._get_backend(process_group._device_types[0])
     return backend.options._timeout
 
 
 def swap_over(tensor: Tensor, group: str) -> Tensor:
-    """Row r of dimension 0 goes to rank r, whose row comes back; traceable, without gradient."""
+    """Send row r of dimension 0 to rank r, and receive its row; traceable, without gradient."""
     each = [1] * tensor.size(0)
     return wait(_functional.all_to_all_single(tensor.contiguous(), each, each, group))

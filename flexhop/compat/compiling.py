@@ -24,20 +24,21 @@ class _Watch:
         self.end()
 
     def keep(self) -> None:
-        """Called within a compilation. `torch.compiler.reset` removes callbacks: put them back."""
+        """Called during a compilation. `torch.compiler.reset` removes callbacks: register them
+        again."""
         if self.on_end in callback_handler.end_callbacks:
             return
         callback_handler.register_start_callback(self.on_start)
         callback_handler.register_end_callback(self.on_end)
         if CompileContext.try_get() is not None and not torch.compiler.is_exporting():
-            self.start()  # it began before they were there
+            self.start()  # it started before they were registered
 
 
 def watch_compilations(start: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
     """Call back when compilations start and end.
 
     Returns:
-        A function to call while one goes on, which makes sure that this holds.
+        A function to call during a compilation, which keeps the callbacks registered.
     """
     watch = _Watch(start, end)
     return watch.keep

@@ -1,4 +1,4 @@
-"""Operators that no graph of a compiler holds: tracers record what they are made of.
+"""Operators that never reach a compiler: tracers record their decomposition.
 
 All names below exist with these signatures on torch 2.11 to 2.15.
 """
@@ -18,7 +18,7 @@ __all__ = ["register_composite"]
 
 
 def register_composite(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: how every tracer records an operator, as the operators that the rule calls."""
+    """Decorator: every tracer records an operator as the operators that the rule calls."""
 
     def register(rule: Callable[..., Any]) -> Callable[..., Any]:
         def record(mode: Any, *operands: Any) -> Any:

@@ -1,8 +1,9 @@
-"""C++ of Inductor: a check of an index does not stand ahead of the index. torch 2.11 and 2.12.
+"""Inductor's C++: move index checks after the index. torch 2.11 and 2.12.
 
-A kernel first loads, then computes. 2.11 writes the check of an index among the loads. If the mask
-also uses the index as a number, it was computed before under a name that is not yet declared
-there, and the C++ does not compile. `tokens[b, q_idx]` in a mask_mod of a symbolic length does so.
+A kernel first loads, then computes. 2.11 emits the check of an index among the loads. If the mask
+also uses the index as a number, that number was computed earlier under a name that is not declared
+yet, and the C++ does not compile. `tokens[b, q_idx]` in a mask_mod with a symbolic length triggers
+this.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["place_checks"]
 
 
 def place_checks() -> None:
-    """Write checks of indices that were computed before behind them, from now on."""
+    """From now on, emit checks of previously computed indices after them."""
     if torch_version() >= (2, 13):
         return
     check = cpp.CppKernel.check_bounds

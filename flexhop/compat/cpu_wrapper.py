@@ -1,7 +1,7 @@
-"""Run the wrapper that Inductor wrote for a GPU on CPU tensors, with another kernel launcher.
+"""Run Inductor's GPU wrapper on CPU tensors, with another kernel launcher.
 
-The wrapper allocates buffers, launches kernels and returns results; all it needs of a GPU are the
-few names replaced here. They are the same in torch 2.11 to 2.15.
+The wrapper allocates buffers, launches kernels and returns results. It needs only the few GPU
+names that are replaced here. They are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def load_wrapper(
 
     Args:
         code: output code for "cuda".
-        make_kernel: `make_kernel(name, source)` gives the function that stands for the kernel; it
-            is called with the kernel's positional arguments, the grid's sizes last for templates.
-        allocate: `allocate(size, stride, dtype)` gives a new CPU buffer.
+        make_kernel: `make_kernel(name, source)` returns the function that replaces the kernel. It
+            is called with the kernel's positional arguments; for templates, the grid's sizes come
+            last.
+        allocate: `allocate(size, stride, dtype)` returns a new CPU buffer.
 
     Returns:
         The wrapper's `call`: takes the list of graph inputs, on the CPU, and returns the outputs.
@@ -48,7 +49,7 @@ def load_wrapper(
             return types.SimpleNamespace(run=run)
 
         def wait(self, scope: dict[str, Any]) -> None:
-            """Nothing is compiled in the background."""
+            """Does nothing: there is no background compilation."""
 
     names: dict[str, Any] = {"__name__": "flexhop_wrapper"}
     with (
@@ -84,7 +85,7 @@ def launch_grid(
     """The grid that Inductor launches a kernel with.
 
     Args:
-        inductor_meta: of the kernel's decorator; holds the kind of grid.
+        inductor_meta: from the kernel's decorator; holds the kind of grid.
         sizes: the kernel's scalar arguments, e.g. {"xnumel": 2048}; for templates the grid itself.
         blocks: the block sizes, e.g. {"XBLOCK": 64}.
 

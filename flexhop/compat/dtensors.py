@@ -1,6 +1,6 @@
-"""DTensors: which tensors are some, how they are placed, and their local parts.
+"""DTensors: detection, placements, and local parts.
 
-Importing DTensor takes a second or two, so it is imported when the first one is met.
+Importing DTensor takes a second or two, so it is imported with the first one seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class Axis(NamedTuple):
-    """One dimension of a mesh: its size, this rank's place in it, the name of its group."""
+    """One dimension of a mesh: its size, this rank's index in it, the name of its group."""
 
     size: int
     place: int
@@ -32,12 +32,12 @@ def axes_of(mesh: Any) -> tuple[Axis, ...]:
 
 
 def kinds_of(tensor: Any) -> tuple[str | int, ...]:
-    """How a DTensor is placed: by mesh dimension the dimension it is sharded in, or a word."""
+    """A DTensor's placements: for each mesh dimension, the sharded dimension, or a word."""
     return tuple(_kind(placement) for placement in tensor.placements)
 
 
 def _kind(placement: Any) -> str | int:
-    # Subclasses of Shard interleave their parts, so that a rank's is no run.
+    # Subclasses of Shard interleave their parts, so a rank's part is not contiguous.
     if type(placement).__name__ == "Shard":
         return int(placement.dim)
     if placement.is_replicate():
@@ -50,7 +50,7 @@ def local_part(tensor: Any, summed: tuple[bool, ...]) -> Tensor:
 
     Args:
         tensor: the DTensor.
-        summed: by mesh dimension, whether gradients of the ranks are parts of a sum.
+        summed: for each mesh dimension, whether the ranks' gradients are addends.
     """
     from torch.distributed.tensor import Partial
 
@@ -62,7 +62,7 @@ def local_part(tensor: Any, summed: tuple[bool, ...]) -> Tensor:
 
 
 def whole_part(tensor: Any) -> Tensor:
-    """All of a DTensor on this rank; every rank has the whole gradient."""
+    """The whole DTensor on this rank; every rank has the whole gradient."""
     from torch.distributed.tensor import Replicate
 
     whole = [Replicate()] * tensor.device_mesh.ndim
@@ -70,7 +70,7 @@ def whole_part(tensor: Any) -> Tensor:
 
 
 def from_parts(tensor: Tensor, like: Any) -> Tensor:
-    """A DTensor of parts that are placed as `like` is."""
+    """A DTensor from parts, placed like `like`."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False)

@@ -1,7 +1,7 @@
 """The trackers of the operators.
 
-A tracker is Dynamo's rule for a callable that it meets in a traced function. Dynamo imports ours
-when it meets the first operator (trackers.py).
+A tracker is Dynamo's rule for a callable in a traced function. Dynamo imports ours with the first
+operator that it traces (trackers.py).
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ NUM_INDICES = 4
 
 
 class ModRules(NamedTuple):
-    """What the tracker asks of the rest of flexhop.
+    """The tracker's interface to the rest of flexhop.
 
     prepare(query, key, value, blocks, call) -> (scale, options), on fake tensors.
-    prepare_cached(query, key, value, blocks, pages, call) -> the same, of a call with a cache.
-    check_function(function, kind): refuse a wrong signature.
-    check_result(result, kind, name): refuse a wrong result, a fake tensor.
-    check_captures(query, kind, captures): refuse unusable captures.
-    on_trace(): called before the first graph is written.
-    index_mode: context manager under which mods are traced.
+    prepare_cached(query, key, value, blocks, pages, call) -> the same, for a call with a cache.
+    check_function(function, kind): raise for a wrong signature. check_result(result, kind, name):
+    raise for a wrong result, a fake tensor. check_captures(query, kind, captures): raise for
+    unusable captures. on_trace(): called before the first graph is written. index_mode: context
+    manager under which mods are traced.
     """
 
     prepare: Callable[..., tuple[float, dict[str, Any]]]
@@ -64,10 +63,10 @@ class ModRules(NamedTuple):
 
 
 def as_dynamo_error(error: FlexhopError) -> FlexhopError:
-    """The same error as one that Dynamo hands to its caller unchanged.
+    """Convert an error to one that Dynamo passes to its caller unchanged.
 
-    Dynamo wraps exceptions that it does not know into an internal error; ours must reach the user
-    as they are, so the class derives from both.
+    Dynamo wraps exceptions that it does not know in an internal error. Ours must reach the user
+    unchanged, so the class derives from both.
     """
     kind = type(error)
     combined = type(
@@ -80,14 +79,15 @@ def as_dynamo_error(error: FlexhopError) -> FlexhopError:
 
 
 def _cause(error: BaseException | None) -> FlexhopError | None:
-    """The error of ours behind an error of Dynamo's."""
+    """Our error behind one of Dynamo's."""
     while error is not None and not isinstance(error, FlexhopError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def python_value(tx: Any, variable: VariableTracker) -> Any:
-    """Constant, SymInt, frozen dataclass, dict, or nested tuple of them behind a variable."""
+    """The Python value of a variable: a constant, SymInt, frozen dataclass, dict, or nested tuple
+    of them."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.sym_num
@@ -109,7 +109,7 @@ def _attribute(tx: Any, variable: VariableTracker, name: str) -> VariableTracker
 
 
 def static_value(tx: Any, variable: VariableTracker) -> Any:
-    """A value that chooses code: a number that Dynamo made symbolic is guarded on instead."""
+    """A value that code depends on: guard on a number that Dynamo made symbolic."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()
@@ -124,19 +124,19 @@ def fake_of(proxy: Proxy) -> Any:
 
 
 def example_of(proxy: Any) -> Any:
-    """The same for what may be no proxy, but a number."""
+    """The same for a value that may be a number instead of a proxy."""
     return fake_of(proxy) if isinstance(proxy, Proxy) else proxy
 
 
 class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     """Tracker of the forward operator: traces both mods into subgraphs and lifts their captures.
 
-    At the door the operator is called with the operands of its `door`; the graph gets those of its
+    User code calls the operator with the operands of its `door`; the graph gets those of its
     `args_type`.
     """
 
     _HOP_NAME = "flexhop_attention"
-    # A graph break inside a mod must be an error: the eager path would need S² memory in silence.
+    # A graph break inside a mod must be an error: the eager path would silently need S² memory.
     _ALLOW_FALLBACK_TO_EAGER = False
     rules: ModRules
 
@@ -146,7 +146,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         self.rules.on_trace()
         self.value.refusal = None
         try:
-            # The wire form comes from a graph that was traced before.
+            # The wire form comes from a previously traced graph.
             if len(args) == len(self.value.door._fields):
                 return self._write_node(tx, self.value.door(*args))
             return _write_wire(tx, self.value, args)
@@ -178,7 +178,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         return self.write(tx, args)
 
     def write(self, tx: Any, args: Any) -> VariableTracker:
-        """The node of a call with these operands."""
+        """Emit the node of a call with these operands."""
         wire = self.value.wire(args)
         proxy = tx.output.create_proxy("call_function", self.value, args=wire, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
@@ -186,7 +186,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
     def trace_mod(
         self, tx: Any, query: VariableTracker, mod: VariableTracker, kind: str
     ) -> tuple[Proxy, tuple[Any, ...]]:
-        """A mod as a subgraph, and what it captured."""
+        """A mod as a subgraph, and its captures."""
         function = _function_of(mod)
         if function is not None:
             self.rules.check_function(function, kind)
@@ -208,10 +208,10 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
 
 
 def _mod_inputs(tx: Any, query: VariableTracker, kind: str) -> list[VariableTracker]:
-    """Example inputs of a mod: indices, behind the number that it changes if it changes one."""
+    """Example inputs of a mod: indices, after the element that it transforms, if any."""
     dtype = torch.float64 if fake_of(query.as_proxy()).dtype == torch.float64 else torch.float32
     changes_score, changes_key = kind == "score_mod", kind in ("k_mod", "v_mod")
-    count = NUM_INDICES - changes_key  # a number of a key belongs to no query
+    count = NUM_INDICES - changes_key  # an element of a key has no query
     inputs = [_scalar(tx, query, torch.int32) for _ in range(count)]
     if changes_score:
         inputs.insert(0, _scalar(tx, query, dtype, requires_grad=query.requires_grad))
@@ -224,8 +224,8 @@ def _speculate(
     tx: Any, mod: VariableTracker, inputs: list[VariableTracker], kind: str, operator: Any
 ) -> tuple[Graph, Any]:
     """Trace a mod: (graph, lifted captures)."""
-    # 2.15 is strict about a subgraph that returns its input, and names the permission anew; it
-    # also refuses writes to inputs, which we do ourselves because we name the line.
+    # 2.15 forbids a subgraph to return its input, and renamed the permission; it also rejects
+    # writes to inputs, which we do ourselves to name the line.
     known = inspect.signature(hops.speculate_subgraph).parameters
     permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
     (_, _), graph, lifted = hops.speculate_subgraph(
@@ -236,7 +236,7 @@ def _speculate(
 
 
 def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
-    """What Dynamo could not trace, in our words: its first line is the operation."""
+    """Our error for code that Dynamo could not trace: its first line is the operation."""
     if "body output unsupported" in str(error) or "should output a" in str(error):
         wanted = "a bool tensor" if kind == "mask_mod" else "a floating-point tensor"
         return ModResultError(mod=kind, name=kind, expected=wanted, found="no tensor")
@@ -258,7 +258,8 @@ def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
 
 
 def _refuse_reads_on_host(graph: Graph, kind: str) -> None:
-    """`.item()` traces (its value is a symbol), but a kernel cannot wait for the host."""
+    """Raise for `.item()`: it traces (its value is a symbol), but a kernel cannot wait for the
+    host."""
     for node in graph.find_nodes(op="call_method", target="item"):
         raise ModLoweringError(
             mod=kind,
@@ -269,7 +270,8 @@ def _refuse_reads_on_host(graph: Graph, kind: str) -> None:
 
 
 def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
-    """Functionalization of 2.11 to 2.14 would drop a write to a capture without a word."""
+    """Raise for writes to captures, which functionalization in 2.11 to 2.14 would silently
+    drop."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with tx.fake_mode, torch.no_grad():
         values = [_fresh(node.meta["example_value"]) for node in inputs]
@@ -289,7 +291,7 @@ def _fresh(value: Any) -> Any:
 
 
 class _WriteWatch(Interpreter):
-    """Runs a graph and remembers the first node that wrote to one of its inputs."""
+    """Runs a graph and records the first node that wrote to one of its inputs."""
 
     def __init__(self, module: GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__(module)
@@ -306,7 +308,7 @@ class _WriteWatch(Interpreter):
 
 
 def placed(tx: Any, capture: Any, device: torch.device) -> Any:
-    """A captured CPU scalar is moved to the query's device, as arithmetic with one would do."""
+    """Move a captured CPU scalar to the query's device, as arithmetic with it would."""
     example = example_of(capture)
     if not isinstance(example, torch.Tensor) or example.device == device:
         return capture
@@ -323,7 +325,7 @@ def _scalar(
 
 
 def _function_of(mod: VariableTracker) -> Any:
-    """The Python object behind a variable, or None for what exists only while tracing."""
+    """The Python object of a variable, or None if it exists only while tracing."""
     mod = mod.realize()
     if mod.is_python_constant() and not hasattr(mod, "get_function"):
         return mod.as_python_constant()
@@ -338,12 +340,12 @@ def _function_of(mod: VariableTracker) -> Any:
         function = mod.get_function()
     except NotImplementedError:  # a closure made inside the traced function
         return None
-    # The variable of a method gives the function below it, with self among its parameters.
+    # A method's variable gives the underlying function, with self among its parameters.
     return types.MethodType(function, mod) if isinstance(mod, UserMethodVariable) else function
 
 
 def _result_of(graph: Graph) -> Any:
-    """Fake result of a traced mod, or what it returned instead of a tensor."""
+    """The fake result of a traced mod, or what it returned instead of a tensor."""
     output = graph.find_nodes(op="output")[0].args[0]
     if isinstance(output, (tuple, list)) and len(output) == 1:
         output = output[0]
@@ -353,7 +355,7 @@ def _result_of(graph: Graph) -> Any:
 
 
 class BackwardVariable(hops.TorchHigherOrderOperatorVariable):
-    """Tracker of operators met in wire form only: by compiled autograd, and alone.py."""
+    """Tracker of operators that occur only in wire form: in compiled autograd and alone.py."""
 
     _HOP_NAME = "flexhop_attention_backward"
 
@@ -364,7 +366,7 @@ class BackwardVariable(hops.TorchHigherOrderOperatorVariable):
 
 
 def _write_wire(tx: Any, operator: Any, args: Sequence[VariableTracker]) -> VariableTracker:
-    """One node for a call in wire form, whose functions are GraphModules."""
+    """Emit one node for a call in wire form, whose functions are GraphModules."""
     operands = tuple(_graph_operand(tx, arg) for arg in args)
     proxy = tx.output.create_proxy("call_function", operator, args=operands, kwargs={})
     return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
@@ -373,13 +375,13 @@ def _write_wire(tx: Any, operator: Any, args: Sequence[VariableTracker]) -> Vari
 def _graph_operand(tx: Any, variable: VariableTracker) -> Any:
     variable = variable.realize()
     if isinstance(variable, (TupleVariable, ListVariable)):
-        # Tuples also where export's file format made lists of them.
+        # Tuples, also where export's file format made lists of them.
         return tuple(_graph_operand(tx, item) for item in variable.items)
     if isinstance(variable, (UnspecializedNNModuleVariable, NNModuleVariable)):
         module = getattr(variable, "value", None)
         if module is None:
             module = tx.output.nn_modules[variable.module_key]
-        # A copy: what Dynamo knows by another name already does not get this one (2.11 to 2.15).
+        # A copy: Dynamo does not rename a value that it already knows (2.11 to 2.15).
         module = GraphModule(module, module.graph)
         attribute = hops.make_attr(tx, tx.output.install_subgraph("flexhop_subgraph", module))
         set_example_value(attribute.node, module)

@@ -15,7 +15,7 @@ __all__ = ["CachedVariable"]
 
 
 class CachedVariable(AttentionVariable):
-    """Tracker of the operator that reads a cache: two mods and a page table more."""
+    """Tracker of the operator that reads a cache: two more mods and a page table."""
 
     _HOP_NAME = "flexhop_cached_attention"
 

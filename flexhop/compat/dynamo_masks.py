@@ -1,4 +1,4 @@
-"""The tracker of the operator that lists the blocks of a mask; see dynamo.py."""
+"""The tracker of the operator that lists a mask's blocks; see dynamo.py."""
 
 from __future__ import annotations
 

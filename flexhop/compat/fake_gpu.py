@@ -1,7 +1,7 @@
-"""An NVIDIA GPU that is not there, for code generation only.
+"""A fake NVIDIA GPU, for code generation only.
 
-Inductor asks torch.cuda, Dynamo's device interface and Triton's driver about the GPU that it
-generates code for. `fake_gpu()` answers for them, on CPU-only and CUDA builds of torch alike.
+Inductor queries torch.cuda, Dynamo's device interface and Triton's driver about the GPU that it
+generates code for. `fake_gpu()` answers instead, on CPU-only and CUDA builds alike.
 
 AOTAutograd cannot trace on fake "cuda" tensors without a GPU: the C++ autograd engine asks the
 device. So graphs are traced on CPU tensors, and `gpu_code()` moves the finished graph to the GPU.
@@ -46,15 +46,15 @@ CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], Callable[.
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What code generation asks about a GPU.
+    """The properties of a GPU that code generation needs.
 
     Args:
-        name: of the product.
+        name: product name.
         capability: compute capability, e.g. (9, 0).
         multiprocessors: number of SMs.
-        shared_memory: bytes of shared memory that one thread block may use after opting in.
+        shared_memory: most shared memory of a thread block after opting in, in bytes.
         threads: most threads resident on one SM.
-        l2_cache: bytes.
+        l2_cache: size of the L2 cache in bytes.
         memory: bytes of device memory.
 
     Source: NVIDIA's CUDA C++ programming guide, table of technical specifications.
@@ -89,18 +89,18 @@ GPUS: dict[tuple[int, int], Gpu] = {
 
 @contextlib.contextmanager
 def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
-    """Let Inductor generate code for a GPU that need not be there.
+    """Let Inductor generate code for a GPU that may be absent.
 
     Args:
         capability: one of the keys of `GPUS`.
 
     Yields:
-        The facts that Inductor is told.
+        The properties that Inductor sees.
 
     Raises:
-        ValueError: no facts are known about this capability.
+        ValueError: the properties of this capability are unknown.
 
-    Nothing may be launched inside. Not reentrant, not thread-safe.
+    Do not launch anything inside. Not reentrant, not thread-safe.
     """
     if capability not in GPUS:
         raise ValueError(f"capability must be one of {sorted(GPUS)}, but is {capability}.")
@@ -114,7 +114,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
 
 
 def _properties(gpu: Gpu) -> SimpleNamespace:
-    """`torch.cuda.get_device_properties`' result; fields that differ between versions together."""
+    """The result of `torch.cuda.get_device_properties`, with the fields of all versions."""
     major, minor = gpu.capability
     return SimpleNamespace(
         name=gpu.name,
@@ -134,7 +134,7 @@ def _properties(gpu: Gpu) -> SimpleNamespace:
         is_multi_gpu_board=0,
         gcnArchName="",
         uuid="0",
-        memory_clock_rate=2_000_000,  # kHz; with the next two only roofline estimates use it
+        memory_clock_rate=2_000_000,  # kHz; only roofline estimates use this and the next two
         memory_bus_width=5120,
         clock_rate=1_900_000,
     )
@@ -176,9 +176,9 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield from _answer(torch._C, {"_cuda_cudaCachingAllocator_is_enabled": True}, create=True)
     yield mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0")
     yield mock.patch.object(FakeTensorMode, "avoid_device_init", True)
-    # 2.11 initializes the device when a fake tensor is made on it; since 2.13 it does not.
+    # 2.11 initializes the device when a fake tensor is created on it; 2.13 and later do not.
     yield from _answer(fake_tensor, {"init_gpu_context": None})
-    # These start CUDA before they look at what kind of tensor they have.
+    # These initialise CUDA before they check the kind of tensor.
     yield mock.patch.object(torch.Tensor, "copy_", fake_methods.copy)
     yield mock.patch.object(torch.Tensor, "__invert__", fake_methods.invert)
     yield fake_methods.Slices()
@@ -200,7 +200,7 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 class _Driver:
-    """Triton's driver, as far as code generation asks it."""
+    """Triton's driver, as far as code generation uses it."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -230,7 +230,7 @@ def _triton_driver(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh_device_answers() -> Iterator[None]:
-    """Forget cached answers about the device, before and after."""
+    """Clear cached answers about the device, before and after."""
     modules = (inductor_utils, triton_utils, inductor_hints, device_interface)
     cached = [
         function
@@ -258,17 +258,17 @@ def compile_graphs(
 
     Args:
         function: any function that Dynamo traces without a graph break.
-        compile_graph: gets a graph, its example inputs and the keyword arguments of Inductor's
+        compile_graph: takes a graph, its example inputs and the keyword arguments of Inductor's
             `compile_fx_inner`; returns what runs in the graph's place (see `on_cpu`).
         options: Inductor configuration, `torch.compile(options=)`.
         dynamic: as in `torch.compile`.
 
     Returns:
-        The compiled function. Every cache is off, and compilation stays in this process.
+        The compiled function. All caches are off, and compilation stays in this process.
     """
     config = {"force_disable_caches": True, "compile_threads": 1, **options}
 
-    # Inside the backend, not around the call: the backward graph may be compiled by backward().
+    # Inside the backend, not around the call: backward() may compile the backward graph.
     def inner(graph: GraphModule, inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
         with inductor_config.patch(config):
             return compile_graph(graph, inputs, keywords)
@@ -295,8 +295,8 @@ def on_cpu(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], l
 
 
 def zeros_for(graph: GraphModule, *values: Any) -> list[Any]:
-    """Zeros in place of what a graph computes from `values`: only the sizes are worked out."""
-    # Offsets of nested tensors bring a symbol of their own.
+    """Zeros in place of a graph's results for `values`: only the sizes are computed."""
+    # Offsets of nested tensors have their own symbol.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(v, static_shapes=True) if torch.is_tensor(v) else v for v in values]
     with mode:
@@ -315,13 +315,13 @@ def gpu_code(
     capability: tuple[int, int],
     keywords: dict[str, Any],
 ) -> str:
-    """Inductor's output code of a CPU graph, as if it had been on a GPU.
+    """Inductor's output code for a CPU graph, as if it were on a GPU.
 
     Args:
-        graph: an AOTAutograd graph with CPU fake tensors in its metadata; left as it is.
+        graph: an AOTAutograd graph with CPU fake tensors in its metadata; not changed.
         inputs: its example inputs.
-        capability: of the GPU.
-        keywords: of `compile_fx_inner`.
+        capability: compute capability of the GPU.
+        keywords: keyword arguments of `compile_fx_inner`.
 
     Returns:
         The source of the Python wrapper with its Triton kernels.
@@ -353,7 +353,7 @@ def gpu_code(
 def _strided_like(fake: Any, given: torch.Tensor) -> Any:
     """A tensor on the GPU with the strides that it will have.
 
-    The graph knows those of the trace; of what the forward graph saves, Inductor may pad rows.
+    The graph has the trace's strides; Inductor may pad rows that the forward graph saves.
     """
     if not isinstance(fake, FakeTensor) or fake.device.type != "cuda":
         return fake

@@ -1,7 +1,7 @@
-"""Methods of tensors that start CUDA before they look at what kind of tensor they have.
+"""Tensor methods that initialise CUDA before they check the kind of tensor.
 
-In place of PyTorch's while code is generated for a GPU that is not there (fake_gpu.py). Names are
-the same in torch 2.11 to 2.15.
+They replace PyTorch's while code is generated for an absent GPU (fake_gpu.py). Names are the same
+in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
 class Slices(TorchFunctionMode):
     """Indexing of tensors on the GPU.
 
-    A mode, because `__getitem__` cannot be patched: once it is set in the class and taken away
-    again, CPython holds tensors for sequences, and torch.tensor([a, b]) fails.
+    A mode, because `__getitem__` cannot be patched: once it is set in the class and removed again,
+    CPython treats tensors as sequences, and torch.tensor([a, b]) fails.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Take over what indexes a tensor on the GPU."""
+        """Intercept indexing of tensors on the GPU."""
         if function is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
             return _getitem(*args)
         return function(*args, **(kwargs or {}))
@@ -60,10 +60,10 @@ def _getitem(values: torch.Tensor, items: Any) -> torch.Tensor:
 
 
 def _keeps(item: Any) -> bool:
-    """Whether an item of an index leaves, or makes, a dimension."""
+    """Whether an item of an index keeps or adds a dimension."""
     return item is None or isinstance(item, (slice, torch.Tensor))
 
 
 def invert(values: torch.Tensor) -> torch.Tensor:
-    """Each bit turned, or each bool."""
+    """Invert each bit, or each bool."""
     return torch.ops.aten.bitwise_not.default(values)

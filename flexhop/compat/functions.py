@@ -1,13 +1,13 @@
-"""Functions of one number in fp32, as PTX without a branch, for kernels of 16-bit operands.
+"""Functions of one fp32 number as branch-free PTX, for kernels of 16-bit operands.
 
-CUDA's library functions branch, and every score that a thread holds would branch for itself; they
-are in a kernel's text once for each of these. The texts here are off by far less than one rounding
-to 16 bits: less than 2**-17 of the value, or 2**-21 where that is more. A text of several
-instructions stays together: LLVM takes as long for a kernel as it has instructions, and its
-vectoriser would pack the comparisons of a thread into bits.
+CUDA's library functions branch, and each score that a thread holds would branch separately; their
+text is repeated for each of these scores. The errors of the versions here are far below one
+rounding to 16 bits: less than 2**-17 of the value, or 2**-21 if that is more. Each version is one
+block of inline assembly. LLVM's compile time grows with the number of instructions, and its
+vectoriser would pack a thread's comparisons into bits.
 
-Ranges: magnitudes of divisors from 2**-126 to 2**126; sin and cos of angles up to 10**7 (results
-of larger ones stay between -1 and 1). Subnormal results are 0.
+Ranges: absolute divisors from 2**-126 to 2**126; sin and cos of angles up to 10**7 (results for
+larger ones stay between -1 and 1). Subnormal results are 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["FUNCTIONS", "Function", "constant_name", "import_from"]
 
 
 class Function(NamedTuple):
-    """A text whose result is $0, and whose arguments are $1, ...; names of its registers."""
+    """Inline assembly with result $0 and arguments $1, ..., and the names of its registers."""
 
     body: str
     floats: str = ""
@@ -28,7 +28,7 @@ class Function(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What inline assembly takes."""
+        """The text for inline assembly."""
         kinds = (("f32", self.floats), ("b32", self.words), ("pred", self.predicates))
         registers = (f".reg .{kind} {names};" for kind, names in kinds if names)
         lines = [*registers, *(line.strip() for line in self.body.strip().splitlines())]
@@ -36,7 +36,7 @@ class Function(NamedTuple):
 
 
 def _number(value: float) -> str:
-    """A number of fp32 as PTX writes it."""
+    """An fp32 number in PTX syntax."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
@@ -48,7 +48,7 @@ def _steps(result: str, x: str, coefficients: tuple[float, ...]) -> str:
 
 
 _LOG2_E, _LN_2, _INVERSE_PI = 1.4426950408889634, 0.6931471805599453, 0.3183098861837907
-# Pi in two parts, and 1.5 * 2**23: a sum with it has no digits behind the point.
+# Pi in two parts, and 1.5 * 2**23: a sum with it has no fractional digits.
 _PI, _PI_REST, _WHOLE = 3.1415927410125732, -8.742277657347586e-08, 12582912.0
 # Least relative error of erf: erfc(x) = 2**(-x q(x)).
 _ERF = (1.62790823, 0.918375969, 0.148938268, -0.0297984611, 0.00299644331)
@@ -119,8 +119,8 @@ _ERF_TEXT = f"""
     setp.lt.f32 is_near, size, {_number(1 / 16)};
     selp.f32 $0, near, far, is_near;
 """
-# The angle less a multiple of pi, whose last bit is the sign. A minimum keeps angles beyond the
-# range from leaving the polynomial's.
+# The angle minus a multiple of pi, whose last bit is the sign. A minimum keeps angles beyond the
+# range within the polynomial's.
 _REST = f"""
     fma.rn.f32 turns, $1, {_number(_INVERSE_PI)}, {_number(_WHOLE)};
     mov.b32 sign, turns;
@@ -149,8 +149,8 @@ _COS_TEXT = f"""
     {_steps("near", "square", (1.0, *_COS))}
     {_WITH_SIGN}
 """
-# Of magnitudes, with all digits also near 1: exponent, and polynomial of the rest, which begins at
-# 3/4. What is not between 0 and infinity is left to lg2.
+# For absolute values, with full precision also near 1: exponent, and polynomial of the rest, which
+# starts at 3/4. Values that are not between 0 and infinity are left to lg2.
 _LOG2_TEXT = f"""
     abs.f32 size, $1;
     lg2.approx.f32 end, size;
@@ -168,8 +168,8 @@ _LOG2_TEXT = f"""
     setp.lt.f32 is_usual, far, {_number(126.5)};
     selp.f32 $0, near, end, is_usual;
 """
-# $1: logarithm of the magnitude, $2: base, $3: exponent. An odd power of a negative base is
-# negative, one that is not whole is none.
+# $1: logarithm of the absolute value, $2: base, $3: exponent. An odd power of a negative base is
+# negative, a non-integer one is NaN.
 _POWER = f"""
     mul.f32 t, $1, $3;
     ex2.approx.ftz.f32 t, t;
@@ -208,11 +208,11 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def constant_name(name: str) -> str:
-    """Under which a kernel finds the text of a function."""
+    """The name of a function's text in a kernel."""
     return f"PTX_{name.upper()}"
 
 
 def import_from(module: str) -> str:
-    """The line with which a kernel imports all texts, and what runs them, from a module."""
+    """The line that imports all texts, and the functions that run them, from a module."""
     names = ("run_1", "run_2", "run_3", *map(constant_name, FUNCTIONS))
     return f"from {module} import ({', '.join(names)})\n"

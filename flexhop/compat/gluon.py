@@ -1,9 +1,9 @@
 """Inductor: templates in Gluon, Triton's dialect for one architecture.
 
-They go the way of Triton templates: rendered, cached, compiled and launched by the same code. Two
-things differ: the text around a kernel, and how operations of the user's functions are printed,
-because a Gluon tensor has a layout and Inductor writes none. Names are the same in torch 2.11 to
-2.15.
+They take the path of Triton templates: the same code renders, caches, compiles and launches them.
+Two things differ: the text around a kernel, and how operations of the user's functions are
+printed, because a Gluon tensor has a layout and Inductor writes none. Names are the same in torch
+2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexhop.templates.printers.holes import ScatterSite
 
 __all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 
-_BULK_BYTES = 16  # the tensor memory accelerator takes addresses and strides in such units
+_BULK_BYTES = 16  # alignment of the tensor memory accelerator's addresses and strides
 
 _IMPORTS = f"""
 from triton.experimental import gluon
@@ -34,11 +34,12 @@ from triton.experimental.gluon import language as gl
 
 
 class GluonOverrides(tanh.Functions):
-    """How operations are printed where Triton's text is not accepted; all others are."""
+    """Operations whose Triton text Gluon does not accept; all others stay."""
 
     @classmethod
     def constant(cls, value: Any, dtype: torch.dtype) -> str:
-        """A scalar, which takes the layout of what it meets; `tl.full` makes a tensor without."""
+        """A scalar, which adopts the layout of the other operand; `tl.full` would create a tensor
+        without one."""
         return cls._shaped_constant(value, dtype)
 
     @classmethod
@@ -51,7 +52,7 @@ class GluonOverrides(tanh.Functions):
 
     @staticmethod
     def maximum(a: Any, b: Any) -> str:
-        """NaN wins, as in PyTorch; Triton's helper makes constants without a layout."""
+        """NaN wins, as in PyTorch; Triton's helper creates constants without a layout."""
         return f"tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"
 
     @staticmethod
@@ -85,7 +86,7 @@ class GluonKernel(inductor.TemplateKernel):
         return super().jit_lines().replace("@triton.jit", "@gluon.jit")
 
     def def_kernel(self, *argnames: str) -> str:
-        """The hole of the kernel's head, which carries the name of `also_named`."""
+        """The hole of the kernel's signature, with the name of `also_named`."""
         hole = super().def_kernel(*argnames)
         head = self.render_hooks[hole]
         new = f"def {self.fixed_name}("
@@ -93,28 +94,28 @@ class GluonKernel(inductor.TemplateKernel):
         return hole
 
     def also_named(self) -> str:
-        """Text that gives the kernel the name by which Inductor asks for it.
+        """Text that aliases the kernel to Inductor's name for it.
 
-        Inductor's names say which kernel of its graph it is. Triton's cache goes by a function's
-        text, so a function of its own name is found there whatever the graph is.
+        Inductor's names number the kernels of a graph. Triton's cache is keyed by a function's
+        text, so a function with its own name is found there regardless of the graph.
         """
         return f"{self.kernel_name} = {self.fixed_name}"
 
     @property
     def sites(self) -> Sequence[ScatterSite]:
-        """Where gradients of captured tensors are added."""
+        """The sites to which gradients of captured tensors are added."""
         return getattr(self.subgraphs, "sites", ())
 
     def start_sums(self) -> str:
-        """The sums of gradients of captured tensors that a consumer keeps, empty."""
+        """The empty sums of captured gradients that a consumer keeps."""
         return gluon_sums.start(self.sites)
 
     def add_captured(self) -> str:
-        """A line that adds up gradients of captured tensors; nothing if there are none."""
+        """A line that accumulates gradients of captured tensors; empty if there are none."""
         return gluon_sums.add(self, self.sites)
 
     def finish_captured(self) -> str:
-        """A line that adds a head's sums to memory; nothing if none are kept."""
+        """A line that adds a head's sums to memory; empty if none are kept."""
         return gluon_sums.finish(self, self.sites)
 
     def add_sites(self) -> str:
@@ -139,9 +140,9 @@ class GluonTemplate(inductor.Template):
 def make_template(
     name: str, grid: Callable[..., Any], source: str, imports: str = ""
 ) -> GluonTemplate:
-    """A Gluon template; as `inductor.make_template`.
+    """A Gluon template; see `inductor.make_template`.
 
-    imports: lines for what the dialect's text calls besides Gluon itself.
+    imports: import lines for names that the dialect's text uses besides Gluon itself.
     """
     source = source.rstrip("\n") + "\n\n\n{{also_named()}}\n"
     template = inductor.make_template(name, grid, source, GluonTemplate)
@@ -152,21 +153,21 @@ def make_template(
 
 
 class _Removed(OrderedSet[str]):
-    """Buffers that Inductor leaves out because nothing reads them, but for those in `kept`."""
+    """Buffers that Inductor removes because nothing reads them, except those in `kept`."""
 
     kept: OrderedSet[str]
 
     def add(self, name: str) -> None:
-        """Leave a buffer out, if it may be."""
+        """Remove a buffer, if allowed."""
         if name not in self.kept:
             super().add(name)
 
 
 def keep_apart(result: Any) -> None:
-    """Forbid Inductor to fuse what follows, or to leave the result out if nothing reads it.
+    """Forbid Inductor to fuse later operations, or to remove the result if nothing reads it.
 
-    The kernel has no place where other code could stand, and it stores its result in any case:
-    another of its results may be the one that is read.
+    The kernel has no place for other code, and it stores its result in any case: another of its
+    results may be the one that is read.
     """
     result.realize()
     graph = V.graph
@@ -181,7 +182,8 @@ def keep_apart(result: Any) -> None:
 def suits_bulk_copies(value: Any) -> bool:
     """Whether the tensor memory accelerator can copy tiles of a realized tensor.
 
-    Columns must be neighbours; the first element and all rows lie at multiples of 16 bytes.
+    The innermost dimension must be contiguous; the first element and all rows must be at multiples
+    of 16 bytes.
     """
     unit = _BULK_BYTES // value.get_dtype().itemsize
     *strides, last = value.get_stride()
@@ -194,7 +196,7 @@ def suits_bulk_copies(value: Any) -> bool:
 
 
 def fill_up(length: Any, multiple: int) -> Any:
-    """What is missing from a length to the next multiple."""
+    """The padding of a length to the next multiple."""
     length = sympy.sympify(length)
     return count_blocks(length, multiple) * multiple - length
 

@@ -1,8 +1,8 @@
-"""What a generated Gluon kernel imports, wherever Inductor compiles it.
+"""Names that a generated Gluon kernel imports, wherever Inductor compiles it.
 
-Inductor's launcher makes an `ASTSource` of every kernel; a Gluon kernel needs a `GluonASTSource`.
-Importing this file lets the launcher take the one that fits, also in Inductor's compile workers,
-which know a kernel by its text alone. The name is the same in torch 2.11 to 2.15.
+Inductor's launcher creates an `ASTSource` for every kernel; a Gluon kernel needs a
+`GluonASTSource`. Importing this file makes the launcher pick the right one, also in Inductor's
+compile workers, which know a kernel only by its text. The name is the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["run_1", "run_2", "run_3"]
 
 
 class _SourceByDialect:
-    """Stands for `ASTSource`; calls make the source of a function in its own dialect."""
+    """Replaces `ASTSource`; creates the source of a function in its own dialect."""
 
     def __init__(self, portable: Any) -> None:
         self.portable = portable
@@ -51,7 +51,7 @@ def run_1(x, TEXT: gl.constexpr):
 
 @gluon.jit
 def run_2(x, y, TEXT: gl.constexpr):
-    """As run_1, of two."""
+    """Like run_1, with two arguments."""
     return gl.inline_asm_elementwise(
         TEXT, "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -59,7 +59,7 @@ def run_2(x, y, TEXT: gl.constexpr):
 
 @gluon.jit
 def run_3(x, y, z, TEXT: gl.constexpr):
-    """As run_1, of three."""
+    """Like run_1, with three arguments."""
     return gl.inline_asm_elementwise(
         TEXT, "=f,f,f,f", [x, y, z], dtype=gl.float32, is_pure=True, pack=1
     )

@@ -1,4 +1,4 @@
-"""Which Triton is there, and whether kernels in its Gluon are checked with it."""
+"""The installed Triton version, and whether Gluon kernels were checked with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def obstacle(checked: tuple[tuple[int, int], ...]) -> str:
-    """Why the installed Triton will not do; empty if it is one of `checked`."""
+    """Why the installed Triton is not supported; empty if it is one of `checked`."""
     found = triton_version()
     if found in checked:
         return ""
@@ -15,7 +15,7 @@ def obstacle(checked: tuple[tuple[int, int], ...]) -> str:
 
 
 def triton_version() -> tuple[int, int]:
-    """Major and minor version of Triton; zeros where there is none."""
+    """Major and minor version of Triton; zeros if it is not installed."""
     try:
         major, minor = metadata.version("triton").split(".")[:2]
     except metadata.PackageNotFoundError:

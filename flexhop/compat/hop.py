@@ -92,8 +92,9 @@ def _find_operator(name: str) -> Operator:
 class Operator(HigherOrderOperator):
     """A higher-order operator with the operands of a NamedTuple.
 
-    `cacheable=True` lets Inductor's and AOTAutograd's caches store graphs that hold the operator.
-    A rule added by `py_functionalize_impl` makes the object unpicklable, hence `__reduce__`.
+    `cacheable=True` lets Inductor's and AOTAutograd's caches store graphs that contain the
+    operator. A rule added by `py_functionalize_impl` makes the object unpicklable, hence
+    `__reduce__`.
     """
 
     def __init__(
@@ -107,18 +108,20 @@ class Operator(HigherOrderOperator):
         """Name an operator.
 
         Args:
-            name: of the operator.
+            name: name of the operator.
             args_type: the NamedTuple of its operands.
             callables: which of them are functions.
-            door: the NamedTuple of the operands with which Dynamo meets it.
-            optional: the last operand, if it is left out where it is ().
+            door: the NamedTuple of the operands as Dynamo sees them.
+            optional: the last operand, if it is omitted when ().
         """
         super().__init__(name, cacheable=True)
         self.args_type = args_type
         self.door = door
         self.optional = optional
         self.callable_positions = tuple(args_type._fields.index(field) for field in callables)
-        self.refusal: FlexhopError | None = None  # the latest; Dynamo of 2.15 loses the original
+        self.refusal: FlexhopError | None = (
+            None  # the latest one; Dynamo of 2.15 loses the original
+        )
         self.examples: Callable[..., Sequence[Sequence[Any]]]  # of its callables; register_proxy
         _OPERATORS[name] = self
 
@@ -131,7 +134,7 @@ class Operator(HigherOrderOperator):
             raise
 
     def wire(self, args: Any) -> tuple[Any, ...]:
-        """Operands as graphs hold them: flat, without the optional one if it is ()."""
+        """Operands in graphs: flat, without the optional one if it is ()."""
         flat = tuple(args)
         is_left_out = self.optional and getattr(args, self.optional) == ()
         return flat[:-1] if is_left_out else flat
@@ -142,7 +145,7 @@ class Operator(HigherOrderOperator):
 
 
 def register_dense(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: what the operator computes when nothing traces or differentiates it."""
+    """Decorator: the operator's result if nothing traces or differentiates it."""
     return op.py_impl(DispatchKey.CompositeExplicitAutograd)
 
 
@@ -156,8 +159,8 @@ def below_autograd() -> Iterator[None]:
 def register_autograd(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the rule at the autograd key.
 
-    PyTorch's own decorator passes the rule over where nothing requires a gradient, and with it
-    the tangents of forward mode.
+    PyTorch's own decorator skips the rule if nothing requires a gradient, and thereby drops the
+    tangents of forward mode.
     """
     return op.py_impl(DispatchKey.Autograd)
 
@@ -208,9 +211,9 @@ def register_proxy(
     examples: Callable[..., Sequence[Sequence[Any]]],
     mode_of_mods: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> None:
-    """Write one node whose callables are named submodules, traced on `examples(*operands)`.
+    """Record one node whose callables are named submodules, traced on `examples(*operands)`.
 
-    Operators whose first callable is the same, and was handed to `share`, know these graphs.
+    Operators with the same first callable, passed to `share`, share these graphs.
     """
     op.examples = examples
 
@@ -243,8 +246,8 @@ def register_checkpoint(op: Operator) -> None:
 def register_flops(op: Operator, formula: Callable[..., int]) -> None:
     """Count the operator in FlopCounterMode.
 
-    2.11 to 2.14 hand a NotImplemented of the mode to the caller and 2.11's `register_flop_formula`
-    refuses operators, hence the registry and a rule of our own; 2.15 would look in the registry.
+    2.11 to 2.14 return the mode's NotImplemented to the caller, and 2.11's `register_flop_formula`
+    rejects operators. Hence the registry and our own rule; 2.15 would look in the registry.
     """
 
     def rule(mode: Any, *operands: Any) -> Any:
@@ -258,11 +261,11 @@ def register_flops(op: Operator, formula: Callable[..., int]) -> None:
         flop_counter.flop_registry[op] = formula
         op.py_impl(flop_counter._FlopCounterMode)(rule)
 
-    after_import("torch.utils.flop_counter", register)  # it imports Triton, which takes a while
+    after_import("torch.utils.flop_counter", register)  # it imports Triton, which is slow
 
 
 def register_refusal(op: Operator, transform: str, error: Callable[[], Exception]) -> None:
-    """Refuse a functorch transform, "Vmap" or "Jvp"."""
+    """Make a functorch transform raise, "Vmap" or "Jvp"."""
 
     def rule(interpreter: Any, *operands: Any) -> Any:
         raise error()
@@ -275,14 +278,14 @@ def register_vmap(
     fold: Callable[..., tuple[tuple[Any, ...], Callable[..., Any]]],
     nested: Callable[[Sequence[Any]], Any] = tuple,
 ) -> None:
-    """torch.vmap: `fold(count, mapped, plain)` gives operands without the mapped dimension.
+    """torch.vmap: `fold(count, mapped, plain)` returns operands without the mapped dimension.
 
     Args:
         fold: called with the size of the mapped dimension, one tuple of operands where every
             tensor is replaced by whether it is mapped, and the operands with mapped tensors'
             dimension in front. Returns the operator's operands, and what turns its result into
             (result, mapped) where the tensors of `mapped` results have the dimension in front.
-        nested: gives the operator's results from these.
+        nested: builds the operator's results from these.
     """
 
     def rule(interpreter: Any, *operands: Any) -> Any:
@@ -323,26 +326,26 @@ def _allows_hooks() -> bool:
 
 
 def unwrap_dead(values: Any) -> Any:
-    """Tensors without the wrappers of a torch.func transform that ended, as in a vjp's backward.
+    """Remove the wrappers of a torch.func transform that has ended, as in a vjp's backward.
 
-    PyTorch does this for its own operators; higher-order ones stumble over the wrappers.
+    PyTorch does this for its own operators; higher-order ones fail on the wrappers.
     """
     return pytree.tree_map_only(torch.Tensor, unwrap_if_dead, values)
 
 
 def like_tree(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree of the structure of `tree` with other leaves."""
+    """A tree with the structure of `tree` and other leaves."""
     return pytree.tree_unflatten(list(leaves), pytree.tree_flatten(tree)[1])
 
 
 def is_tracing(*tensors: torch.Tensor) -> bool:
-    """Whether a tracer below Dynamo (make_fx, non-strict export) records what is called now."""
+    """Whether a tracer below Dynamo (make_fx, non-strict export) is recording."""
     return get_proxy_mode() is not None or any(isinstance(t, FunctionalTensor) for t in tensors)
 
 
 @contextlib.contextmanager
 def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
-    """Switch off every mode around us and enter a fake mode, to trace a user function on the side.
+    """Disable every surrounding mode and enter a fake mode, to trace a user function on the side.
 
     Without it a selective-checkpoint mode would count the traced operations, functionalization
     would wrap them, and `checkpoint(use_reentrant=False)` would pack this trace's fakes into its
@@ -366,7 +369,7 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Leave every dispatch mode for a while, such as a FakeTensorMode around the caller."""
+    """Temporarily leave every dispatch mode, such as a FakeTensorMode around the caller."""
     return _disable_current_modes()
 
 
@@ -378,7 +381,7 @@ def _below_functorch(value: Any) -> Any:
 
 
 def capture_like(value: Any) -> Any:
-    """A fresh tensor with the metadata of `value`; anything that is no tensor stays."""
+    """A fresh tensor with the metadata of `value`; other values stay."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(
@@ -388,7 +391,7 @@ def capture_like(value: Any) -> Any:
 
 def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """FX graph of `function`; call inside `isolated_trace`."""
-    # Through an interpreter, nodes keep the user's lines that Dynamo recorded.
+    # An interpreter keeps the user's lines that Dynamo recorded on nodes.
     return make_fx(_maybe_run_with_interpreter(function), tracing_mode="real")(*inputs)
 
 

@@ -1,6 +1,6 @@
-"""Calling back when a module is imported, so that `import flexhop` need not import it.
+"""Call back when a module is imported, so that `import flexhop` need not import it.
 
-torch 2.11 to 2.15: `torch._dynamo` takes two seconds, and `import torch` does without it.
+torch 2.11 to 2.15: `torch._dynamo` takes two seconds, and `import torch` does not import it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["after_import"]
 
 
 def after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` once the module has been imported: now, if it is there already."""
+    """Call `callback` once the module is imported: now, if it already is."""
     if name in sys.modules:
         callback()
     else:
@@ -24,7 +24,7 @@ def after_import(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds one module as others do, and calls back behind its loader."""
+    """Finds one module like other finders, and calls back after its loader."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name, self.callback = name, callback
@@ -42,7 +42,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The real loader, and then the callback."""
+    """The real loader, then the callback."""
 
     def __init__(self, loader: importlib.abc.Loader, callback: Callable[[], None]) -> None:
         self.loader, self.callback = loader, callback
@@ -51,7 +51,7 @@ class _Loader(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module is to look as if nobody had watched.
+        # The module must look untouched.
         module.__loader__ = self.loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader

@@ -1,9 +1,9 @@
-"""Indexing captured tensors with 0-d index tensors, traceable and without a host synchronisation.
+"""Index captured tensors with 0-d tensors: traceable, and without a host synchronisation.
 
 `table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__`
 turns into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and
-autograd all carry; where a traced graph is run again, it is there already. Slices, `...` and
-`None` may stand beside them.
+autograd all support; a graph that is run again already contains it. Slices, `...` and `None` may
+be mixed in.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _is_view(item: object) -> bool:
 
 
 def _is_rewritten(items: tuple[Any, ...]) -> bool:
-    """Whether an index holds a tensor, and beside tensors only what `_read` knows."""
+    """Whether an index contains a tensor, and otherwise only items that `_read` supports."""
     tensors = [item for item in items if _is_index_tensor(item)]
     others = [item for item in items if not _is_index_tensor(item)]
     if any(_is_view(item) for item in others) and any(item.dim() > 0 for item in tensors):
-        return False  # where the dimensions of several index tensors go is PyTorch's to say
+        return False  # PyTorch defines where the dimensions of several index tensors go
     return len(tensors) > 0 and all(_is_int(item) or _is_view(item) for item in others)
 
 
@@ -53,8 +53,8 @@ def _spell_out(items: tuple[Any, ...], rank: int) -> list[Any]:
 def _read(tensor: Tensor, items: list[Any]) -> Tensor:
     """tensor[items] for integer tensors, ints, slices and None.
 
-    What the captured tensor alone decides, its slices and their order, comes before the read: the
-    indexed dimensions are brought to the front, so that every read is one of leading dimensions.
+    Slices and their order depend only on the captured tensor and come before the read: the indexed
+    dimensions move to the front, so every read is one of leading dimensions.
     """
     device = next(item.device for item in items if isinstance(item, Tensor))
     of_dims = [item for item in items if item is not None]
@@ -75,8 +75,8 @@ def _read(tensor: Tensor, items: list[Any]) -> Tensor:
     return read
 
 
-# Functions of two operands, of which one may be a number; operators as Dynamo calls them. By name,
-# because Dynamo of 2.13 does not find the ones that are written in Python in a set.
+# Functions of two operands, one of which may be a number; operators as Dynamo calls them. By name,
+# because Dynamo of 2.13 does not find functions written in Python in a set.
 _PAIRS = frozenset([
     "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "lt",
     "le", "gt", "ge", "eq", "ne", "bitwise_and", "bitwise_or", "bitwise_xor", "__eq__", "__and__",
@@ -86,7 +86,7 @@ _PAIRS = frozenset([
 
 
 def _without_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of a function of two, with a tensor in place of a number.
+    """The operands of a two-operand function, with a number replaced by a tensor.
 
     2.11 to 2.15: the batching rules of a tensor and a number that is a symbol (a captured int or
     float, under dynamic shapes) fail if dtypes are promoted. Dynamo cannot say which numbers are
@@ -115,8 +115,8 @@ def _as_tensor(number: Any, beside: Tensor) -> Any:
 class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
-    Under vmap, also in a graph that has been rewritten, it is one that the batching rule can do.
-    So are conversions in such a graph.
+    Under vmap, also in an already rewritten graph, use a read that the batching rule supports. The
+    same holds for conversions in such a graph.
     """
 
     def __torch_function__(

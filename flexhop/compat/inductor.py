@@ -1,8 +1,8 @@
 """Inductor: IR, lowering registry, template class, autotuning.
 
-Differences between versions are absorbed here: `always_freeze_layout` (2.13), `input_dtypes` of
-modification (2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning
-of `fx_utils` about operators that it does not know (2.13).
+Absorbs differences between versions: `always_freeze_layout` (2.13), `input_dtypes` of modification
+(2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning of `fx_utils`
+about unknown operators (2.13).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Expr = int | sympy.Expr
 aten = torch.ops.aten
 
 # FakeTensorUpdater (2.13) knows PyTorch's own operators; its default for others is right but
-# talks.
+# warns.
 warnings.filterwarnings(
     "ignore", message="Please add support for subgraph args to function flexhop"
 )
@@ -60,13 +60,13 @@ warnings.filterwarnings(
 _MODIFICATION_TAKES_DTYPES = (
     "input_dtypes" in inspect.signature(TritonTemplateKernel.modification).parameters
 )
-_UNROLLED = 16  # elements of a reduction; the longest row of which gradients are kept
+_UNROLLED = 16  # most elements of a reduction; the longest row that gets gradients
 
 
 class Subgraphs(list[Any]):
-    """The lowered user functions of one kernel, how captured gradients leave it, and dropout.
+    """The lowered user functions of one kernel, how captured gradients are stored, and dropout.
 
-    A list, because Inductor (2.15) walks through it and expects buffers.
+    A list, because Inductor (2.15) iterates over it and expects buffers.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TemplateKernel(TritonTemplateKernel):
         return super().gen_common_triton_imports() + tanh.IMPORT
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
-        """Text of a user function; indices are int32 and scores fp32, which 2.13 wants to know."""
+        """Text of a user function; indices are int32 and scores fp32, which 2.13 requires."""
         keywords: dict[str, Any] = {}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
@@ -109,7 +109,7 @@ class TemplateKernel(TritonTemplateKernel):
         return "\n".join(scatter(self, n, site) for n, site in enumerate(sites)) or "pass"
 
     def draw_kept(self, q_idx: str, kv_idx: str) -> str:
-        """Text that computes which weights of a tile are kept; nothing without dropout."""
+        """Text that computes which weights of a tile are kept; empty without dropout."""
         dropout = getattr(self.subgraphs, "dropout", None)
         return "" if dropout is None else draw_kept(self, dropout, q_idx, kv_idx)
 
@@ -125,7 +125,7 @@ class Template(TritonTemplate):
     kernel_type = TemplateKernel
 
     def generate_and_load(self, *args: Any, **kwargs: Any) -> Any:
-        """Every candidate comes through here, with these names, in 2.11 to 2.15."""
+        """Every candidate passes through here, with these names, in 2.11 to 2.15."""
         result = super().generate_and_load(*args, **kwargs)
         if result is not None:
             debug.show("source", self.name, lambda: _kernel_source(result.mod.__file__))
@@ -143,11 +143,11 @@ def make_template(
 ) -> Any:
     """A template, whose kernels are compiled once.
 
-    Compile workers get a kernel's text when it is generated and once more when the generated
-    module is loaded, in which every text ends with a newline. Two equal texts are one job, so it
-    must end with one before; Jinja takes one away.
+    Compile workers get a kernel's text when it is generated, and again when the generated module
+    is loaded, where every text ends with a newline. Two equal texts are one job, so the text must
+    end with a newline already; Jinja strips one.
 
-    2.11 freezes layouts of template inputs by itself; since 2.13 it must be asked.
+    2.11 freezes the layouts of template inputs itself; since 2.13 it must be requested.
     """
     source = source.rstrip("\n") + "\n\n"
     known = inspect.signature(TritonTemplate.__init__).parameters
@@ -171,7 +171,7 @@ def is_ir(value: object) -> bool:
 
 
 def realize(values: Sequence[Any]) -> list[Any]:
-    """Give every tensor storage and a fixed layout; numbers pass."""
+    """Give every tensor storage and a fixed layout; numbers pass through."""
     return [_realize(value) if is_ir(value) else value for value in values]
 
 
@@ -183,7 +183,7 @@ def _realize(value: Any) -> Any:
 
 
 def alone(value: Any) -> Any:
-    """`value` with storage that is nothing else's: what its name stands for."""
+    """`value` with its own storage, which its name denotes."""
     value = realize_inputs(value)
     if isinstance(value.data, ir.BaseView):
         value = lowerings[aten.clone.default](value)
@@ -196,7 +196,7 @@ def contiguous(value: Any) -> Any:
 
 
 def graph_module(subgraph: Any) -> torch.fx.GraphModule:
-    """The FX graph behind a subgraph operand."""
+    """The FX graph of a subgraph operand."""
     return subgraph.graph_module if hasattr(subgraph, "graph_module") else subgraph
 
 
@@ -207,7 +207,7 @@ def placeholder(name: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 class _ModLowering(PointwiseSubgraphLowering):
-    """Remembers which node is being lowered, for the error."""
+    """Records which node is being lowered, for the error."""
 
     current: torch.fx.Node | None = None
 
@@ -223,12 +223,12 @@ def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str
     Args:
         graph: the function.
         inputs: its inputs, lowered.
-        mod: what to call it in an error.
+        mod: its name in an error.
 
     Raises:
-        ModLoweringError: it needs an operation that a kernel cannot do for one score.
+        ModLoweringError: it needs an operation that a kernel cannot compute per score.
     """
-    # Inductor's own rule for sizes looks at the node of the whole graph that is lowered now: ours.
+    # Inductor's own rule for sizes reads the node of the whole graph being lowered: ours.
     lowering = _ModLowering(
         graph,
         root_graph_lowering=V.graph,
@@ -264,7 +264,7 @@ def _scalar_buffer(output: Any) -> Any:
         return output
     box = output.data
     if isinstance(box, ir.BaseView):
-        # An element of a short row, of which the kernel shall compute no more.
+        # An element of a short row; the kernel must not compute the others.
         box = ir.Pointwise.create(
             device=box.get_device(), dtype=box.get_dtype(), inner_fn=box.make_loader(),
             ranges=box.get_size(),
@@ -274,9 +274,9 @@ def _scalar_buffer(output: Any) -> Any:
 
 
 def note_subgraphs(result: Any, captures: Sequence[Any], buffers: Sequence[Any]) -> None:
-    """Tell the template's buffer about captured SymInts, which reach the kernel by this alone.
+    """Register captured SymInts with the template's buffer, their only way to the kernel.
 
-    One whose value is known by now has become a Python number, which Inductor does not expect.
+    One whose value is known by now is a Python number, which Inductor does not expect.
     """
     template_buffer = result.data.data
     template_buffer.subgraph_inps = [x if is_ir(x) else sympy.sympify(x) for x in captures]
@@ -301,7 +301,7 @@ def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any
 
 
 def device_of(tensor: Any) -> torch.device:
-    """Where a lowered tensor will be."""
+    """The device of a lowered tensor."""
     return tensor.get_device()
 
 
@@ -311,7 +311,7 @@ def fixed_layout(device: torch.device, dtype: torch.dtype, size: Any, stride: An
 
 
 def contiguous_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Expr]) -> Any:
-    """Layout of a template's output that only we read."""
+    """Layout of a template's output that only flexhop reads."""
     return fixed_layout(device, dtype, size, ir.FlexibleLayout.contiguous_strides(list(size)))
 
 
@@ -346,7 +346,7 @@ def is_constant(value: Any) -> bool:
 
 
 def hint(value: Any) -> int:
-    """The value of a size at this compile, without a guard; 8192 if it depends on data."""
+    """The value of a size at this compilation, without a guard; 8192 if it depends on data."""
     if not isinstance(value, sympy.Basic) or value.is_number:
         return int(value)
     sizevars = V.graph.sizevars
@@ -363,7 +363,7 @@ def is_multiple(value: Any, factor: int) -> bool:
 
 
 def fits_int32(value: Any) -> bool:
-    """Whether a number stays below 2**31; unknown sizes are judged by their hint."""
+    """Whether a number is below 2**31; unknown sizes are judged by their hint."""
     return hint(value) < 2**31
 
 
@@ -378,5 +378,5 @@ def output_meta() -> Any:
 
 
 def is_autotuning() -> bool:
-    """Whether the user asked to search among configurations."""
+    """Whether the user requested a search over configurations."""
     return bool(config.max_autotune or config.max_autotune_gemm)

@@ -1,7 +1,7 @@
-"""Inductor: lower a formula of plain PyTorch operators in the place of one operator.
+"""Inductor: lower a formula of plain PyTorch operators in place of one operator.
 
-The formula is traced as AOTAutograd would have traced it, and its nodes are lowered one after the
-other into the graph that is being compiled. The names below are the same in torch 2.11 to 2.15.
+The formula is traced as AOTAutograd would trace it, and its nodes are lowered one by one into the
+current graph. The names below are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_m
 
 
 def fake_operands() -> tuple[Any, ...]:
-    """Operands of the node that is being lowered, with fake tensors and SymInts for IR."""
+    """Operands of the node being lowered, with fake tensors and SymInts in place of IR."""
     return torch.fx.node.map_arg(V.graph.current_node.args, _fake)
 
 
@@ -52,7 +52,7 @@ def _fake(node: torch.fx.Node) -> Any:
 
 
 def decompose(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A traced graph with Inductor's decompositions, as the compiler gets it."""
+    """A traced graph with Inductor's decompositions, as the compiler sees it."""
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with hop.isolated_trace(*inputs), torch.no_grad():
         run = torch.fx.Interpreter(graph).run
@@ -69,7 +69,7 @@ leaves = _pytree.tree_leaves
 
 
 def separate(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
-    """Split a tree into what a graph has as inputs (tensors, SymInts, SymFloats) and the rest.
+    """Split a tree into graph inputs (tensors, SymInts, SymFloats) and the rest.
 
     Returns:
         The positions of the inputs among the leaves of `tree`; the function from other values of
@@ -118,7 +118,7 @@ def _traced(formula: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph
 
 
 def trace_fresh(function: Callable[..., torch.Tensor], likes: Sequence[Any]) -> Any:
-    """The graph of a function of tensors like these, each input being one of its own."""
+    """The graph of a function of tensors like these, each a separate input."""
     with V.fake_mode:
         fresh = [
             torch.empty(t.shape, dtype=t.dtype, device=t.device)
@@ -135,10 +135,10 @@ def trace_fresh(function: Callable[..., torch.Tensor], likes: Sequence[Any]) -> 
 
 
 def _keep_loop_memory() -> None:
-    """Let nothing else take over the memory that a loop starts with.
+    """Keep other buffers from reusing the memory that a loop starts with.
 
-    Its body writes there in place and hands it back as a result, while Inductor (2.11 to 2.15)
-    takes the result for another buffer and this one for free.
+    Its body writes there in place and returns it as a result, but Inductor (2.11 to 2.15) takes
+    the result for another buffer and this one for free.
     """
     for operation in V.graph.operations:
         if isinstance(operation, ir.WhileLoop):
@@ -146,11 +146,11 @@ def _keep_loop_memory() -> None:
 
 
 def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
-    """Make the places of atomic additions opaque to Inductor's C++ kernels.
+    """Make the addresses of atomic additions opaque to Inductor's C++ kernels.
 
-    2.11 to 2.14 replace a loop counter twice where the place is linear in it, in a transposed
-    tile, and sums land elsewhere; 2.11 to 2.15 stop where the place is one for a whole vector.
-    A bitwise `or` with a comparison that is never true has neither fault.
+    In a transposed tile, 2.11 to 2.14 replace a loop counter twice if the address is linear in it,
+    and sums go elsewhere; 2.11 to 2.15 fail if the address is the same for a whole vector. A
+    bitwise `or` with a comparison that is never true avoids both.
     """
     nodes = part.graph.find_nodes(op="call_function", target=aten.index_put.default)
     for node in nodes:
@@ -167,9 +167,9 @@ def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
 
 
 def _per_place(graph: torch.fx.Graph, values: Any, total: Any, indexed: int) -> Any:
-    """One of the values that are added at each place: of shapes that broadcast with the places.
+    """One of the values to add at each place, with shapes that broadcast with the places.
 
-    Values of a place fill the dimensions of `total` that no index is for.
+    A place's values fill the dimensions of `total` that have no index.
     """
     for _ in range(min(total.meta["val"].dim() - indexed, values.meta["val"].dim())):
         values = _insert(graph, aten.select.int, values, -1, 0)
@@ -177,10 +177,10 @@ def _per_place(graph: torch.fx.Graph, values: Any, total: Any, indexed: int) -> 
 
 
 def _hide_dividends(part: torch.fx.GraphModule) -> None:
-    """Make what is divided opaque where an integer quotient may be the place of a read.
+    """Make dividends opaque if an integer quotient may be an index of a read.
 
-    Inductor's C++ backend (2.11 to 2.15) splits a loop whose counter is divided, by the divisor,
-    and leaves out the rest of a length that it does not divide.
+    Inductor's C++ backend (2.11 to 2.15) splits a loop by the divisor of its counter, and drops
+    the rest of a length that the divisor does not divide.
     """
     for node in list(part.graph.nodes):
         divides = node.op == "call_function" and node.target in _DIVISIONS
@@ -202,7 +202,7 @@ def _insert(graph: torch.fx.Graph, target: Any, *args: Any) -> torch.fx.Node:
 
 
 def _adopt_attributes(graph: torch.fx.GraphModule) -> None:
-    """Move what the nodes name (bodies of loops, constants) to the module being lowered."""
+    """Move the attributes that nodes name (loop bodies, constants) to the module being lowered."""
     root: Any = V.graph.module
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
@@ -222,9 +222,9 @@ def while_loop(
     """Repeat `carried = body(*carried, *fixed)` while `condition(*carried, *fixed)`, when traced.
 
     Args:
-        condition: gives a 0-d bool tensor.
-        body: gives fresh tensors of the sizes, strides and dtypes of `carried`.
-        carried: contiguous.
+        condition: returns a 0-d bool tensor.
+        body: returns fresh tensors with the sizes, strides and dtypes of `carried`.
+        carried: contiguous tensors.
         fixed: tensors, ints and SymInts.
     """
     return torch.ops.higher_order.while_loop(condition, body, carried, tuple(fixed))

@@ -1,4 +1,4 @@
-"""What a jagged nested tensor does not say in public: which of its dimensions is the ragged one.
+"""The ragged dimension of a jagged nested tensor, which has no public accessor.
 
 2.11 to 2.15: `NestedTensor._ragged_idx`, an int that Dynamo reads as a constant.
 """
@@ -25,5 +25,5 @@ def ragged_dim(tensor: Tensor) -> int:
 
 
 def token_count(tensor: Tensor) -> int:
-    """Tokens in the buffer of a jagged nested tensor, those in holes included."""
+    """Tokens in the buffer of a jagged nested tensor, including holes."""
     return tensor.values().size(ragged_dim(tensor) - 1)

@@ -1,4 +1,4 @@
-"""What is kept with a function that comes again and again."""
+"""Results cached on functions that later calls reuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 def mark(function: F) -> F:
-    """Note that later calls will hand out the same object, so that work on it can be kept."""
+    """Mark a function that later calls will pass again, so results can be cached on it."""
     if not is_marked(function):
         setattr(function, _KEY, {})
     return function
@@ -25,12 +25,12 @@ def is_marked(function: Any) -> bool:
 
 
 def kept(function: Any) -> dict[Hashable, Any]:
-    """Where results that belong to a marked function are kept. They live as long as it does."""
+    """The cache of a marked function. It lives as long as the function."""
     return getattr(function, _KEY)
 
 
 def keeping(key: Hashable, function: Any, make: Callable[[], Any]) -> Any:
-    """What `make` returned the first time for a marked function; for others it is called."""
+    """The cached result of `make` for a marked function; for others, call it."""
     if not is_marked(function):
         return make()
     known = kept(function)
@@ -40,7 +40,7 @@ def keeping(key: Hashable, function: Any, make: Callable[[], Any]) -> Any:
 
 
 def remember(known: dict[Hashable, V], key: Hashable, value: V, most: int) -> V:
-    """Enter a value among at most so many; the oldest makes room."""
+    """Insert a value into a cache of limited size; evicts the oldest."""
     if len(known) >= most:
         del known[next(iter(known))]
     known[key] = value

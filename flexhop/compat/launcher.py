@@ -1,10 +1,10 @@
 """Triton 3.6: build a kernel's launcher while a worker compiles the kernel.
 
-Kernels that need scratch memory, as all do that make descriptors for the tensor memory
-accelerator, are not launched by Inductor's own code. Triton 3.6 writes a C function for their
-signature and has the system's compiler build it, when the kernel is there: a quarter of a second
-in which nothing else happens. Here a thread does so before, and leaves it in Triton's cache.
-Triton 3.7 has one launcher for all kernels. Names are the same in torch 2.11 to 2.15.
+Inductor's own code does not launch kernels that need scratch memory, such as all kernels with
+tensor memory accelerator descriptors. For their signature, Triton 3.6 writes a C function and has
+the system compiler build it once the kernel exists. That is a quarter of a second in which nothing
+else happens. Here a thread builds it earlier and stores it in Triton's cache. Triton 3.7 has one
+launcher for all kernels. Names are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ __all__ = ["build", "build_driver"]
 
 
 def build(choice: Any) -> None:
-    """Begin to build the launcher of a choice of a template, if its Triton wants one.
+    """Start building the launcher of a template choice, if its Triton needs one.
 
-    Nobody waits for it: what is missing in the end, or failed, Triton builds, and reports.
+    Nothing waits for it. If it is missing in the end, or failed, Triton builds it and reports
+    errors.
     """
     if torch.cuda.is_initialized() and not config.cpp_wrapper and is_needed():
         _thread().submit(_build, kernel_of(choice))
 
 
 def build_driver() -> None:
-    """Begin to build Triton's interface to the driver, which workers and launchers need."""
+    """Start building Triton's driver interface, which workers and launchers need."""
     _thread().submit(lambda: import_module("triton.runtime").driver.active)
 
 
@@ -42,17 +43,17 @@ def is_needed() -> bool:
 
 
 def _driver() -> Any:
-    return import_module("triton.backends.nvidia.driver")  # there need be none
+    return import_module("triton.backends.nvidia.driver")  # there may be none
 
 
 def kernel_of(choice: Any) -> Any:
-    """The kernel of a choice, in the module that was generated for it."""
+    """The kernel of a choice, in its generated module."""
     request = choice.bmreq
     module = PyCodeCache.load_by_key_path(request.module_cache_key, request.module_path)
     return getattr(module, request.kernel_name)
 
 
-# As if the kernel needed no scratch: nothing of this is in the text.
+# As if the kernel needed no scratch memory: the text does not depend on it.
 _METADATA = SimpleNamespace(
     global_scratch_size=0, global_scratch_align=1,
     profile_scratch_size=0, profile_scratch_align=1,
@@ -66,7 +67,7 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _build(kernel: Any) -> Any:
-    """The launcher of a kernel, whose text goes by the signature."""
+    """Build a kernel's launcher; its text depends on the signature."""
     signature = kernel.triton_meta["signature"]
     source = SimpleNamespace(fn=kernel.fn, constants={}, signature=signature)
     return _driver().CudaLauncher(source, _METADATA)

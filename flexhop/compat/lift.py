@@ -1,9 +1,9 @@
-"""Graphs of mods, and the tensors that they captured, for a call that nobody compiles.
+"""Graphs of mods, and their captured tensors, for calls that are not compiled.
 
-Dynamo traces the mods of a call and guards on all that they read. So a function that was made
-anew, with other tensors in its closure, has the same graphs and other captures, and one whose
+Dynamo traces the mods of a call and guards on everything that they read. A function recreated with
+other tensors in its closure therefore has the same graphs and other captures, and one whose
 numbers changed has new graphs. Nothing else that Dynamo compiles is needed: the backend here
-hands out the operands of the operator instead of computing it.
+returns the operator's operands instead of computing it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from flexhop.errors import FlexhopError
 
 __all__ = ["Lifted", "lift", "own_code"]
 
-_MOST = 1024  # kinds of calls that are known at once
+_MOST = 1024  # most cached kinds of calls
 _count = itertools.count()
 _known: dict[Hashable, Callable[..., Any]] = {}
 _graphs: dict[str, GraphModule] = {}
 
 
 class Lifted(NamedTuple):
-    """What the mods of a call are to its operator."""
+    """The mods of a call, as operands of its operator."""
 
     graphs: tuple[GraphModule, ...]
     captures: tuple[tuple[Any, ...], ...]  # of each mod
 
 
 def lift(operator: Operator, meet: Callable[..., Any], query: Any, mods: Sequence[Any]) -> Lifted:
-    """Trace mods, or find them traced.
+    """Trace mods, or look up earlier traces.
 
     Args:
-        operator: whose operands are wanted.
+        operator: the operator.
         meet: (query, *mods) -> results; calls `operator` with the operands of its door.
         query: a tensor of the device and dtype for which mods are traced.
-        mods: functions of the user.
+        mods: the user's functions.
     """
     key = (meet, *map(_kind_of, mods))
     if not is_transformed():
@@ -67,15 +67,16 @@ def _traced(operator: Operator, meet: Any, key: Hashable, inputs: tuple[Any, ...
     except (FailOnRecompileLimitHit, FlexhopError):
         if not has_history:
             raise
-        # One function with many numbers, or a float that Dynamo made an input because it changed.
+        # One function with many numbers, or a float that Dynamo turned into an input because it
+        # changed.
         _known[key] = _compiled(operator, meet)
         return _known[key](*inputs)
 
 
 def _kind_of(mod: Any) -> Hashable:
-    """What functions that are made again and again have in common.
+    """What recreated functions have in common.
 
-    A float is a constant of a kernel. Dynamo would make an input of one that changes.
+    A float is a constant of a kernel. Dynamo would turn a changing one into an input.
     """
     if isinstance(mod, functools.partial):
         return (_kind_of(mod.func), *map(_kind_of, mod.args))
@@ -94,7 +95,8 @@ def _compiled(operator: Operator, meet: Callable[..., Any]) -> Callable[..., Any
 
 
 def own_code(function: Any) -> Any:
-    """The same function for Dynamo to count compilations of, and sizes seen, by itself."""
+    """The same function with its own code, for which Dynamo counts compilations and sizes
+    separately."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_count)}")
     return types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
@@ -116,7 +118,7 @@ def _backend(operator: Operator) -> Callable[..., Any]:
 
 
 def _interned(graph: GraphModule) -> GraphModule:
-    """The first graph with this text, so that Dynamo's reasons to trace again share kernels."""
+    """The first graph with this text: if Dynamo retraces, kernels are still shared."""
     if graph.graph.find_nodes(op="get_attr"):
         return mark(graph)
     return _graphs.setdefault(graph.code, mark(graph))

@@ -1,4 +1,4 @@
-"""Where in the user's program something stands."""
+"""Locate a line in the user's program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-# Ends with a separator: a project beside ours, or named after PyTorch, is the user's.
+# Ends with a separator: a project next to ours, or named after PyTorch, is the user's.
 _OTHERS = tuple(f"{path}/" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*(?:\n\s*(?P<code>[^\n]+))?')
 

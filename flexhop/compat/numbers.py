@@ -1,10 +1,10 @@
-"""Python numbers that a mod captures and that change between calls: tensors for the kernel.
+"""Captured Python numbers that change between calls: pass them to kernels as tensors.
 
-Under dynamic shapes Dynamo makes a changing float a tensor, and a symbol behind `.item()`. A mod
-that used the symbol would have to be compiled for every value: AOTAutograd gives a symbol of a
-float up, and specialises, wherever it is more than an operand of arithmetic. So each such number
+Under dynamic shapes, Dynamo turns a changing float into a tensor, and a symbol behind `.item()`. A
+mod that used the symbol would be recompiled for every value: AOTAutograd gives up on a symbolic
+float, and specialises, wherever it is more than an operand of arithmetic. So each such number
 becomes a captured 0-d tensor, in the dtype in which the mod uses it. Arithmetic among numbers is
-done before the call. Symbols of ints stay: kernels take them as arguments.
+done before the call. Symbolic ints stay: kernels take them as arguments.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _FILLS = {"full", "full_like", "new_full"}
 
 
 class _NeedsNumber(Exception):
-    """An operation that takes a number alone."""
+    """An operation that accepts only a number."""
 
 
 def as_captures(
     tx: Any, graph: Graph, lifted: Sequence[Proxy], device: torch.device
 ) -> tuple[Graph, tuple[Proxy, ...]]:
-    """A mod's graph and captures with tensors in place of symbols of floats.
+    """A mod's graph and captures, with tensors in place of symbolic floats.
 
     Args:
         tx: Dynamo's translator.
@@ -46,8 +46,8 @@ def as_captures(
         lifted: its captures, the last inputs of the graph.
         device: of the call.
 
-    An operation that takes no tensor there, such as leaky_relu, gets the number as it is in this
-    call, with a guard: calls with another number are compiled anew.
+    An operation that accepts no tensor there, such as leaky_relu, gets this call's number, with a
+    guard: calls with another number recompile.
     """
     if not any(map(_is_number, graph.nodes)):
         return graph, tuple(lifted)
@@ -55,7 +55,7 @@ def as_captures(
 
 
 def _is_number(node: Node) -> bool:
-    """Whether a value is a symbol of a float, and not one that the user read from a tensor."""
+    """Whether a value is a symbolic float that the user did not read from a tensor."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.SymFloat):
         return False
@@ -64,7 +64,7 @@ def _is_number(node: Node) -> bool:
 
 
 class _Rewriting:
-    """One walk through the graph of a mod."""
+    """One pass over the graph of a mod."""
 
     def __init__(
         self, tx: Any, graph: Graph, lifted: Sequence[Proxy], device: torch.device
@@ -104,7 +104,7 @@ class _Rewriting:
             self.captures.append((self.made[node], self.outer[node]))
 
     def _operation(self, node: Node) -> None:
-        """Copy a node, with tensors for its numbers, or numbers if it takes no tensors."""
+        """Copy a node, with tensors for its numbers, or numbers if it accepts no tensors."""
         if not any(map(_is_number, node.all_input_nodes)):
             self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
             return
@@ -140,7 +140,7 @@ class _Rewriting:
         return self._create(node, (node.op, node.target, args, kwargs))
 
     def _filled(self, node: Node, dtype: torch.dtype) -> Node:
-        """A tensor that is full of a number: zeros, to which it is added."""
+        """A tensor filled with a number: zeros, plus the number."""
         value = node.kwargs.get("fill_value", node.args[-1])
         result = _example(node)
         if not (isinstance(value, Node) and _is_number(value) and result.is_floating_point()):
@@ -153,7 +153,7 @@ class _Rewriting:
         return self._create(node, ("call_function", operator.add, (zeros, number), {}))
 
     def _tensor(self, bound: Any, dtype: torch.dtype) -> Any:
-        """A bound of a clamp as a tensor, if there is one: both are, or none."""
+        """A bound of a clamp as a tensor, if present: both must be tensors, or neither."""
         if bound is None or isinstance(bound, Node):
             return bound
         full = self.graph.call_function(
@@ -251,7 +251,7 @@ class _Before:
         return self._call("call_function", torch.full, operands, keywords)
 
     def _outside(self, node: Node, outer: dict[Node, Proxy]) -> Proxy:
-        """What a node of a graph of a mod, or of one around it, stands for outside."""
+        """The outer value of a node in a mod's graph, or in one around it."""
         if node in outer:
             return outer[node]
         tracer = self.tx.output.current_tracer
@@ -267,7 +267,7 @@ class _Before:
 
 
 def _around(tx: Any, node: Node) -> Proxy:
-    """The value outside, of an input of a graph that Dynamo is writing."""
+    """The outer value of an input of a graph that Dynamo is writing."""
     tracer = tx.output.current_tracer
     while tracer is not None:
         for outside, inside in tracer.lifted_freevars.items():
@@ -278,7 +278,7 @@ def _around(tx: Any, node: Node) -> Proxy:
 
 
 def _on_tensors(function: Any) -> Callable[..., Any]:
-    """What a function of symbols is on tensors."""
+    """The tensor version of a function of symbols."""
     if function in _ARITHMETIC:
         return function
     if function is torch.sym_float:
@@ -295,7 +295,7 @@ def _name(node: Node) -> str:
 
 
 def _dtype_of_use(node: Node) -> torch.dtype:
-    """The dtype of a Python float beside the tensors of an operation; not below fp32."""
+    """The dtype of a Python float among an operation's tensors; at least fp32."""
     operands = [_example(arg) for arg in node.all_input_nodes]
     tensors = [value for value in operands if isinstance(value, Tensor)]
     result = _example(node)
@@ -315,7 +315,7 @@ def _example(node: Node) -> Any:
 
 
 class _Watch(TorchDispatchMode):
-    """Finds operations that would read a tensor's number on the host."""
+    """Finds operations that would read a tensor's value on the host."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""NVIDIA's tools for machine code, which come with Triton's wheel or the CUDA toolkit."""
+"""NVIDIA's machine code tools, from Triton's wheel or the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["find_tool", "resource_usage", "run_tool"]
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
-    """What a thread of a kernel needs: registers (REG), bytes of local memory (STACK, LOCAL)."""
+    """Resources per thread of a kernel: registers (REG), bytes of local memory (STACK, LOCAL)."""
     usage = run_tool("cuobjdump", cubin, "--dump-resource-usage")
     return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
 
 
 def run_tool(name: str, binary: bytes, *options: str) -> str:
-    """What a tool says of a cubin."""
+    """Run a tool on a cubin and return its output."""
     tool = find_tool(name)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)

@@ -1,7 +1,8 @@
-"""Telling PyTorch's trees about a class of ours.
+"""Register our classes with PyTorch's pytrees.
 
-`torch.utils._pytree` is private, but Dynamo, export, checkpointing and vmap look containers up in
-it and there is no public door. 2.11 to 2.15: `register_pytree_node` and `GetAttrKey` as used here.
+`torch.utils._pytree` is private, but Dynamo, export, checkpointing and vmap look up containers in
+it, and there is no public interface. 2.11 to 2.15: `register_pytree_node` and `GetAttrKey` as used
+here.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ Context = tuple[Any, ...]
 
 
 class Serializer(NamedTuple):
-    """How torch.export writes the context of a container into a file, and reads it back."""
+    """How torch.export saves and loads a container's context."""
 
     name: str
-    dump: Callable[[Context], Any]  # context -> what json can write
+    dump: Callable[[Context], Any]  # context -> JSON-serialisable data
     load: Callable[[Any], Context]
 
 
@@ -35,7 +36,7 @@ def register_container(
     flatten_with_keys: Callable[[Any], tuple[tuple[tuple[Any, Any], ...], Context]],
     serializer: Serializer,
 ) -> None:
-    """Make instances of `cls` branches of a tree; call once for each class."""
+    """Register `cls` as a pytree node; call once per class."""
 
     def rebuild(leaves: Any, context: Any) -> Any:
         return unflatten(tuple(leaves), context)

@@ -1,6 +1,6 @@
-"""Errors of a lowering that reach the caller as they are: the compiled graph raises them.
+"""Errors of a lowering that reach the caller unchanged: the compiled graph raises them.
 
-Inductor wraps whatever a lowering raises, so that no `except` of the caller's would catch it.
+Inductor wraps every exception of a lowering, so the caller's `except` would not catch it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _(like: torch.Tensor, error: str) -> torch.Tensor:
 
 
 def raised_by_graph(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a lowering: what it raises on purpose is raised by the compiled graph instead.
+    """Decorator of a lowering: the compiled graph raises its deliberate errors instead.
 
-    A graph that is compiled ahead of time has no Python to raise it from; there Inductor's
-    wrapping stays, which names our class and its message.
+    An ahead-of-time compiled graph has no Python to raise it from; there Inductor's wrapper stays,
+    which names our class and its message.
     """
 
     @functools.wraps(lower)
@@ -50,7 +50,7 @@ def raised_by_graph(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusal(error: FlexhopError, like: Any) -> Any:
-    """A result like the operator's that raises `error` when it is asked for."""
+    """A result like the operator's that raises `error` when it is used."""
     if not isinstance(like, torch.Tensor):
         return like
     size, stride = inductor.as_expressions(like.shape), inductor.as_expressions(like.stride())

@@ -1,4 +1,4 @@
-"""Inductor: compiling a graph once more after it failed.
+"""Inductor: compile a graph again after it failed.
 
 Names are the same in torch 2.11 to 2.15.
 """
@@ -23,10 +23,10 @@ Recover = Callable[[Exception, Callable[[], Any]], Any]
 
 @functools.cache
 def retry_graphs(recover: Recover) -> None:
-    """Ask `recover(error, again)` for the result where a graph with our operators fails.
+    """If a graph with our operators fails to compile, use the result of `recover(error, again)`.
 
-    Inductor's lowering changes the graph that it is given, so a copy is kept. Its tensors and its
-    subgraphs are the same.
+    Inductor's lowering modifies its graph, so a copy is kept. The copy shares tensors and
+    subgraphs.
     """
     compile_graph = compile_fx.fx_codegen_and_compile
 
@@ -44,7 +44,7 @@ def retry_graphs(recover: Recover) -> None:
 
         try:
             return compile_graph(graph, *args, **keywords)
-        except Exception as error:  # of any kind: `recover` raises it again if nothing helps
+        except Exception as error:  # any error: `recover` raises it again if nothing helps
             return recover(error, again)
 
     compile_fx.fx_codegen_and_compile = compile_or_recover
@@ -55,7 +55,7 @@ def _has_ours(graph: GraphModule) -> bool:
 
 
 def _forget_strides() -> None:
-    """Inductor notes the strides of a graph's results once."""
+    """Inductor records the strides of a graph's results only once."""
     context = TracingContext.try_get()
     if context is not None and context.output_strides:
         context.output_strides.clear()

@@ -1,9 +1,9 @@
-"""What the operators of one call know of each other in traced graphs.
+"""Share traced graphs between the operators of one call.
 
-AOTAutograd traces the forward and the backward pass into one graph before it lowers either, and
-parts them. The graphs of the user's functions that were traced for both stand in the metadata of
-both operators' nodes, so that the forward lowering can see what the backward pass will compute.
-Nodes keep their metadata in 2.11 to 2.15; where they do not, nothing is known.
+AOTAutograd traces the forward and backward pass into one graph, splits it, and then lowers each
+part. The metadata of both operators' nodes holds the graphs of the user's functions, so the
+forward lowering sees what the backward pass will compute. Nodes keep their metadata in 2.11 to
+2.15; without it, nothing is shared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEY = "flexhop_shared"
 
 
 class Graphs(dict[str, GraphModule]):
-    """Traced graphs of one call by name. Stored with a graph they are nothing."""
+    """Traced graphs of one call, by name. Pickles as empty."""
 
     def __reduce__(self) -> tuple[Callable[[], Graphs], tuple[()]]:
         """Pickle as an empty one."""
@@ -27,12 +27,12 @@ class Graphs(dict[str, GraphModule]):
 
 
 def share(function: Any) -> None:
-    """Let calls of operators that are handed `function` know of each other."""
+    """Let calls of operators that get `function` share graphs."""
     setattr(function, _KEY, Graphs())
 
 
 def hand_on(function: Any, wrapped: Any) -> Any:
-    """`wrapped`, known as the function that it wraps."""
+    """`wrapped`, with the identity of the function that it wraps."""
     if (graphs := getattr(function, _KEY, None)) is not None:
         setattr(wrapped, _KEY, graphs)
     return wrapped
@@ -46,11 +46,11 @@ def note(node: Node, function: Any, traced: dict[str, GraphModule]) -> None:
 
 
 def found(node: Node) -> Graphs:
-    """The graphs of the call that a node is of; none if the node came from elsewhere."""
+    """The graphs of a node's call; none if the node came from elsewhere."""
     return node.meta.get(_KEY, Graphs())
 
 
 def move(node: Node, copied: Callable[[GraphModule], GraphModule]) -> None:
-    """Give a node graphs of its own, made by `copied`."""
+    """Give a node its own graphs, created by `copied`."""
     if _KEY in node.meta:
         node.meta[_KEY] = Graphs((n, copied(graph)) for n, graph in found(node).items())

@@ -1,6 +1,6 @@
-"""Sizes that are symbols while a graph is traced. torch 2.11 to 2.15.
+"""Bounds on symbolic sizes during tracing. torch 2.11 to 2.15.
 
-What knows symbols imports SymPy, which `import flexhop` does without.
+Symbols need SymPy, which `import flexhop` does not import.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import torch
 
 __all__ = ["assert_all", "bound_of", "is_known"]
 
-# Compiled code is made again if a size leaves the first of these that it was within.
+# Code recompiles if a size exceeds the first of these that bounded it.
 _LIMITS = (2**17, 2**20, 2**24, 2**31 - 1)
 
 
 def bound_of(size: int | torch.SymInt) -> int | None:
-    """A number that the magnitude of a size does not exceed; None if there is none below 2^31.
+    """An upper bound of a size's absolute value; None if there is none below 2^31.
 
-    It is what is known of the symbol, or else a guard of the graph. Exported programs get no
-    guards: what they may be called with is the user's to say.
+    It comes from the symbol's range, or else from a guard. Exported programs get no guards: the
+    user defines their valid inputs.
     """
     if isinstance(size, int):
         return abs(size)
@@ -44,5 +44,5 @@ def is_known(relation: bool | torch.SymBool) -> bool:
 
 
 def assert_all(flags: torch.Tensor, message: str) -> None:
-    """Let a graph raise RuntimeError if a flag is False when it runs."""
+    """Make a graph raise RuntimeError if a flag is False at run time."""
     torch._assert_async(flags.all(), message)

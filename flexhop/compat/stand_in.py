@@ -1,4 +1,4 @@
-"""Tensors that hold no numbers, and a mode that sees every operator that is applied to them."""
+"""Tensors without values, and a mode that sees every operator applied to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFUSED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzer
 
 
 class StandIn(Tensor):
-    """A tensor of a shape, dtype and device without numbers; usable under `Watch` alone.
+    """A tensor with a shape, dtype and device but no values; usable only under `Watch`.
 
     2.11 to 2.15.
     """
@@ -46,7 +46,7 @@ class Watch(TorchDispatchMode):
 
 
 def reads_or_writes(operator: Any) -> bool:
-    """Whether an operator looks at a number, or changes a tensor in place."""
+    """Whether an operator reads a value, or changes a tensor in place."""
     return operator in _REFUSED or operator._schema.is_mutable
 
 
@@ -56,11 +56,11 @@ def is_random(operator: Any) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers of its own: it is not fake, batched or of a subclass."""
+    """Whether a tensor has its own values: it is not fake, batched or of a subclass."""
     is_known = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return is_known and not is_functorch_wrapped_tensor(tensor) and not tensor.is_meta
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a trace of PyTorch's: it has no numbers yet."""
+    """Whether a tensor belongs to one of PyTorch's traces and has no values yet."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) and not tensor.is_meta

@@ -1,4 +1,4 @@
-"""Whether a size is a number or varies, asked without fixing it. torch 2.11 to 2.15."""
+"""Whether a size is a number or dynamic, without specialising it. torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["is_symbolic"]
 
 
 def is_symbolic(size: int) -> bool:
-    """Whether a size varies from call to call of the code that is being traced.
+    """Whether a size is dynamic in the code being traced.
 
     Dynamo hides it: while it traces, a symbolic size is an instance of int.
     """

@@ -1,7 +1,7 @@
-"""Inductor: how functions are printed in the kernels, and sizes that are known.
+"""Inductor: how kernels print functions and known sizes.
 
-CUDA's own functions have branches, which every score that a thread holds takes for itself. Names
-are the same in torch 2.11 to 2.15.
+CUDA's own functions branch, separately for every score that a thread holds. Names are the same in
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ IMPORT = import_from("flexhop.compat.triton_runtime")
 
 
 class Numbers(TritonKernelOverrides):
-    """Prints an index that is a number as a constant.
+    """Prints a numeric index as a constant.
 
-    Inductor gives it the shape of a block of its own kernels, XBLOCK, which templates lack.
+    Inductor would give it the shape of its own kernels' blocks, XBLOCK, which templates lack.
     """
 
     @classmethod
@@ -43,13 +43,13 @@ class Functions(Numbers):
 
     @classmethod
     def has_texts(cls) -> bool:
-        """Whether the kernel that is printed may have them."""
+        """Whether the kernel being printed may use them."""
         is_nvidia = V.graph.get_current_device_or_throw().type == "cuda" and not torch.version.hip
         return is_nvidia and V.kernel.input_nodes[0].get_dtype().itemsize == 2
 
     @classmethod
     def truediv(cls, x: Any, y: Any) -> str:
-        """A quotient; Triton makes a product of one by a number of the program."""
+        """A quotient; Triton turns division by a number from the program into a product."""
         if _is_number(y) or not (_are_floats(x, y) and cls.has_texts()):
             return str(super().truediv(x, y))
         return _call("divide", x, y)
@@ -95,7 +95,7 @@ for _name, _function in FUNCTIONS.items():
 
 
 class Overrides(Functions):
-    """How operations are printed in portable kernels; others are as Inductor prints them."""
+    """How portable kernels print operations; others are printed by Inductor."""
 
 
 def register_tanh_approx(op: Any) -> None:

@@ -1,8 +1,8 @@
-"""Telling Dynamo which operators have trackers, before the trackers are imported.
+"""Register operators with Dynamo before their trackers are imported.
 
-Dynamo finds the tracker of an operator by its name in one private table (the same in 2.11 to
-2.15), and calls it like the class. The entries here import the class at the first call.
-A file that needs Dynamo can therefore be imported before Dynamo.
+Dynamo looks up an operator's tracker by name in a private table (the same in 2.11 to 2.15) and
+calls it like a class. The entries here import the class at the first call, so a file that needs
+Dynamo can be imported before Dynamo.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["announce"]
 
 
 def announce(names: Iterable[str], load: Callable[[], Mapping[str, type]]) -> None:
-    """Enter operators in Dynamo's table; call it when Dynamo has been imported.
+    """Add operators to Dynamo's table; call it once Dynamo is imported.
 
     Args:
-        names: of the operators.
+        names: names of the operators.
         load: returns the class of each operator's tracker, by the operator's name.
     """
     from torch._dynamo.variables import higher_order_ops

@@ -1,9 +1,8 @@
 """Rules of an operator under torch.func's transforms and forward-mode autograd.
 
-PyTorch's own helper for operators that are autograd functions hands the *function* on to the
-next transform; here the next transform meets the operator itself, so that its rules apply at each
-level.
-All names below exist with these signatures on torch 2.11 to 2.15.
+PyTorch's own helper for operators that are autograd functions passes the *function* to the next
+transform. Here the next transform sees the operator itself, so its rules apply at each level. All
+names below exist with these signatures on torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _AUTOGRAD = (
 
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
-    """Let what runs inside be differentiated, though we are below the autograd keys.
+    """Make code inside differentiable, although we are below the autograd keys.
 
     The transforms of torch.func record with autograd's own kernels.
     """
@@ -61,9 +60,9 @@ def jvp(
 ) -> tuple[Any, Any]:
     """torch.func.jvp, also where forward mode is on already.
 
-    A graph that Dynamo wrote opens the one level that there is without a word to torch.func.
+    A graph that Dynamo wrote opens the only level without torch.func's knowledge.
     """
-    # A tangent is written to memory laid out as the primal's, which must not be expanded.
+    # A tangent is written to memory with the primal's layout, which must not be expanded.
     primals, tangents = (tuple(map(_unexpanded, both)) for both in (primals, tangents))
     if eager_transforms.JVP_NESTING > 0 or not is_forward_mode():
         return torch.func.jvp(function, primals, tangents)
@@ -80,7 +79,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def is_forward_mode() -> bool:
-    """Whether forward mode is on. Python's own count knows nothing of levels that graphs open."""
+    """Whether forward mode is active. Python's own count misses levels that graphs open."""
     try:
         level = torch._C._enter_dual_level()
     except RuntimeError:  # there is one level only
@@ -97,7 +96,7 @@ def register_grad(
 ) -> None:
     """torch.func.grad: apply `function`, in setup_context form, to inputs(*operands).
 
-    nested(results) gives the operator's results.
+    nested(results) builds the operator's results.
     """
 
     def rule(interpreter: Any, *operands: Any) -> Any:
@@ -113,7 +112,7 @@ def _at_level(interpreter: Any, function: type[torch.autograd.Function]) -> Any:
     level = interpreter.level()
 
     def forward(*inputs: Any) -> Any:
-        # A function's forward runs without gradients; the next transform may want some.
+        # A function's forward runs without gradients; the next transform may need them.
         with torch.enable_grad(), _set_fwd_grad_enabled(True), interpreter.lower():
             results = function.forward(*_unwrapped(inputs, level))
         return _wrapped(results, level)
@@ -187,7 +186,7 @@ def _duals(pushed: Pushed) -> tuple[Tensor, ...]:
 
 
 def has_tangents(operands: tuple[Any, ...]) -> bool:
-    """Whether forward mode differentiates an operand, outside of torch.func."""
+    """Whether forward mode differentiates an operand, outside torch.func."""
     if not (torch._C._is_fwd_grad_enabled() and is_forward_mode()):
         return False
     return any(tangent is not None for tangent in _split(operands)[1])
@@ -200,7 +199,7 @@ def dual_results(push: Push, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def write_zeros(graph: torch.fx.GraphModule) -> None:
-    """Forward mode has a tensor of its own for tangents that are 0; kernels know numbers."""
+    """Forward mode has a special tensor for zero tangents; kernels need numbers."""
     zeros = torch.ops.aten._efficientzerotensor.default
     for node in graph.graph.find_nodes(op="call_function", target=zeros):
         node.target = torch.ops.aten.full.default

@@ -1,4 +1,4 @@
-"""What a generated Triton kernel imports, wherever Inductor compiles it."""
+"""Names that a generated Triton kernel imports, wherever Inductor compiles it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_1(x, TEXT: tl.constexpr):
 
 @triton.jit
 def run_2(x, y, TEXT: tl.constexpr):
-    """As run_1, of two."""
+    """Like run_1, with two arguments."""
     return tl.inline_asm_elementwise(
         TEXT, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -29,7 +29,7 @@ def run_2(x, y, TEXT: tl.constexpr):
 
 @triton.jit
 def run_3(x, y, z, TEXT: tl.constexpr):
-    """As run_1, of three."""
+    """Like run_1, with three arguments."""
     return tl.inline_asm_elementwise(
         TEXT, "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
     )

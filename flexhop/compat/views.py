@@ -1,10 +1,10 @@
-"""Inductor: views of buffers whose strides are still open keep to the strides that they saw.
+"""Inductor: fix the strides of buffers that have views.
 
-A view is made with the strides that a buffer has then. Inductor (2.11 to 2.13, perhaps later) does
-not hold the buffer to them if it wants to pad its rows, and may choose another order at the end:
-then the view reads other numbers. It takes a buffer with rows of more than 1024 elements, no
-multiple of 32, whose natural order is another one, such as the sums over heads that lie by token
-in the backward pass of a call with sinks.
+A view is created with the buffer's strides at that time. Inductor (2.11 to 2.13, perhaps later)
+does not fix them if it may pad the rows, and may choose another order in the end: the view then
+reads wrong values. This takes a buffer with rows of more than 1024 elements, not a multiple of 32,
+with a non-default dimension order, such as the per-token sums over heads in the backward pass of a
+call with sinks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["hold_strides"]
 
 
 def hold_strides() -> None:
-    """Fix the strides of every buffer that is viewed, from now on."""
+    """From now on, fix the strides of every buffer that is viewed."""
     made = ir.View.create.__func__  # type: ignore[attr-defined]
     if getattr(made, "holds_strides", False):
         return

@@ -1,4 +1,4 @@
-"""Reading with index tensors, and conversions, under `torch.vmap`."""
+"""Indexing and conversions under `torch.vmap`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read by
+_ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read with
 
 
 def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """`aten.index` of leading dimensions, under any number of vmaps.
 
-    2.11 to 2.15: where tensors are fake, an index that is the same for all of a batch must not
-    follow one of a batch, else the batching rule fails an assertion. What is the same for all goes
-    first, with its dimension.
+    2.11 to 2.15: with fake tensors, an unbatched index must not follow a batched one, or the
+    batching rule fails an assertion. Unbatched indices go first, with their dimension.
 
     Args:
-        tensor: it has at least one dimension for each index.
-        indices: one for each leading dimension; 0-d where some are of a batch and some not.
+        tensor: has at least one dimension per index.
+        indices: one per leading dimension; 0-d if some are batched and some are not.
     """
-    # Dynamo knows neither of the two functions; it meets no batch within a batch here.
+    # Dynamo knows neither function; it sees no nested batch here.
     is_scalar = all(item.dim() == 0 for item in indices)
     if is_scalar and not torch.compiler.is_dynamo_compiling():
         return _read_again(tensor, indices)
@@ -33,7 +32,7 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
 def _read_again(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """`index` by 0-d indices. A row that was read before is read with it, `table[b][i]` at once.
 
-    Its own rule for rows of a batch knows no symbolic sizes.
+    Its own rule for batched rows does not support symbolic sizes.
     """
     source, before = getattr(tensor, _ORIGIN, (tensor, ()))
     place = (*before, *indices)
@@ -55,7 +54,7 @@ def _read(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
 
 
 def _are_fake(indices: Sequence[Tensor]) -> bool:
-    """Whether indices are of batches, and fake below."""
+    """Whether indices are batched and fake underneath."""
     if not any(map(is_batchedtensor, indices)):
         return False
     below = [get_unwrapped(item) if is_batchedtensor(item) else item for item in indices]
@@ -63,9 +62,9 @@ def _are_fake(indices: Sequence[Tensor]) -> bool:
 
 
 def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """The same of a tensor that is itself of a batch, such as a row that was read before.
+    """The same for a tensor that is itself batched, such as a row that was read before.
 
-    One flat index, because that is a gather, whose rule holds where tensors are fake.
+    One flat index, because that is a gather, whose rule works on fake tensors.
     """
     count = len(indices)
     sizes = tensor.shape[:count]
@@ -73,8 +72,8 @@ def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     for item, size in zip(indices, sizes, strict=True):
         place = place * size + item + (item < 0) * size
     rows = tensor.flatten(0, count - 1) if count > 1 else tensor
-    # aten.index alone knows symbolic sizes. Where it is differentiated twice, Inductor's C++ loses
-    # the second derivative, so only what has no gradient is read by it.
+    # Only aten.index supports symbolic sizes. If it is differentiated twice, Inductor's C++ loses
+    # the second derivative, so only tensors without a gradient are read with it.
     is_symbolic = any(isinstance(size, torch.SymInt) for size in tensor.shape)
     if is_symbolic and not (tensor.is_floating_point() or is_batchedtensor(tensor)):
         return torch.ops.aten.index.Tensor(rows, [place])
@@ -84,7 +83,7 @@ def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`prims.convert_element_type` under any number of vmaps, for which it has no batching rule.
 
-    PyTorch (2.11 to 2.15) would compute one element after the other, and warn.
+    PyTorch (2.11 to 2.15) would compute element by element, and warn.
     """
     if is_batchedtensor(tensor):
         return tensor.to(dtype)

@@ -1,10 +1,10 @@
-"""Inductor's workers: import what Gluon kernels need, before the first of them is compiled.
+"""Inductor's workers: import the modules that Gluon kernels need, before the first compilation.
 
-The first compilation in a worker begins with imports, and with building Triton's interface to the
-driver: 0.3 s on top of a kernel that takes two. Jobs go round, so that nearly every kernel of a
-first call meets a worker that never compiled anything. Here all of them import while Dynamo traces
-the graph. Inductor ends workers that had nothing to do for a minute, hence once every half minute.
-Names are the same in torch 2.11 to 2.15.
+A worker's first compilation starts with imports and with building Triton's driver interface: 0.3 s
+on top of a kernel that takes two. Jobs rotate, so nearly every kernel of a first call meets a
+worker that has never compiled. Here all workers import while Dynamo traces the graph. Inductor
+ends workers that were idle for a minute, hence once every half minute. Names are the same in torch
+2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _NEEDED = (
     "torch._inductor.runtime.triton_heuristics",
     "flexhop.compat.gluon_runtime",
 )
-_last: list[float] = []  # when workers were warmed last
+_last: list[float] = []  # when workers were last warmed
 
 
 def warm_workers(*modules: str) -> None:
-    """Have all workers import what a kernel imports, and `modules`; nothing without workers."""
+    """Make all workers import a kernel's imports, and `modules`; does nothing without workers."""
     if get_compile_threads() <= 1:
         return
     now = time.monotonic()
     if _last and now - _last[-1] < config.quiesce_async_compile_time / 2:
         return
     _last[:] = [now]
-    # As Inductor sets it when it makes its first kernel: workers look there, too.
+    # As Inductor sets it with its first kernel: workers look there, too.
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
     launcher.build_driver()
-    AsyncCompile.use_process_pool()  # asks whether workers are there, and must be asked first
+    AsyncCompile.use_process_pool()  # checks whether workers exist, and must come first
     for _ in range(get_compile_threads()):
         AsyncCompile.process_pool().submit(prepare_worker, modules)
 
@@ -50,7 +50,7 @@ def warm_workers(*modules: str) -> None:
 def prepare_worker(modules: tuple[str, ...]) -> None:
     """Import in a worker, then freeze its garbage collector.
 
-    Its first kernel otherwise started a collection of all of PyTorch's objects: 0.15 s.
+    Otherwise its first kernel triggered a collection of all of PyTorch's objects: 0.15 s.
     """
     for module in (*_NEEDED, *modules):
         import_module(module)

@@ -1,7 +1,7 @@
-"""Functions that hold tensors of torch.func's transforms, as functions of plain tensors.
+"""Functions that capture torch.func's wrapper tensors, as functions of plain tensors.
 
-Dynamo does not trace a function that holds such a tensor, or inside of a transform. Its tensors
-are therefore exchanged for plain ones of the same shape, and what comes out is exchanged back.
+Dynamo does not trace a function that captures such a tensor, or one inside a transform. Its
+tensors are therefore replaced by plain ones of the same shape, and its outputs are converted back.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PLAIN = (Tensor, torch.nn.Parameter, int, float, type(None))
 
 
 def is_transformed() -> bool:
-    """Whether we are inside of a transform of torch.func."""
+    """Whether a torch.func transform is active."""
     return peek_interpreter_stack() is not None
 
 
 def is_bare(values: Iterable[Any]) -> bool:
-    """Whether nobody but reverse mode looks on: no mode, transform or subclass of tensors."""
+    """Whether only reverse mode is active: no mode, transform or tensor subclass."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._is_torch_function_mode_enabled()
@@ -45,7 +45,7 @@ def is_bare(values: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Leave every transform of torch.func and every dispatch mode for a while."""
+    """Temporarily leave every torch.func transform and every dispatch mode."""
     with contextlib.ExitStack() as stack:
         if is_transformed():
             stack.enter_context(temporarily_clear_interpreter_stack())
@@ -55,24 +55,24 @@ def apart() -> Iterator[None]:
 
 
 class Exchange:
-    """Plain tensors for wrapped ones, in whatever a function holds."""
+    """Replaces wrapped tensors by plain ones, in everything that a function holds."""
 
     def __init__(self) -> None:
         """Start with none."""
         self.originals: dict[int, Tensor] = {}
         self.known: dict[int, Any] = {}
-        self.alive: list[Any] = []  # numbers of objects are theirs while they live
+        self.alive: list[Any] = []  # ids are unique while objects live
 
     def plain(self, value: Any) -> Any:
         """The same value with plain tensors; the value itself if it holds no others."""
         if id(value) not in self.known:
-            self.known[id(value)] = value  # of a circle, what is met again stays as it is
+            self.known[id(value)] = value  # in a cycle, values seen before stay as they are
             self.alive.append(value)
             self.known[id(value)] = self._plain(value)
         return self.known[id(value)]
 
     def back(self, values: Any) -> Any:
-        """Tensors that came out, as they went in."""
+        """Convert output tensors back."""
         return tree_map(
             lambda t: self.originals.get(id(t), t) if isinstance(t, Tensor) else t, values
         )
@@ -127,7 +127,8 @@ class Exchange:
         return made
 
     def _object(self, value: Any) -> Any:
-        """Modules, whose parameters torch.func.functional_call exchanges, and plain objects."""
+        """Replace in modules, whose parameters torch.func.functional_call exchanges, and in plain
+        objects."""
         if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
             return value
         fields = self.plain(vars(value))
@@ -139,7 +140,7 @@ class Exchange:
 
 
 def is_filled(cell: types.CellType) -> bool:
-    """Whether the name that a closure holds has a value."""
+    """Whether a closure's cell has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:  # a name that is assigned later
