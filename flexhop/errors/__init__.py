@@ -37,9 +37,9 @@ class HeadDimRangeError(FlexhopError, ValueError):
     """A head size that no kernel supports."""
 
     message = (
-        "The head size of {argument} is {dim}; flexhop supports 1 to {maximum}. Of a wider value, "
-        "pass at most {maximum} columns to each of several calls and concatenate their outputs. "
-        "Project a wider query and key to at most {maximum} columns, or divide them among more "
+        "The head size of {argument} is {dim}; flexhop supports 1 to {maximum}. Split a wider "
+        "value into several calls of at most {maximum} columns and concatenate their outputs. "
+        "Project a wider query and key to at most {maximum} columns, or split them over more "
         "heads."
     )
 

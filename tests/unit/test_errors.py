@@ -32,9 +32,9 @@ ERRORS = [
         errors.HeadDimRangeError,
         {"argument": "value", "dim": 2048, "maximum": 1024},
         (ValueError,),
-        "The head size of value is 2048; flexhop supports 1 to 1024. Of a wider value, pass at "
-        "most 1024 columns to each of several calls and concatenate their outputs. Project a "
-        "wider query and key to at most 1024 columns, or divide them among more heads.",
+        "The head size of value is 2048; flexhop supports 1 to 1024. Split a wider value "
+        "into several calls of at most 1024 columns and concatenate their outputs. Project a "
+        "wider query and key to at most 1024 columns, or split them over more heads.",
     ),
     (
         errors.LengthMismatchError,
