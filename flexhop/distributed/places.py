@@ -15,13 +15,11 @@ Localize = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
 class Places(NamedTuple):
     """Positions of one call's queries and keys in the whole sequence.
 
-    query: [M] int32, the position of each query; that of the last token where there is none.
-    key: [N] int32, the position of each key; None if keys follow each other.
-    start: 0-d int32, the position of the first key; None if it is 0.
-    live: 0-d int32, how many of the queries exist; None if all that a mask lists do.
-    length: tokens of the whole sequence.
-    overhangs: whether keys beyond `length` stand in blocks that a mask lists.
-    head: number of the first query head.
+    query: [M] int32, the position of each query; the last token's for missing queries. key: [N]
+    int32, the position of each key; None if keys are consecutive. start: 0-d int32, the position
+    of the first key; None if it is 0. live: 0-d int32, how many queries exist; None if all that a
+    mask lists do. length: tokens of the whole sequence. overhangs: whether a mask lists blocks
+    with keys beyond `length`. head: index of the first query head.
     """
 
     query: Tensor

@@ -1,7 +1,7 @@
-"""Tensors that a mod has captured: found, and replaced in a copy of the mod.
+"""Find the tensors that a mod has captured, and replace them in a copy of the mod.
 
-A mod holds tensors in its closure, in the arguments of functools.partial, in the attributes of an
-object with `__call__` or of the object that a method is bound to; and so do the functions that it
+A mod may hold tensors in its closure, in the arguments of functools.partial, in the attributes of
+an object with `__call__`, or of the object that a method is bound to. So may the functions that it
 holds. Modules and globals are left alone.
 """
 
@@ -19,7 +19,7 @@ M = TypeVar("M")
 
 
 def captured_tensors(mod: Any) -> list[Tensor]:
-    """The tensors that a mod has captured, in a fixed order, one entry for each place."""
+    """The tensors that a mod has captured, in a fixed order, one entry per place."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def map_captured(mod: M, change: Callable[[Tensor], Tensor]) -> M:
 
 
 class _Mapper:
-    """One walk; remembers where it has been, because functions may hold themselves."""
+    """One traversal; records visited values, because functions may hold themselves."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         self.change = change
@@ -47,7 +47,7 @@ class _Mapper:
         if isinstance(value, Tensor):
             return self.change(value)
         if id(value) not in self.done:
-            self.done[id(value)] = (value, value)  # inside itself it stays as it is
+            self.done[id(value)] = (value, value)  # a value inside itself stays unchanged
             self.done[id(value)] = (value, self._map(value))
         return self.done[id(value)][1]
 

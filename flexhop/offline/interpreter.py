@@ -2,8 +2,8 @@
 # pyright: reportPrivateUsage=false
 """Triton's interpreter, repaired, and usable without TRITON_INTERPRET.
 
-Triton decides when it is imported whether `@triton.jit` compiles or interprets. `interpreting()`
-swaps its library's functions while it is active instead, so that one process can do both.
+When imported, Triton decides whether `@triton.jit` compiles or interprets. `interpreting()` swaps
+its library's functions while it is active instead, so one process can do both.
 
 Repairs (Triton 3.6 to 3.9): bfloat16 arithmetic, casts and products work on values, not on their
 bits; maximum and minimum ignore NaN as the GPU does; library functions and single-instruction
@@ -48,7 +48,7 @@ def interpreting(memory: Memory | None = None) -> Generator[None, None, None]:
     """Make `@triton.jit` functions run in numpy.
 
     Args:
-        memory: watches loads and stores; None lets them be.
+        memory: watches loads and stores; None: no checks.
 
     Kernels must be defined inside (`Kernel.module()`), and launched with `launch`. Nothing can be
     compiled inside. Not reentrant, not thread-safe.
@@ -56,7 +56,7 @@ def interpreting(memory: Memory | None = None) -> Generator[None, None, None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, TRITON_INTERPRET="1"))
         stack.enter_context(warnings.catch_warnings())
-        # An all-NaN row under nanmax, for one: what the GPU does silently.
+        # For example an all-NaN row under nanmax, which the GPU handles silently.
         warnings.simplefilter("ignore", RuntimeWarning)
         stack.enter_context(np.errstate(all="ignore"))
         for owner, name, value in (*_swapped_functions(), *_repairs()):
@@ -72,7 +72,7 @@ def launch(function: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> N
     """Run an interpreted kernel on every program of a grid, one after the other.
 
     Args:
-        function: what `@triton.jit` made inside `interpreting()`.
+        function: a function decorated with `@triton.jit` inside `interpreting()`.
         grid: number of programs along up to three axes.
         arguments: by name, CPU tensors for pointers, constants included.
     """

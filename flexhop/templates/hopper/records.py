@@ -1,7 +1,7 @@
 """The named tuples that functions of the Hopper kernels pass to each other.
 
-Triton takes a NamedTuple in a kernel as a tuple whose fields have names (the same in 3.6 to 3.9).
-A field must not be called `type` or `values`, which are attributes of Triton's own tuples.
+In a kernel, Triton treats a NamedTuple as a tuple with field names (the same in 3.6 to 3.9). A
+field must not be called `type` or `values`, which are attributes of Triton's own tuples.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ForwardMemory(NamedTuple):
 class ForwardBarriers(NamedTuple):
     """What is there to be read, and what has been read and may be overwritten.
 
-    ready, free: of keys the first NUM_SLOTS, of values the others.
+    ready, free: the first NUM_SLOTS are for keys, the others for values.
     """
 
     q_ready: Any
@@ -61,7 +61,7 @@ class ForwardBarriers(NamedTuple):
 
 
 class ForwardResults(NamedTuple):
-    """Where consumers store. tensor: the descriptor of out."""
+    """Destinations of the consumers' stores. tensor: the descriptor of out."""
 
     tensor: Any
     out: Any
@@ -80,7 +80,7 @@ class ForwardLists(NamedTuple):
 
 
 class ForwardBlocks(NamedTuple):
-    """Blocks of keys that a tile of queries sees: entries of both lists, and their numbers."""
+    """Blocks of keys that a tile of queries sees: entries of both lists, and their counts."""
 
     partial: Any
     full: Any
@@ -100,9 +100,9 @@ class ForwardPlace(NamedTuple):
 
 
 class ForwardWalk(NamedTuple):
-    """What stays the same in all steps of a tile.
+    """Values that are constant over all steps of a tile.
 
-    mask: of open_mask. slope: of open_slope. q_start: the consumer's first query.
+    mask: from open_mask. slope: from open_slope. q_start: the consumer's first query.
     """
 
     blocks: Any
@@ -139,8 +139,8 @@ class BackwardMemory(NamedTuple):
 class BackwardBarriers(NamedTuple):
     """What is there to be read, and what has been read and may be overwritten.
 
-    ready, free: of queries, then one for gradients of the output that have slots of their own.
-    sums_ready, sums_free: of dq, for the warps that add it to memory.
+    ready, free: for queries, then one for output gradients that have their own slots. sums_ready,
+    sums_free: for dq, for the warps that add it to memory.
     """
 
     kv_ready: Any
@@ -173,9 +173,9 @@ class BackwardLists(NamedTuple):
 
 
 class BackwardBlocks(NamedTuple):
-    """Blocks of queries that see a tile of keys: entries of both lists, and their numbers.
+    """Blocks of queries that see a tile of keys: entries of both lists, and their counts.
 
-    leading: how many partial blocks come before the full ones.
+    leading: number of partial blocks before the full ones.
     """
 
     partial: Any
@@ -186,7 +186,7 @@ class BackwardBlocks(NamedTuple):
 
 
 class BackwardWalk(NamedTuple):
-    """What stays the same in all steps of a tile and a head. mask: of open_mask."""
+    """Values that are constant over all steps of a tile and a head. mask: from open_mask."""
 
     blocks: Any
     mask: Any

@@ -1,4 +1,4 @@
-"""Device functions that the kernels of Hopper GPUs import, because templates cannot hold them.
+"""Device functions that the Hopper kernels import, because templates cannot contain them.
 
 They call Triton's own builder, which a kernel's text does not see.
 """
@@ -25,7 +25,7 @@ store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to
 
 @builtin
 def add_async(tensor: Any, coordinates: Any, source: Any, _semantic: Any = None) -> None:
-    """Start to add a tile of shared memory to a tensor; its language has no name for it."""
+    """Start adding a tile of shared memory to a tensor; Triton's language has no name for it."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coordinates, source.handle
@@ -49,11 +49,11 @@ def _as_scores(memory: Any, _semantic: Any = None) -> Any:
 
 @gluon.jit
 def stash(memory, x):
-    """Keep scores [64, 64] in shared memory [1, 1, 64, 64], where each thread finds its own."""
+    """Stash scores [64, 64] in shared memory [1, 1, 64, 64], where each thread reads its own."""
     _as_scores(memory).store(x)
 
 
 @gluon.jit
 def unstash(memory, layout: gl.constexpr):
-    """Stashed scores, as new values: what was computed from the old ones is computed again."""
+    """Stashed scores, as new values: everything computed from the old ones is recomputed."""
     return _as_scores(memory).load(layout)
