@@ -1,5 +1,6 @@
 """What every test shares: GPUs and their marker, fixed seeds, a clean compiler between tests."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Compilers make millions of objects; looking through all older ones takes a seventh."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)
