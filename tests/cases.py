@@ -494,7 +494,7 @@ WIDTHS = [
     Case("head_dim_512_bf16", score=plain(soft_cap), shape=width(512), dtype=BF16, stock=False,
          grown=Shape(1, 2, 1, 513, 513, 512, 512)),
     *(Case(f"head_dims_{d}_{v}", score=score, mask=mask, dtype=dtype, stock=False, lse=True, max_scores=v == 512,
-           shape=Shape(2, 4, 2, 19, 37, d, v), grown=Shape(2, 4, 2, 257, 385, d, v), options=options)
+           shape=Shape(1, 4, 2, 19, 37, d, v), grown=Shape(2, 4, 2, 257, 385, d, v), options=options)
       for d, v, dtype, score, mask, options in (
           (576, 512, BF16, None, plain(causal), SMALL_TILES),
           (576, 576, torch.float32, plain(alibi_8), None, None),

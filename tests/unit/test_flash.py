@@ -200,7 +200,7 @@ def bad_calls():
         "qkv": (flash.flash_attn_qkvpacked_func, (q,), {}, errors.RankError, "qkv must have 5"),
         "kv": (
             flash.flash_attn_kvpacked_func, (q, normal(2, 8, 3, 2, 16)), {},
-            errors.FlashArgumentError, "kv has 3 tensors in dimension 2, but needs 2",
+            errors.FlashArgumentError, "kv has 3 tensors in dimension 2, but must have 2",
         ),
         "heads": (
             flash.flash_attn_func, (normal(2, 8, 3, 16), q, q), {}, errors.GroupSizeError, "3",

@@ -42,8 +42,12 @@ def _second_order(narrow: tuple[Tile, ...], wide: tuple[Tile, ...]) -> Tiles:
 
 def _of_pieces(decode: Tile, query: Tile, key: Tile, value: Tile) -> Tiles:
     """Tiles of the kernels that hold heads in pieces."""
-    tiles: Tiles = {"decode": {576: decode}, "grad_query": {576: query}}
-    return tiles | {"grad_key": {576: key}, "grad_value": {576: value}}
+    return {
+        "decode": {576: decode},
+        "grad_query": {576: query},
+        "grad_key": {576: key},
+        "grad_value": {576: value},
+    }
 
 
 # The first rule that applies to a call and covers its kernel and width decides.

@@ -35,7 +35,8 @@ def _pieces(kernel: Kernel, problem: Problem, tile: Tile) -> PieceConstants:
     if kernel == "decode":
         return DecodePieces(*widths, VALUE_IS_KEY=reads_once(problem, tile))
     if kernel in ("grad_key", "grad_value"):
-        return GradKeyValuePieces(*widths, *(key if kernel == "grad_key" else value))
+        written = key if kernel == "grad_key" else value
+        return GradKeyValuePieces(*widths, OUT_FIRST=written.first, OUT_REST=written.rest)
     return PieceConstants(*widths)
 
 
