@@ -130,6 +130,8 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
         for i in range(len(plan.queries)) if len(plan.queries) > 1 else ():
             yield f"sequence {i}", without_sequence(plan, i)
         return
+    if plan.page:  # whose pages have these lengths
+        return
     sizes = {"batch": (1,), "q_len": _halves(shape.q_len), "kv_len": _halves(shape.kv_len)}
     sizes |= {"head_dim": (16, 32, 64), "value_head_dim": (16, 32, 64)}
     for name, values in sizes.items():

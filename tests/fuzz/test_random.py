@@ -14,6 +14,8 @@ import pytest
 from flexhop.errors import OptionConflictError
 from tests.fuzz.checks import check_results, compile_offline
 from tests.fuzz.draw import draw
+from tests.fuzz.plan import simpler
+from tests.fuzz.problem import make_call, make_problem
 
 FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randrange(10**9))
 # Eager and traced problems, and problems whose kernels are generated and compiled.
@@ -48,3 +50,12 @@ def test_kernels_compile():
             assert "backend" in dict(plan.options)
         except Exception as error:
             raise AssertionError(report(seed, plan.words(), "offline")) from error
+
+
+def test_smaller_problems_are_problems():
+    """The search for the smallest failure takes one thing away at a time."""
+    for seed in range(FIRST, FIRST + 20):
+        plan = draw(seed)
+        for what, smaller in simpler(plan):
+            assert smaller != plan, what
+            assert make_call(make_problem(smaller, 0)), smaller.words()
