@@ -165,7 +165,7 @@ def grad_key_value_constants(
     )
 
 
-def _tangents(problem: Problem) -> dict[str, bool]:
+def _tangents(problem: Problem) -> dict[str, Any]:
     names = {"HAS_Q_DOT": "query", "HAS_K_DOT": "key", "HAS_V_DOT": "value"}
     return {constant: operand in problem.tangents for constant, operand in names.items()}
 
