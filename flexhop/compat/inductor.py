@@ -170,6 +170,11 @@ def is_ir(value: object) -> bool:
     return isinstance(value, ir.IRNode) and not isinstance(value, sympy.Basic)
 
 
+def is_symbolic_float(value: object) -> bool:
+    """Whether a lowering's operand is a symbol for a floating-point number."""
+    return isinstance(value, sympy.Expr) and value.is_integer is not True and not value.is_number
+
+
 def realize(values: Sequence[Any]) -> list[Any]:
     """Give every tensor storage and a fixed layout; numbers pass through."""
     return [_realize(value) if is_ir(value) else value for value in values]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor, inline
-from flexhop.lowering import chunked, fallback
+from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission import exact
 from flexhop.lowering.emission.kernel import Captured, KernelCall
@@ -25,7 +25,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     """Emit the backward kernels: (grad_query, grad_key, grad_value, captured gradients)."""
     args = BackwardArgs(*operands)
     if chunked.is_without_kernel(args.query):
-        return chunked.lower_attention_backward(*args)
+        return cpu.lower_attention_backward(*args) or chunked.lower_attention_backward(*args)
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)

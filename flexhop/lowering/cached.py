@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from flexhop.compat import gluon, guards, inductor, inline
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
-from flexhop.lowering import chunked
+from flexhop.lowering import chunked, cpu
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward
 from flexhop.lowering.mods.indices import wrap_reads
@@ -50,7 +50,7 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     """Emit the kernel: (out, lse, max_scores)."""
     args = CachedArgs(*operands)
     if chunked.is_without_kernel(args.query):
-        return chunked.lower_cached_attention(*args)
+        return cpu.lower_cached_attention(*args) or chunked.lower_cached_attention(*args)
     score, mask, of_key, of_value = (
         tuple(inductor.realize(group))
         for group in (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexhop.compat import ahead, guards, inductor
-from flexhop.lowering import chunked, fallback
+from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.lower import lower_mods, read_joint
@@ -24,7 +24,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     """Emit the forward kernel: (out, lse, max_scores)."""
     args = AttentionArgs(*operands)
     if chunked.is_without_kernel(args.query):
-        return chunked.lower_attention(*args)
+        return cpu.lower_attention(*args) or chunked.lower_attention(*args)
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)

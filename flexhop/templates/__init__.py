@@ -12,6 +12,12 @@ def part(name: str) -> str:
     return files(__name__).joinpath(f"{name}.py.jinja").read_text(encoding="utf-8")
 
 
+def header(*names: str) -> str:
+    """C++ text of files in cpu/, one after the other."""
+    folder = files(__name__).joinpath("cpu")
+    return "\n".join(folder.joinpath(f"{name}.h").read_text(encoding="utf-8") for name in names)
+
+
 @functools.cache
 def join(names: Sequence[str]) -> str:
     """Text of one kernel: its own file, then those of the device functions it calls.

@@ -1,4 +1,4 @@
-"""Compiled on the CPU, where the specification itself is lowered, in chunks of queries."""
+"""Compiled on the CPU: by the C++ kernels, and by the specification in chunks of queries."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import flexhop
-from flexhop.lowering import chunked
+from flexhop.lowering import chunked, cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 WANTED = flexhop.AuxRequest(lse=True, max_scores=True)
@@ -43,15 +43,16 @@ def assert_compiled_agrees(
         torch.testing.assert_close(actual, wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.fixture(params=["one chunk", "many chunks"])
-def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Chunks that hold everything, or 16 queries."""
-    elements = 1 << 30 if request.param == "one chunk" else 1
-    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", elements)
+@pytest.fixture(params=["kernel", "chunks"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels, or the specification in chunks of 16 queries."""
+    if request.param == "chunks":
+        monkeypatch.setattr(cpu, "DTYPES", ())
+        monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 1)
     return request.param
 
 
-def test_mask_grouped_heads_and_captured_gradients(chunks: str):
+def test_mask_grouped_heads_and_captured_gradients(path: str):
     inputs = operands((2, 4, 67, 16), (2, 2, 90, 16))
     bias = torch.randn(4, 200, requires_grad=True)
     temperature = torch.randn((), requires_grad=True)
@@ -74,7 +75,7 @@ def test_mask_grouped_heads_and_captured_gradients(chunks: str):
     assert_compiled_agrees(attend, inputs, bias, temperature)
 
 
-def test_only_listed_blocks_are_seen(chunks: str):
+def test_only_listed_blocks_are_seen(path: str):
     """Lists decide, whatever mask_mod says: partial blocks keep it, full ones ignore it."""
     inputs = operands((1, 2, 60, 16), (1, 2, 60, 16))
     counts = torch.tensor([[[1, 1, 0, 1]]], dtype=torch.int32)
@@ -88,7 +89,7 @@ def test_only_listed_blocks_are_seen(chunks: str):
     assert_compiled_agrees(attend, inputs)
 
 
-def test_fp64_and_a_shared_key(chunks: str):
+def test_fp64_and_a_shared_key():
     inputs = operands((2, 2, 21, 16), (1, 2, 33, 16), torch.float64)
     attend = functools.partial(flexhop.flex_attention, return_aux=WANTED)
     assert_compiled_agrees(attend, inputs, tolerance=1e-12)
@@ -106,7 +107,7 @@ def test_heads_of_latent_attention():
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_bf16_in_permuted_order(chunks: str):
+def test_bf16_in_permuted_order(path: str):
     inputs = [
         torch.randn(1, 40, 2, 16).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)
     ]
@@ -114,7 +115,37 @@ def test_bf16_in_permuted_order(chunks: str):
     assert_compiled_agrees(attend, inputs, tolerance=2e-2)
 
 
-def test_captured_numbers(chunks: str):
+def test_gradients_of_every_kind_of_read_of_a_shared_cache():
+    """Tables by head, key, query and score; one key for all batches; several parts of queries."""
+    inputs = operands((3, 4, 150, 7), (1, 2, 70, 7))
+    shapes = ((4,), (70,), (3, 150), (150, 70))
+    tables = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    by_head, by_key, by_query, by_score = tables
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        added = by_head[h] + by_key[kv_idx] + by_query[b, q_idx] * by_score[q_idx, kv_idx]
+        return score.sigmoid() * by_head[h] + added
+
+    mask = flexhop.create_block_mask(
+        lambda b, h, q_idx, kv_idx: (q_idx + h) % 3 < kv_idx % 5, None, 4, 150, 70, "cpu", 24
+    )
+    attend = functools.partial(
+        flexhop.flex_attention, score_mod=mod, block_mask=mask, enable_gqa=True, return_aux=WANTED
+    )
+    assert_compiled_agrees(attend, inputs, *tables, tolerance=1e-4)
+
+
+def test_functions_that_are_not_pointwise_go_by_chunks():
+    table = torch.randn(40, 40)
+    attend = functools.partial(
+        flexhop.flex_attention,
+        score_mod=lambda s, b, h, q_idx, kv_idx: s + table[q_idx].sort().values[kv_idx],
+        return_aux=WANTED,
+    )
+    assert_compiled_agrees(attend, operands((1, 2, 40, 16), (1, 2, 40, 16)))
+
+
+def test_captured_numbers(path: str):
     inputs = operands((1, 2, 40, 16), (1, 2, 40, 16))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, window: int, slope: float) -> Any:
@@ -149,7 +180,8 @@ def test_lengths_share_one_compilation():
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_no_buffer_holds_every_score():
+def test_no_buffer_holds_every_score(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu, "DTYPES", ())
     length = 2048
     inputs = operands((1, 1, length, 16), (1, 1, length, 16))
     attend = functools.partial(flexhop.flex_attention, return_aux=WANTED)

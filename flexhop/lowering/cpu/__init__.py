@@ -1,0 +1,47 @@
+"""Kernels for CPUs: C++ (templates/cpu) with the user's functions, printed by Inductor, inside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flexhop.compat import inductor
+from flexhop.errors import ModLoweringError
+from flexhop.lowering import fallback
+from flexhop.lowering.cpu import backward, forward
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def lower_attention(*operands: Any) -> Any:
+    """Lower `flexhop_attention`, or None if the kernels do not serve the call."""
+    return _lower(forward.lower_attention, operands)
+
+
+def lower_cached_attention(*operands: Any) -> Any:
+    """Lower `flexhop_cached_attention`, or None."""
+    return _lower(forward.lower_cached_attention, operands)
+
+
+def lower_attention_backward(*operands: Any) -> Any:
+    """Lower `flexhop_attention_backward`, or None."""
+    return _lower(backward.lower_attention_backward, operands)
+
+
+def _lower(lower: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """What `lower` gives; the definition by chunks serves calls for which that is nothing.
+
+    These are: fp64; functions that cannot be computed for one score at a time; systems other than
+    Linux, because only there PyTorch's libraries export the products that the kernels call.
+    """
+    query = operands[0]
+    is_served = inductor.device_of(query).type == "cpu" and query.get_dtype() in DTYPES
+    if not is_served or sys.platform != "linux" or fallback.is_without_kernels():
+        return None
+    try:
+        return lower(*operands)
+    except ModLoweringError:
+        return None

@@ -1,0 +1,124 @@
+"""Lowering of the gradients on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import cpp_kernel, inductor, inline
+from flexhop.compat.cpp_kernel import Printer
+from flexhop.lowering.cpu.joint import Joint, joint_functions, lower_joint
+from flexhop.lowering.cpu.mods import Mods, lower_mods, number_captures, score_functions, tensors
+from flexhop.lowering.cpu.operands import (
+    blocks_of,
+    dense,
+    layout_of,
+    lower_states,
+    operand_numbers,
+    operand_pointers,
+    strided,
+)
+from flexhop.ops.args import BackwardArgs
+from flexhop.templates import header
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_TILE = 64  # queries, as in templates/cpu/tiles.h
+
+
+def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """Emit the kernel: gradients of query, key, value and captures.
+
+    Raises:
+        ModLoweringError: as `lower_mods`.
+    """
+    args = BackwardArgs(*operands)
+    device = inductor.device_of(args.query)
+    score_captures, mask_captures = (
+        number_captures(group, device) for group in (args.score_captures, args.mask_captures)
+    )
+    mods = lower_mods(args, (score_captures, mask_captures))
+    joint = lower_joint(args, score_captures)
+    states = lower_states(args)
+    names = ("query", "key", "value", "out", "grad_out")
+    args = args._replace(**{name: dense(getattr(args, name)) for name in names})
+    captures = [*score_captures, *mask_captures]
+    return _emit(args, mods, joint, captures, states)
+
+
+def _emit(
+    args: BackwardArgs, mods: Mods, joint: Joint, captures: Sequence[Any], states: Any
+) -> tuple[Any, Any, Any, list[Any]]:
+    query: Any = args.query
+    device, dtype = inductor.device_of(query), query.get_dtype()
+    parts = _parts(args)
+    grad_key, grad_value = (
+        inductor.empty([parts, *one.get_size()], None, torch.float32, device)
+        for one in (args.key, args.value)
+    )
+    written = inductor.realize([grad_key, grad_value, *joint.sums.values()])
+    saved = [inductor.contiguous(args.lse)]
+    if args.grad_lse is not None:
+        saved.append(inductor.contiguous(args.grad_lse))
+    optional = [] if states is None else [states]
+    seeds = inductor.realize(args.dropout_seed)
+    inputs = [
+        query, args.key, args.value, args.out, args.grad_out, *saved, *optional, *seeds,
+        *tensors(captures),
+    ]  # fmt: skip
+    is_ordered = bool(args.options.get("deterministic")) and bool(joint.sites)
+
+    def text(grad_query: Any, printer: Printer) -> str:
+        call = f"""
+using scalar_t = {printer.dtype(dtype)};
+const flexhop::Backward<scalar_t> call{{
+  {{{operand_numbers(printer, args)}}},
+  {operand_pointers(printer, args)},
+  {strided(printer, args.out)},
+  {strided(printer, args.grad_out)},
+  {printer.pointer(saved[0])}, {printer.pointer(saved[1]) if len(saved) > 1 else "nullptr"},
+  {strided(printer, grad_query)},
+  {printer.pointer(written[0])}, {printer.pointer(written[1])}, {parts},
+  {"true" if is_ordered else "false"},
+  {blocks_of(printer, args, states, mods)}}};
+{score_functions(printer, mods, by_key=True)}
+{joint_functions(printer, mods, joint, dict(zip(joint.sums, written[2:], strict=True)))}
+const flexhop::Functions<decltype(full), decltype(partial), decltype(drop), decltype(joint_full),
+                         decltype(joint_partial)>
+    mods{{full, partial, drop, joint_full, joint_partial}};
+flexhop::differentiate(call, mods, captured);
+"""
+        files = ("products", "tiles", "packed", "captured", "backward")
+        return header(*files) + "KERNEL_BODY" + call
+
+    metas = inline.leaves(inductor.output_meta())
+    layout, strides = layout_of(query, query.get_size(), metas[0])
+    out = cpp_kernel.emit(layout, inputs, written, [*captures, *inputs], text)
+    grads = [
+        _summed(sums, like.get_dtype(), meta)
+        for sums, like, meta in zip(
+            (grad_key, grad_value), (args.key, args.value), metas[1:3], strict=True
+        )
+    ]
+    captured = [
+        inductor.call_lowering(
+            prims.convert_element_type.default, sums, args.score_captures[i].get_dtype()
+        )
+        for i, sums in sorted(joint.sums.items())
+    ]
+    return (inline.with_strides(out, strides), *grads, captured)
+
+
+def _parts(args: BackwardArgs) -> int:
+    """Into how many parts the tiles of queries of one head of keys are divided."""
+    heads = inductor.hint(args.key.get_size()[0]) * inductor.hint(args.key.get_size()[1])
+    tiles = -(-inductor.hint(args.query.get_size()[2]) // _TILE)
+    return max(1, min(-(-cpp_kernel.threads() // heads), tiles))
+
+
+def _summed(parts: Any, dtype: torch.dtype, meta: Any) -> Any:
+    """The sum of what the parts found, like `meta`."""
+    total = inductor.call_lowering(aten.sum.dim_IntList, parts, [0])
+    total = inductor.call_lowering(prims.convert_element_type.default, total, dtype)
+    return inline.with_strides(total, inductor.as_expressions(meta.stride()))

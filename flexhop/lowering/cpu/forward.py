@@ -1,0 +1,114 @@
+"""Lowering of the forward operators on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexhop.compat import cpp_kernel, inductor, inline
+from flexhop.compat.cpp_kernel import Printer
+from flexhop.lowering.cpu.mods import Mods, lower_mods, number_captures, score_functions, tensors
+from flexhop.lowering.cpu.operands import (
+    blocks_of,
+    dense,
+    layout_of,
+    lower_of,
+    lower_states,
+    operand_numbers,
+    operand_pointers,
+    states_of,
+    strided,
+)
+from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
+from flexhop.ops.cached_eager import ordered_args
+from flexhop.templates import header
+
+
+def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
+    """Emit the kernel: (out, lse, max_scores).
+
+    Raises:
+        ModLoweringError: as `lower_mods`.
+    """
+    args = AttentionArgs(*operands)
+    device = inductor.device_of(args.query)
+    score_captures, mask_captures = (
+        number_captures(group, device) for group in (args.score_captures, args.mask_captures)
+    )
+    mods = lower_mods(args, (score_captures, mask_captures))
+    args = args._replace(query=dense(args.query), key=dense(args.key), value=dense(args.value))
+    return _emit(args, mods, [*score_captures, *mask_captures], lower_states(args), None)
+
+
+def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
+    """The same for keys from a cache: they are put in order first, if need be.
+
+    Raises:
+        ModLoweringError: as `lower_mods`.
+    """
+    args = CachedArgs(*operands)
+    fakes = CachedArgs(*inline.fake_operands())
+    ordered, states = _in_order(args, fakes)
+    (lengths,) = inductor.realize(args.pages[1:]) or (None,)
+    device = inductor.device_of(args.query)
+    score_captures, mask_captures = (
+        number_captures(group, device) for group in (args.score_captures, args.mask_captures)
+    )
+    keys: Any = fakes.key.size(2)
+    if args.pages:
+        keys = keys * fakes.pages[0].size(1)
+    sizes = [*fakes.query.shape[:3], keys]
+    mods = lower_mods(ordered, (score_captures, mask_captures), sizes)
+    return _emit(ordered, mods, [*score_captures, *mask_captures], states, lengths)
+
+
+def _in_order(args: CachedArgs, fakes: CachedArgs) -> tuple[AttentionArgs, Any]:
+    """Operands with keys and values in order, with storage; the states of their blocks."""
+
+    def formula(args: CachedArgs) -> list[Tensor]:
+        ordered = ordered_args(args)
+        return [ordered.key, ordered.value, *states_of(ordered)]
+
+    key, value, *states = (dense(one) for one in lower_of(formula, args, fakes))
+    query = dense(args.query)
+    ordered = operands_of(AttentionArgs, args, query=query, key=key, value=value)
+    return ordered, states[0] if states else None
+
+
+def _emit(
+    args: AttentionArgs, mods: Mods, captures: Sequence[Any], states: Any, lengths: Any
+) -> tuple[Any, Any, Any]:
+    query: Any = args.query
+    device, dtype = inductor.device_of(query), torch.float32
+    out_meta, _, max_meta = inductor.output_meta()
+    size = [*query.get_size()[:3], args.value.get_size()[3]]
+    layout, strides = layout_of(query, size, out_meta)
+    lse = inductor.empty(size[:3], None, dtype, device)
+    largest = inductor.empty(inductor.as_expressions(max_meta.shape), None, dtype, device)
+    returns_max = bool(args.options.get("return_max"))
+    written = inductor.realize([lse, largest][: 1 + returns_max])
+    seeds = inductor.realize(args.dropout_seed)
+    optional = [one for one in (states, lengths) if one is not None]
+    inputs = [query, args.key, args.value, *optional, *seeds, *tensors(captures)]
+
+    def text(out: Any, printer: Printer) -> str:
+        call = f"""
+using scalar_t = {printer.dtype(query.get_dtype())};
+const flexhop::Forward<scalar_t> call{{
+  {{{operand_numbers(printer, args)}}},
+  {operand_pointers(printer, args)},
+  {strided(printer, out)},
+  {printer.pointer(written[0])}, {printer.pointer(written[1]) if returns_max else "nullptr"},
+  {printer.pointer(lengths) if lengths is not None else "nullptr"},
+  {blocks_of(printer, args, states, mods)}}};
+{score_functions(printer, mods, by_key=False)}
+flexhop::attend(call, full, partial, drop);
+"""
+        return header("products", "tiles", "packed", "forward") + "KERNEL_BODY" + call
+
+    symbols = [*captures, *inputs]
+    out = cpp_kernel.emit(layout, inputs, written, symbols, text)
+    return inline.with_strides(out, strides), lse, largest

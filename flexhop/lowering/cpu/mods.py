@@ -1,0 +1,188 @@
+"""User functions in the kernels for CPUs: lowered once, printed as loops over a tile of scores."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.analysis import INDICES
+from flexhop.compat import cpp_kernel, inductor, inline
+from flexhop.compat.cpp_kernel import Printer, Stored
+from flexhop.compat.inductor import ops
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph
+from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.lower import INDEX_NAMES, is_all_true, is_identity, position_ranges
+from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.dropout import is_kept, placed
+
+PLACE = """
+  const int64_t place_b = place.b, place_h = place.h, place_q = place.q, place_k = place.k;
+  const int64_t place_rows = place.rows, place_columns = place.columns, place_step = place.step;
+"""
+_ARGUMENTS = "[&](const float* buf_score, float* buf_changed, const flexhop::Place& place) {"
+_INDICES = dict(zip(INDEX_NAMES, ("place_b", "place_h", "place_q", "place_k"), strict=True))
+SIZES = (cpp_kernel.integer("place_rows"), cpp_kernel.integer("place_columns"))
+STEP = cpp_kernel.integer("place_step")
+
+
+class Mods(NamedTuple):
+    """The functions of a call, lowered: scalar buffers; None if they change or hide nothing."""
+
+    score: Any = None
+    mask: Any = None
+    drop: Any = None
+
+
+def placeholders(device: torch.device, *more: str) -> list[Any]:
+    """Inputs of a score_mod, then scores of other names."""
+    scores = [inductor.placeholder(name, torch.float32, device) for name in ("score", *more)]
+    indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
+    return [scores[0], *indices, *scores[1:]]
+
+
+def lower_mods(
+    args: AttentionArgs | BackwardArgs,
+    captures: tuple[Sequence[Any], Sequence[Any]],
+    sizes: Sequence[Any] | None = None,
+) -> Mods:
+    """Lower score_mod, mask_mod and dropout.
+
+    Args:
+        args: operands.
+        captures: of score_mod and of mask_mod, with storage.
+        sizes: [B, Hq, M, N], by default those of query and key.
+
+    Raises:
+        ModLoweringError: a function cannot be computed for one score.
+    """
+    device = inductor.device_of(args.query)
+    first, *indices = placeholders(device)
+    score_graph, mask_graph = (
+        kernel_graph(args.score_mod, SCORE),
+        kernel_graph(args.mask_mod, INDICES),
+    )
+    score = mask = drop = None
+    if not is_identity(score_graph):
+        safe = wrap_reads(score_graph, position_ranges(1, sizes))
+        (score,) = inductor.lower_pointwise(safe, [first, *indices, *captures[0]], "score_mod")
+    if not is_all_true(mask_graph):
+        safe = wrap_reads(mask_graph, position_ranges(0, sizes))
+        (mask,) = inductor.lower_pointwise(safe, [*indices, *captures[1]], "mask_mod")
+    if args.dropout_seed:
+        drop = _lower_drop(args, [first, *indices])
+    return Mods(score, mask, drop)
+
+
+def _lower_drop(args: AttentionArgs | BackwardArgs, inputs: Sequence[Any]) -> Any:
+    """A weight after dropout."""
+    dropout_p = float(args.options["dropout_p"])
+
+    def dropped(weight: Tensor, *rest: Tensor) -> Tensor:
+        *index, seed = rest
+        if "dropout_groups" in args.options:
+            index = placed(seed, int(args.options["dropout_groups"]), tuple(index))
+        kept = is_kept(seed, dropout_p, tuple(index))
+        return torch.where(kept, weight / (1.0 - dropout_p), 0.0)
+
+    (fake,) = type(args)(*inline.fake_operands()).dropout_seed
+    likes = [inline.fake([], one.get_dtype(), fake) for one in inputs]
+    graph = inline.trace_fresh(dropped, [*likes, fake])
+    seeds = inductor.realize(args.dropout_seed)
+    (drop,) = inductor.lower_pointwise(graph, [*inputs, *seeds], "dropout")
+    return drop
+
+
+def number_captures(captures: Sequence[Any], device: torch.device) -> list[Any]:
+    """Captures with storage; a symbolic float becomes a tensor, which kernels can be handed."""
+    full = torch.ops.aten.full.default
+    return inductor.realize(
+        [
+            inductor.call_lowering(full, [], one, dtype=torch.float32, device=device)
+            if inductor.is_symbolic_float(one)
+            else one
+            for one in captures
+        ]
+    )
+
+
+def value_of(buffer: Any, dtype: torch.dtype | None = None) -> Any:
+    """The IR of a lowered function's result, as `dtype`."""
+    value = buffer.data.make_loader()(())
+    return value if dtype in (None, buffer.get_dtype()) else ops.to_dtype(value, dtype)
+
+
+def inputs_of(mods: Mods, *, by_key: bool, **others: str) -> dict[str, Callable[[], Any]]:
+    """How the inputs of the functions are made at the score that is printed.
+
+    Args:
+        mods: of the call.
+        by_key: whether rows of scores are keys, and not queries.
+        **others: further scores, by name: the pointers that hold them.
+    """
+
+    def read(pointer: str) -> Any:
+        row, column = cpp_kernel.here()
+        return ops.load(pointer, row * STEP + column)
+
+    def position(name: str) -> Any:
+        q_idx, kv_idx = reversed(cpp_kernel.here()) if by_key else cpp_kernel.here()
+        along = {"q_idx": q_idx, "kv_idx": kv_idx}.get(name, 0)
+        return ops.index_expr(cpp_kernel.integer(_INDICES[name]) + along, torch.int32)
+
+    pointers = {"score": "buf_score", **others}
+    made = {name: functools.partial(read, pointer) for name, pointer in pointers.items()}
+    return made | {name: functools.partial(position, name) for name in INDEX_NAMES}
+
+
+def _modified(mods: Mods, score: Callable[[], Any]) -> Any:
+    """The IR of a score after score_mod."""
+    return score() if mods.score is None else value_of(mods.score, torch.float32)
+
+
+def _masked(mods: Mods, score: Callable[[], Any]) -> Any:
+    """The IR of a score after both functions: -inf if hidden."""
+    hidden = ops.constant(-math.inf, torch.float32)
+    return ops.where(value_of(mods.mask, torch.bool), _modified(mods, score), hidden)
+
+
+def score_functions(printer: Printer, mods: Mods, *, by_key: bool) -> str:
+    """C++ of `full` and `partial`, which change scores, and of `drop`.
+
+    Args:
+        printer: of the kernel.
+        mods: of the call.
+        by_key: as in `inputs_of`.
+    """
+    inputs = inputs_of(mods, by_key=by_key)
+    full = partial = drop = None
+    if mods.score is not None:
+        full = partial = functools.partial(_modified, mods, inputs["score"])
+    if mods.mask is not None:
+        partial = functools.partial(_masked, mods, inputs["score"])
+    if mods.drop is not None:
+        drop = functools.partial(value_of, mods.drop, torch.float32)
+    texts = {"full": full, "partial": partial, "drop": drop}
+    return "\n".join(
+        f"const auto {name} = {_function(printer, inputs, value)};"
+        for name, value in texts.items()
+    )
+
+
+def _function(
+    printer: Printer, inputs: dict[str, Callable[[], Any]], value: Callable[[], Any] | None
+) -> str:
+    if value is None:
+        return "flexhop::Nothing{}"
+    stored = [Stored(value, "buf_changed", torch.float32)]
+    loops = printer.loops(stored, inputs, {"buf_score": torch.float32}, SIZES, STEP)
+    return f"{_ARGUMENTS}{PLACE}{loops}\n}}"
+
+
+def tensors(captures: Sequence[Any]) -> list[Any]:
+    """Those captures that are tensors."""
+    return [one for one in captures if inductor.is_ir(one)]
