@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexhop import AuxRequest, errors, flex_attention
-from flexhop.lowering import chunked
+from flexhop.lowering import cpu
 
 ERROR = errors.OptionConflictError(first="one", second="another", reason="they differ")
 
@@ -33,7 +33,7 @@ def operands(needs_grad=False):
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_in_the_forward_pass(monkeypatch, wanted):
-    monkeypatch.setattr(chunked, "lower_attention", refuse)
+    monkeypatch.setattr(cpu, "lower_attention", refuse)
     compiled = torch.compile(lambda *tensors: call(*tensors)[wanted], fullgraph=True)
     for _ in range(2):  # the second call finds the compiled graph
         with pytest.raises(errors.OptionConflictError) as caught:
@@ -43,7 +43,7 @@ def test_in_the_forward_pass(monkeypatch, wanted):
 
 
 def test_in_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(chunked, "lower_attention_backward", refuse)
+    monkeypatch.setattr(cpu, "lower_attention_backward", refuse)
     tensors = operands(needs_grad=True)
     out, _ = torch.compile(call, fullgraph=True)(*tensors)
     with pytest.raises(errors.OptionConflictError, match="they differ"):
@@ -52,7 +52,7 @@ def test_in_the_backward_pass(monkeypatch):
 
 def test_ahead_of_time_it_is_raised_while_compiling(monkeypatch):
     """There will be no Python to raise it."""
-    monkeypatch.setattr(chunked, "lower_attention", refuse)
+    monkeypatch.setattr(cpu, "lower_attention", refuse)
     exported = torch.export.export(_Module(), tuple(operands()))
     with pytest.raises(Exception, match=r"OptionConflictError: .*they differ"):
         torch._inductor.aoti_compile_and_package(exported)
