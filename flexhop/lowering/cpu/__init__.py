@@ -34,10 +34,12 @@ def lower_attention_backward(*operands: Any) -> Any:
 def _lower(lower: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """What `lower` gives; the definition by chunks serves calls for which that is nothing.
 
-    These are: fp64; functions that cannot be computed for one score at a time; systems other than
+    These are: fp64; functions that cannot be computed for one score at a time; dropout; systems other than
     Linux, because only there PyTorch's libraries export the products that the kernels call.
     """
     query = operands[0]
+    if any(isinstance(one, dict) and "dropout_p" in one for one in operands):
+        return None
     is_served = inductor.device_of(query).type == "cpu" and query.get_dtype() in DTYPES
     if not is_served or sys.platform != "linux" or fallback.is_without_kernels():
         return None
