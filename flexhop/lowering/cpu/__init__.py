@@ -34,8 +34,8 @@ def lower_attention_backward(*operands: Any) -> Any:
 def _lower(lower: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """What `lower` gives; the definition by chunks serves calls for which that is nothing.
 
-    These are: fp64; functions that cannot be computed for one score at a time; dropout; systems other than
-    Linux, because only there PyTorch's libraries export the products that the kernels call.
+    These are: fp64; dropout; functions that cannot be computed for one score at a time; systems
+    other than Linux, because only there PyTorch's libraries export the products that the kernels call.
     """
     query = operands[0]
     if any(isinstance(one, dict) and "dropout_p" in one for one in operands):
