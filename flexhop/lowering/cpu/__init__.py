@@ -35,7 +35,7 @@ def _lower(lower: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """What `lower` gives; the definition by chunks serves calls for which that is nothing.
 
     These are: fp64; dropout; functions that cannot be computed for one score at a time; systems
-    other than Linux, because only there PyTorch's libraries export the products that the kernels call.
+    other than Linux, because only there PyTorch's libraries export the products that they call.
     """
     query = operands[0]
     if any(isinstance(one, dict) and "dropout_p" in one for one in operands):
