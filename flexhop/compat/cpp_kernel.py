@@ -203,6 +203,8 @@ class _Text:
 def _make_render(
     node: Any, operands: Sequence[Any], text: Callable[[Printer], str], *_: Any, **__: Any
 ) -> tuple[Any, Callable[[], str]]:
+    # The kernel writes its result even if only what it writes beside it is used.
+    V.graph.removed_buffers.discard(node.get_name())
     name = str(Placeholder.KERNEL_NAME)
     kernel = CppTemplateKernel(kernel_name=name, num_threads=parallel_num_threads())
     return kernel, functools.partial(kernel.render, _Text(operands, text), node=node)

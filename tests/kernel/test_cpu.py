@@ -135,6 +135,21 @@ def test_gradients_of_every_kind_of_read_of_a_shared_cache():
     assert_compiled_agrees(attend, inputs, *tables, tolerance=1e-4)
 
 
+def test_results_that_nobody_wants():
+    """Only lse, then only the gradient of a captured tensor."""
+    inputs = [x.detach() for x in operands((1, 2, 40, 16), (1, 2, 40, 16))]
+    table = torch.randn(2, requires_grad=True)
+
+    def attend(table: Tensor) -> Tensor:
+        mod = lambda s, b, h, q_idx, kv_idx: s * table[h]  # noqa: E731
+        return flexhop.flex_attention(*inputs, mod, return_aux=WANTED)[1].lse
+
+    compiled = torch.compile(attend, fullgraph=True)
+    found, expected = (torch.autograd.grad(f(table).sum(), table) for f in (compiled, attend))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(compiled(table.detach()), attend(table.detach()))
+
+
 def test_functions_that_are_not_pointwise_go_by_chunks():
     table = torch.randn(40, 40)
     attend = functools.partial(

@@ -52,10 +52,12 @@ def _emit(
 ) -> tuple[Any, Any, Any, list[Any]]:
     query: Any = args.query
     device, dtype = inductor.device_of(query), query.get_dtype()
+    key: Any = args.key
+    value: Any = args.value
     parts = _parts(args)
     grad_key, grad_value = (
         inductor.empty([parts, *one.get_size()], None, torch.float32, device)
-        for one in (args.key, args.value)
+        for one in (key, value)
     )
     written = inductor.realize([grad_key, grad_value, *joint.sums.values()])
     saved = [inductor.contiguous(args.lse)]
@@ -97,9 +99,7 @@ flexhop::differentiate(call, mods, captured);
     out = cpp_kernel.emit(layout, inputs, written, [*captures, *inputs], text)
     grads = [
         _summed(sums, like.get_dtype(), meta)
-        for sums, like, meta in zip(
-            (grad_key, grad_value), (args.key, args.value), metas[1:3], strict=True
-        )
+        for sums, like, meta in zip((grad_key, grad_value), (key, value), metas[1:3], strict=True)
     ]
     captured = [
         inductor.call_lowering(
@@ -112,8 +112,10 @@ flexhop::differentiate(call, mods, captured);
 
 def _parts(args: BackwardArgs) -> int:
     """Into how many parts the tiles of queries of one head of keys are divided."""
-    heads = inductor.hint(args.key.get_size()[0]) * inductor.hint(args.key.get_size()[1])
-    tiles = -(-inductor.hint(args.query.get_size()[2]) // _TILE)
+    query: Any = args.query
+    key: Any = args.key
+    heads = inductor.hint(key.get_size()[0]) * inductor.hint(key.get_size()[1])
+    tiles = -(-inductor.hint(query.get_size()[2]) // _TILE)
     return max(1, min(-(-cpp_kernel.threads() // heads), tiles))
 
 

@@ -82,9 +82,10 @@ def _emit(
     args: AttentionArgs, mods: Mods, captures: Sequence[Any], states: Any, lengths: Any
 ) -> tuple[Any, Any, Any]:
     query: Any = args.query
+    value: Any = args.value
     device, dtype = inductor.device_of(query), torch.float32
     out_meta, _, max_meta = inductor.output_meta()
-    size = [*query.get_size()[:3], args.value.get_size()[3]]
+    size = [*query.get_size()[:3], value.get_size()[3]]
     layout, strides = layout_of(query, size, out_meta)
     lse = inductor.empty(size[:3], None, dtype, device)
     largest = inductor.empty(inductor.as_expressions(max_meta.shape), None, dtype, device)

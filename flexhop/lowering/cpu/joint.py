@@ -51,8 +51,10 @@ def lower_joint(args: BackwardArgs, captures: Sequence[Any]) -> Joint:
     graph = wrap_reads(kernel_graph(args.joint, JOINT), position_ranges(1), sites)
     inputs = placeholders(device, "grad_score")
     buffers = inductor.lower_pointwise(graph, [*inputs, *captures], "the gradient of score_mod")
-    batch, heads, queries, _ = map(inductor.hint, args.query.get_size())
-    scores = batch * heads * queries * inductor.hint(args.key.get_size()[2])
+    query: Any = args.query
+    key: Any = args.key
+    batch, heads, queries, _ = map(inductor.hint, query.get_size())
+    scores = batch * heads * queries * inductor.hint(key.get_size()[2])
     sums = {}
     for capture in sorted({site.capture for site in sites}):
         like = args.score_captures[capture]

@@ -25,7 +25,9 @@ PLACE = """
   const int64_t place_rows = place.rows, place_columns = place.columns, place_step = place.step;
 """
 _ARGUMENTS = "[&](const float* buf_score, float* buf_changed, const flexhop::Place& place) {"
-_INDICES = dict(zip(INDEX_NAMES, ("place_b", "place_h", "place_q", "place_k"), strict=True))
+_INDICES: dict[str, str] = dict(
+    zip(INDEX_NAMES, ("place_b", "place_h", "place_q", "place_k"), strict=True)
+)
 SIZES = (cpp_kernel.integer("place_rows"), cpp_kernel.integer("place_columns"))
 STEP = cpp_kernel.integer("place_step")
 
