@@ -98,7 +98,7 @@ def place(seed: Tensor, first: tuple[int, int], groups: Tensor) -> Tensor:
     return torch.cat((seed, *numbers, groups))
 
 
-def placed(
+def _placed(
     seed: Tensor, queries: int, index: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions of a call's weights in the mask; templates/mods/dropout.py.jinja does the same."""
@@ -126,7 +126,7 @@ def drop(
         return weights
     dropout_p = float(options["dropout_p"])
     if "dropout_groups" in options:
-        index = placed(seed[0], int(options["dropout_groups"]), index)
+        index = _placed(seed[0], int(options["dropout_groups"]), index)
     b, h, q_idx, kv_idx = index
     grid = (b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx)
     return torch.where(is_kept(seed[0], dropout_p, grid), weights / (1.0 - dropout_p), 0.0)

@@ -22,7 +22,7 @@ def source_fingerprint(package: Path = _PACKAGE) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".jinja"):
+        if path.suffix in (".py", ".jinja", ".h"):
             digest.update(path.relative_to(package).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

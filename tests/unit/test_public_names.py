@@ -62,7 +62,10 @@ def test_an_edit_of_any_source_changes_the_key_of_compiled_graphs(tmp_path: Path
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     compute = source_fingerprint.__wrapped__
     keys = {before := compute(copy)}
-    sources = [p for p in sorted(copy.rglob("*")) if p.suffix in (".py", ".jinja")]
+    sources = [
+        p for p in sorted(copy.rglob("*")) if p.is_file() and p.suffix not in (".md", ".typed", "")
+    ]
+    assert {".py", ".jinja", ".h"} <= {path.suffix for path in sources}
     for path in sources:
         text = path.read_bytes()
         path.write_bytes(text + b"\n# edited\n")

@@ -64,9 +64,8 @@ def _emit(
     if args.grad_lse is not None:
         saved.append(inductor.contiguous(args.grad_lse))
     optional = [] if states is None else [states]
-    seeds = inductor.realize(args.dropout_seed)
     inputs = [
-        query, args.key, args.value, args.out, args.grad_out, *saved, *optional, *seeds,
+        query, args.key, args.value, args.out, args.grad_out, *saved, *optional,
         *tensors(captures),
     ]  # fmt: skip
     is_ordered = bool(args.options.get("deterministic")) and bool(joint.sites)
@@ -86,9 +85,9 @@ const flexhop::Backward<scalar_t> call{{
   {blocks_of(printer, args, states, mods)}}};
 {score_functions(printer, mods, by_key=True)}
 {joint_functions(printer, mods, joint, dict(zip(joint.sums, written[2:], strict=True)))}
-const flexhop::Functions<decltype(full), decltype(partial), decltype(drop), decltype(joint_full),
+const flexhop::Functions<decltype(full), decltype(partial), decltype(joint_full),
                          decltype(joint_partial)>
-    mods{{full, partial, drop, joint_full, joint_partial}};
+    mods{{full, partial, joint_full, joint_partial}};
 flexhop::differentiate(call, mods, captured);
 """
         files = ("products", "tiles", "packed", "captured", "backward")

@@ -91,9 +91,8 @@ def _emit(
     largest = inductor.empty(inductor.as_expressions(max_meta.shape), None, dtype, device)
     returns_max = bool(args.options.get("return_max"))
     written = inductor.realize([lse, largest][: 1 + returns_max])
-    seeds = inductor.realize(args.dropout_seed)
     optional = [one for one in (states, lengths) if one is not None]
-    inputs = [query, args.key, args.value, *optional, *seeds, *tensors(captures)]
+    inputs = [query, args.key, args.value, *optional, *tensors(captures)]
 
     def text(out: Any, printer: Printer) -> str:
         call = f"""
@@ -106,7 +105,7 @@ const flexhop::Forward<scalar_t> call{{
   {printer.pointer(lengths) if lengths is not None else "nullptr"},
   {blocks_of(printer, args, states, mods)}}};
 {score_functions(printer, mods, by_key=False)}
-flexhop::attend(call, full, partial, drop);
+flexhop::attend(call, full, partial);
 """
         return header("products", "tiles", "packed", "forward") + "KERNEL_BODY" + call
 

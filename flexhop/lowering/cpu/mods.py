@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from flexhop.analysis import INDICES
-from flexhop.compat import cpp_kernel, inductor, inline
+from flexhop.compat import cpp_kernel, inductor
 from flexhop.compat.cpp_kernel import Printer, Stored
 from flexhop.compat.inductor import ops
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import INDEX_NAMES, is_all_true, is_identity, position_ranges
 from flexhop.ops.args import AttentionArgs, BackwardArgs
-from flexhop.ops.dropout import is_kept, placed
 
 PLACE = """
   const int64_t place_b = place.b, place_h = place.h, place_q = place.q, place_k = place.k;
@@ -37,7 +35,6 @@ class Mods(NamedTuple):
 
     score: Any = None
     mask: Any = None
-    drop: Any = None
 
 
 def placeholders(device: torch.device, *more: str) -> list[Any]:
@@ -52,7 +49,7 @@ def lower_mods(
     captures: tuple[Sequence[Any], Sequence[Any]],
     sizes: Sequence[Any] | None = None,
 ) -> Mods:
-    """Lower score_mod, mask_mod and dropout.
+    """Lower score_mod and mask_mod.
 
     Args:
         args: operands.
@@ -68,35 +65,14 @@ def lower_mods(
         kernel_graph(args.score_mod, SCORE),
         kernel_graph(args.mask_mod, INDICES),
     )
-    score = mask = drop = None
+    score = mask = None
     if not is_identity(score_graph):
         safe = wrap_reads(score_graph, position_ranges(1, sizes))
         (score,) = inductor.lower_pointwise(safe, [first, *indices, *captures[0]], "score_mod")
     if not is_all_true(mask_graph):
         safe = wrap_reads(mask_graph, position_ranges(0, sizes))
         (mask,) = inductor.lower_pointwise(safe, [*indices, *captures[1]], "mask_mod")
-    if args.dropout_seed:
-        drop = _lower_drop(args, [first, *indices])
-    return Mods(score, mask, drop)
-
-
-def _lower_drop(args: AttentionArgs | BackwardArgs, inputs: Sequence[Any]) -> Any:
-    """A weight after dropout."""
-    dropout_p = float(args.options["dropout_p"])
-
-    def dropped(weight: Tensor, *rest: Tensor) -> Tensor:
-        *index, seed = rest
-        if "dropout_groups" in args.options:
-            index = placed(seed, int(args.options["dropout_groups"]), tuple(index))
-        kept = is_kept(seed, dropout_p, tuple(index))
-        return torch.where(kept, weight / (1.0 - dropout_p), 0.0)
-
-    (fake,) = type(args)(*inline.fake_operands()).dropout_seed
-    likes = [inline.fake([], one.get_dtype(), fake) for one in inputs]
-    graph = inline.trace_fresh(dropped, [*likes, fake])
-    seeds = inductor.realize(args.dropout_seed)
-    (drop,) = inductor.lower_pointwise(graph, [*inputs, *seeds], "dropout")
-    return drop
+    return Mods(score, mask)
 
 
 def number_captures(captures: Sequence[Any], device: torch.device) -> list[Any]:
@@ -153,7 +129,7 @@ def _masked(mods: Mods, score: Callable[[], Any]) -> Any:
 
 
 def score_functions(printer: Printer, mods: Mods, *, by_key: bool) -> str:
-    """C++ of `full` and `partial`, which change scores, and of `drop`.
+    """C++ of `full` and `partial`, which change scores.
 
     Args:
         printer: of the kernel.
@@ -161,14 +137,12 @@ def score_functions(printer: Printer, mods: Mods, *, by_key: bool) -> str:
         by_key: as in `inputs_of`.
     """
     inputs = inputs_of(mods, by_key=by_key)
-    full = partial = drop = None
+    full = partial = None
     if mods.score is not None:
         full = partial = functools.partial(_modified, mods, inputs["score"])
     if mods.mask is not None:
         partial = functools.partial(_masked, mods, inputs["score"])
-    if mods.drop is not None:
-        drop = functools.partial(value_of, mods.drop, torch.float32)
-    texts = {"full": full, "partial": partial, "drop": drop}
+    texts = {"full": full, "partial": partial}
     return "\n".join(
         f"const auto {name} = {_function(printer, inputs, value)};"
         for name, value in texts.items()

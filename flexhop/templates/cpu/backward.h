@@ -33,12 +33,10 @@ struct Differentiated {
 };
 
 // What the score functions of a call are; Sites adds to gradients of captured tensors.
-template <typename Full, typename Partial, typename Drop, typename JointFull,
-          typename JointPartial>
+template <typename Full, typename Partial, typename JointFull, typename JointPartial>
 struct Functions {
   const Full& full;
   const Partial& partial;
-  const Drop& drop;
   const JointFull& joint_full;
   const JointPartial& joint_partial;
 };
@@ -108,11 +106,9 @@ struct Gradients {
     else call_on(mods.full, scores, weights.at, tile);
     multiply(rows, columns, value_width, packed.rows_of_values(tile.b, kv_head, tile.k),
              {run.grad_out_columns.get(), TILE_ROWS}, grads, false);
-    call_on(mods.drop, grads.at, grads.at, tile);
     weigh(run, tile);
     if (state == PARTIAL) join(mods.joint_partial, scores, grads.at, tile, sums);
     else join(mods.joint_full, scores, grads.at, tile, sums);
-    call_on(mods.drop, weights.at, weights.at, tile);
     multiply(rows, value_width, columns, constant_weights, {run.grad_out.get(), value_width},
              {grad_value + tile.k * value_width, value_width}, true);
     multiply(rows, width, columns, constant, {run.query.get(), width},

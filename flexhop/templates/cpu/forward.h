@@ -56,13 +56,12 @@ bool soften(Running& run, int64_t i, int64_t columns, int64_t value_width) {
 }
 
 // Some queries of `fold` heads that share their keys, one head after the other.
-template <typename scalar_t, typename Full, typename Partial, typename Drop>
+template <typename scalar_t, typename Full, typename Partial>
 struct Tile {
   const Forward<scalar_t>& call;
   const Packed<scalar_t>* packed;  // absent for a few rows
   const Full& full;
   const Partial& partial;
-  const Drop& drop;
   int64_t fold;
 
   void attend(Running& run, Place tile) const {
@@ -103,7 +102,6 @@ struct Tile {
     for (int64_t i = 0; i < rows; ++i)
       sees |= soften<scalar_t>(run, i, columns, sizes.value_width);
     if (!sees) return;
-    modify(drop, scores, tile, k, columns);
     if (packed == nullptr)
       with_rows(rows, [&](auto few) {
         combine_few<few()>(sizes.value_width, columns, {scores.at, scores.step},
@@ -140,9 +138,8 @@ struct Tile {
   }
 };
 
-template <typename scalar_t, typename Full, typename Partial, typename Drop>
-void attend(const Forward<scalar_t>& call, const Full& full, const Partial& partial,
-            const Drop& drop) {
+template <typename scalar_t, typename Full, typename Partial>
+void attend(const Forward<scalar_t>& call, const Full& full, const Partial& partial) {
   const Sizes& sizes = call.sizes;
   const QueryTiles tiles(sizes.queries, call.blocks.q_size);
   const int64_t count = tiles.count(), folded = sizes.group() * sizes.queries;
@@ -151,7 +148,7 @@ void attend(const Forward<scalar_t>& call, const Full& full, const Partial& part
   std::unique_ptr<Packed<scalar_t>> packed;
   if (fold * tiles.rows > FEW_ROWS)
     packed = std::make_unique<Packed<scalar_t>>(sizes, call.key, call.value, false);
-  const Tile<scalar_t, Full, Partial, Drop> work{call, packed.get(), full, partial, drop, fold};
+  const Tile<scalar_t, Full, Partial> work{call, packed.get(), full, partial, fold};
   in_parallel(sizes.batch * heads * count, false, [&] {
     return [&, run = Running(sizes)](int64_t item) mutable {
       // The last queries first: under causal masks they see most.
