@@ -34,20 +34,6 @@ class Segment(NamedTuple):
     keys: slice
 
 
-def nudged(problem: Problem, seed: int = 0) -> Problem:
-    """The problem with operands that are one rounding away, at random.
-
-    A sum of few numbers can be exact by luck. Plain PyTorch's error at a neighbour is not.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    fresh = copy_problem(problem)
-    for tensor in fresh.operands:
-        if tensor.is_floating_point() and tensor.dtype.itemsize >= 4:
-            signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
-            tensor.data.mul_(1 + signs * torch.finfo(tensor.dtype).eps)
-    return fresh
-
-
 def copy_problem(problem: Problem, dtype: torch.dtype | None = None) -> Problem:
     """Fresh leaves of equal value, in `dtype` if given; captures that do not learn stay."""
 
