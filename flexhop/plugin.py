@@ -47,13 +47,14 @@ def _install_operators() -> None:
     debug.wanted()  # a wrong name raises at import, not inside the compiler
     SLOT.attend_dtensors = _attend_dtensors
     after_import("torch._dynamo", _install_trackers)
-    after_import("torch._inductor.codegen.cpp", _place_checks)
+    after_import("torch._inductor.codegen.cpp", _repair_cpp)
 
 
-def _place_checks() -> None:
-    from flexhop.compat.cpp_checks import place_checks
+def _repair_cpp() -> None:
+    from flexhop.compat.cpp_checks import keep_rows_apart, place_checks
 
     place_checks()
+    keep_rows_apart()
 
 
 def _install_trackers() -> None:

@@ -1,22 +1,30 @@
-"""Inductor's C++: move index checks after the index. torch 2.11 and 2.12.
+"""Inductor's C++: two repairs.
 
-A kernel first loads, then computes. 2.11 emits the check of an index among the loads. If the mask
-also uses the index as a number, that number was computed earlier under a name that is not declared
-yet, and the C++ does not compile. `tokens[b, q_idx]` in a mask_mod with a symbolic length triggers
-this.
+`place_checks` (torch 2.11 and 2.12): move index checks after the index. A kernel first loads, then
+computes. 2.11 emits the check of an index among the loads. If the mask also uses the index as a
+number, that number was computed earlier under a name that is not declared yet, and the C++ does
+not compile. `tokens[b, q_idx]` in a mask_mod with a symbolic length triggers this.
+
+`keep_rows_apart` (2.11 to 2.15): loops that share outer loops hand over a row in a buffer of the
+row's size. If these loops are vectorised over the outer loop, several rows write to that buffer at
+once, and the results are wrong. A score_mod that reads `t[k]` of a strided tensor can
+trigger this.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 from torch._inductor.codegen import cpp
+from torch._inductor.codegen.cpp_utils import LocalBufferContext
+from torch._inductor.virtualized import V
 
 from flexhop.compat import torch_version
 
-__all__ = ["place_checks"]
+__all__ = ["keep_rows_apart", "place_checks"]
 
 
 def place_checks() -> None:
@@ -36,3 +44,20 @@ def place_checks() -> None:
             self.loads = loads
 
     cpp.CppKernel.check_bounds = check_bounds  # type: ignore[method-assign]
+
+
+def keep_rows_apart() -> None:
+    """From now on, share no outer loop that is vectorised if a row's buffer is handed over."""
+    node = cpp.OuterLoopFusedSchedulerNode
+    check = node.check_outer_fusion_loop_level_attr
+
+    @functools.wraps(check)
+    def can_share(self: Any, kernels: Sequence[Any], depth: int) -> bool:
+        context: Any = V.local_buffer_context
+        outer = (loop for kernel in kernels for loop in kernel.loop_nest.loops[:depth])
+        hands_over = isinstance(context, LocalBufferContext) and bool(context.local_buffers)
+        if hands_over and any(loop.steps != 1 for loop in outer):
+            return False
+        return check(self, kernels, depth)
+
+    node.check_outer_fusion_loop_level_attr = can_share  # type: ignore[method-assign]

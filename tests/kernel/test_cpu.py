@@ -273,3 +273,27 @@ def test_mods_may_read_at_quotients(divisor):
     assert_compiled_agrees(
         functools.partial(flexhop.flex_attention, score_mod=score_mod, return_aux=WANTED), inputs
     )
+
+
+def test_rows_that_loops_hand_over_are_kept_apart():
+    """Inductor vectorised over queries, 16 of which wrote to the buffer of one row."""
+    length, dtype = 63, torch.float64  # by the definition
+    query, key, value = (torch.randn(1, h, length, 1, dtype=dtype) for h in (4, 2, 2))
+    period, bias = torch.randn(11), torch.randn(3 * length)[::3]
+    scale = torch.rand(1, 2, length) + 0.5
+    mask = flexhop.create_block_mask(
+        lambda b, h, q, k: torch.sqrt((q - k).abs() + 0.5) < 5.3, None, None, length, length, "cpu"
+    )
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + period[(q - k) % 11] + bias[k]
+
+    def shift(x: Tensor, b: Tensor, h: Tensor, k: Tensor) -> Tensor:
+        return (x - 0.25) * scale[b, h, k] + 0.01 * (h - b)
+
+    def attend(*x: Tensor) -> Tensor:
+        mods = {"k_mod": shift, "v_mod": shift}
+        return flexhop.flex_attention(*x, score_mod, mask, enable_gqa=True, **mods)
+
+    found = torch.compile(attend, fullgraph=True)(query, key, value)
+    torch.testing.assert_close(found, attend(query, key, value))
