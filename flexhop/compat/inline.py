@@ -25,6 +25,7 @@ __all__ = [
     "fake_operands",
     "leaves",
     "lower_formula",
+    "lower_operands",
     "separate",
     "trace_fresh",
     "while_loop",
@@ -84,6 +85,22 @@ def separate(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
         return _pytree.tree_unflatten([known.get(i, leaf) for i, leaf in enumerate(flat)], spec)
 
     return positions, rebuild
+
+
+def lower_operands(formula: Callable[[Any], Sequence[Any]], args: Any) -> list[Any]:
+    """Lower a formula of an operator's operands.
+
+    Args:
+        formula: of a named tuple like `args` with tensors and SymInts.
+        args: the operands of the node that is being lowered, as IR.
+
+    Returns:
+        The formula's results as IR.
+    """
+    fakes = type(args)(*fake_operands())
+    positions, rebuild = separate(fakes)
+    examples, values = ([leaves(tree)[i] for i in positions] for tree in (fakes, args))
+    return lower_formula(lambda *given: formula(rebuild(given)), examples, values)
 
 
 def lower_formula(

@@ -22,6 +22,7 @@ from flexhop.lowering.mods.lower import index_ranges, lower_mods
 from flexhop.lowering.mods.lower import read_mods as mod_facts
 from flexhop.lowering.operands import (
     Sizes,
+    index_sizes,
     is_view_of,
     make_problem,
     show_problem,
@@ -79,13 +80,6 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
 def key_dtypes(args: CachedArgs) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """The dtypes of query, key and value, which are tensors."""
     return args.query.dtype, args.key.dtype, args.value.dtype
-
-
-def index_sizes(args: CachedArgs) -> tuple[Any, Any, Any, Any]:
-    """[B, Hq, M, N] of a call whose operands are tensors."""
-    batch, heads, length, _ = args.query.shape
-    keys: Any = args.key.size(2)
-    return batch, heads, length, keys * args.pages[0].size(1) if args.pages else keys
 
 
 def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Readers:

@@ -132,12 +132,7 @@ def lower_definition(args: Any, formula: Callable[[Any, int | None], Tensors]) -
     """Lower formula(args, rows) for operands that are IR; strides come from the node."""
     fakes = type(args)(*inline.fake_operands())
     rows = _rows_per_chunk(args, fakes.query.size(2))
-    positions, rebuild = inline.separate(fakes)
-    results = inline.lower_formula(
-        lambda *values: formula(rebuild(values), rows),
-        [inline.leaves(fakes)[i] for i in positions],
-        [inline.leaves(args)[i] for i in positions],
-    )
+    results = inline.lower_operands(lambda given: formula(given, rows), args)
     metas = inline.leaves(inductor.output_meta())
     return [
         inline.with_strides(result, inductor.as_expressions(meta.stride()))

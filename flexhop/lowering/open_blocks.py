@@ -89,13 +89,7 @@ def lower_unknown_blocks(*operands: Any) -> tuple[Any]:
 
 def _loop(args: UnknownArgs) -> tuple[Any]:
     """The same on the CPU."""
-    fakes = UnknownArgs(*inline.fake_operands())
-    positions, rebuild = inline.separate(fakes)
-    (found,) = inline.lower_formula(
-        lambda *values: [_asked(rebuild(values))],
-        [inline.leaves(fakes)[i] for i in positions],
-        [inline.leaves(args)[i] for i in positions],
-    )
+    (found,) = inline.lower_operands(lambda given: [_asked(given)], args)
     return (found,)
 
 

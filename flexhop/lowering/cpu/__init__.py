@@ -12,38 +12,39 @@ from flexhop.compat import inductor
 from flexhop.errors import ModLoweringError
 from flexhop.lowering import fallback
 from flexhop.lowering.cpu import backward, forward
+from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def lower_attention(*operands: Any) -> Any:
     """Lower `flexhop_attention`, or None if the kernels do not serve the call."""
-    return _lower(forward.lower_attention, operands)
+    return _lower(forward.lower_attention, AttentionArgs(*operands))
 
 
 def lower_cached_attention(*operands: Any) -> Any:
     """Lower `flexhop_cached_attention`, or None."""
-    return _lower(forward.lower_cached_attention, operands)
+    return _lower(forward.lower_cached_attention, CachedArgs(*operands))
 
 
 def lower_attention_backward(*operands: Any) -> Any:
     """Lower `flexhop_attention_backward`, or None."""
-    return _lower(backward.lower_attention_backward, operands)
+    return _lower(backward.lower_attention_backward, BackwardArgs(*operands))
 
 
-def _lower(lower: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+def _lower(lower: Callable[[Any], Any], args: Any) -> Any:
     """What `lower` gives; the definition by chunks serves calls for which that is nothing.
 
     These are: fp64; dropout; functions that cannot be computed for one score at a time; systems
     other than Linux, because only there PyTorch's libraries export the products that they call.
     """
-    query = operands[0]
-    if any(isinstance(one, dict) and "dropout_p" in one for one in operands):
+    query = args.query
+    if "dropout_p" in args.options:
         return None
     is_served = inductor.device_of(query).type == "cpu" and query.get_dtype() in DTYPES
     if not is_served or sys.platform != "linux" or fallback.is_without_kernels():
         return None
     try:
-        return lower(*operands)
+        return lower(args)
     except ModLoweringError:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from flexhop.compat import cpp_kernel, inductor, inline
 from flexhop.compat.cpp_kernel import Printer
 from flexhop.lowering.cpu.joint import Joint, joint_functions, lower_joint
-from flexhop.lowering.cpu.mods import Mods, lower_mods, number_captures, score_functions, tensors
+from flexhop.lowering.cpu.mods import Mods, lower_mods, score_functions
 from flexhop.lowering.cpu.operands import (
     blocks_of,
     dense,
@@ -27,28 +26,22 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _TILE = 64  # queries, as in templates/cpu/tiles.h
 
 
-def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
+def lower_attention_backward(args: BackwardArgs) -> tuple[Any, Any, Any, list[Any]]:
     """Emit the kernel: gradients of query, key, value and captures.
 
     Raises:
         ModLoweringError: as `lower_mods`.
     """
-    args = BackwardArgs(*operands)
-    device = inductor.device_of(args.query)
-    score_captures, mask_captures = (
-        number_captures(group, device) for group in (args.score_captures, args.mask_captures)
-    )
-    mods = lower_mods(args, (score_captures, mask_captures))
-    joint = lower_joint(args, score_captures)
+    mods = lower_mods(args)
+    joint = lower_joint(args, mods)
     states = lower_states(args)
     names = ("query", "key", "value", "out", "grad_out")
     args = args._replace(**{name: dense(getattr(args, name)) for name in names})
-    captures = [*score_captures, *mask_captures]
-    return _emit(args, mods, joint, captures, states)
+    return _emit(args, mods, joint, states)
 
 
 def _emit(
-    args: BackwardArgs, mods: Mods, joint: Joint, captures: Sequence[Any], states: Any
+    args: BackwardArgs, mods: Mods, joint: Joint, states: Any
 ) -> tuple[Any, Any, Any, list[Any]]:
     query: Any = args.query
     device, dtype = inductor.device_of(query), query.get_dtype()
@@ -66,7 +59,7 @@ def _emit(
     optional = [] if states is None else [states]
     inputs = [
         query, args.key, args.value, args.out, args.grad_out, *saved, *optional,
-        *tensors(captures),
+        *mods.captured_tensors,
     ]  # fmt: skip
     is_ordered = bool(args.options.get("deterministic")) and bool(joint.sites)
 
@@ -95,7 +88,7 @@ flexhop::differentiate(call, mods, captured);
 
     metas = inline.leaves(inductor.output_meta())
     layout, strides = layout_of(query, query.get_size(), metas[0])
-    out = cpp_kernel.emit(layout, inputs, written, [*captures, *inputs], text)
+    out = cpp_kernel.emit(layout, inputs, written, [*mods.captures, *inputs], text)
     grads = [
         _summed(sums, like.get_dtype(), meta)
         for sums, like, meta in zip((grad_key, grad_value), (key, value), metas[1:3], strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,77 +9,60 @@ from torch import Tensor
 
 from flexhop.compat import cpp_kernel, inductor, inline
 from flexhop.compat.cpp_kernel import Printer
-from flexhop.lowering.cpu.mods import Mods, lower_mods, number_captures, score_functions, tensors
+from flexhop.lowering.cpu.mods import Mods, lower_mods, score_functions
 from flexhop.lowering.cpu.operands import (
     blocks_of,
     dense,
     layout_of,
-    lower_of,
     lower_states,
     operand_numbers,
     operand_pointers,
     states_of,
     strided,
 )
+from flexhop.lowering.operands import index_sizes
 from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
 from flexhop.ops.cached_eager import ordered_args
 from flexhop.templates import header
 
 
-def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
+def lower_attention(args: AttentionArgs) -> tuple[Any, Any, Any]:
     """Emit the kernel: (out, lse, max_scores).
 
     Raises:
         ModLoweringError: as `lower_mods`.
     """
-    args = AttentionArgs(*operands)
-    device = inductor.device_of(args.query)
-    score_captures, mask_captures = (
-        number_captures(group, device) for group in (args.score_captures, args.mask_captures)
-    )
-    mods = lower_mods(args, (score_captures, mask_captures))
+    mods = lower_mods(args)
     args = args._replace(query=dense(args.query), key=dense(args.key), value=dense(args.value))
-    return _emit(args, mods, [*score_captures, *mask_captures], lower_states(args), None)
+    return _emit(args, mods, lower_states(args), None)
 
 
-def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
+def lower_cached_attention(args: CachedArgs) -> tuple[Any, Any, Any]:
     """The same for keys from a cache: they are put in order first, if need be.
 
     Raises:
         ModLoweringError: as `lower_mods`.
     """
-    args = CachedArgs(*operands)
-    fakes = CachedArgs(*inline.fake_operands())
-    ordered, states = _in_order(args, fakes)
+    ordered, states = _in_order(args)
     (lengths,) = inductor.realize(args.pages[1:]) or (None,)
-    device = inductor.device_of(args.query)
-    score_captures, mask_captures = (
-        number_captures(group, device) for group in (args.score_captures, args.mask_captures)
-    )
-    keys: Any = fakes.key.size(2)
-    if args.pages:
-        keys = keys * fakes.pages[0].size(1)
-    sizes = [*fakes.query.shape[:3], keys]
-    mods = lower_mods(ordered, (score_captures, mask_captures), sizes)
-    return _emit(ordered, mods, [*score_captures, *mask_captures], states, lengths)
+    mods = lower_mods(ordered, index_sizes(CachedArgs(*inline.fake_operands())))
+    return _emit(ordered, mods, states, lengths)
 
 
-def _in_order(args: CachedArgs, fakes: CachedArgs) -> tuple[AttentionArgs, Any]:
+def _in_order(args: CachedArgs) -> tuple[AttentionArgs, Any]:
     """Operands with keys and values in order, with storage; the states of their blocks."""
 
     def formula(args: CachedArgs) -> list[Tensor]:
         ordered = ordered_args(args)
         return [ordered.key, ordered.value, *states_of(ordered)]
 
-    key, value, *states = (dense(one) for one in lower_of(formula, args, fakes))
+    key, value, *states = (dense(one) for one in inline.lower_operands(formula, args))
     query = dense(args.query)
     ordered = operands_of(AttentionArgs, args, query=query, key=key, value=value)
     return ordered, states[0] if states else None
 
 
-def _emit(
-    args: AttentionArgs, mods: Mods, captures: Sequence[Any], states: Any, lengths: Any
-) -> tuple[Any, Any, Any]:
+def _emit(args: AttentionArgs, mods: Mods, states: Any, lengths: Any) -> tuple[Any, Any, Any]:
     query: Any = args.query
     value: Any = args.value
     device, dtype = inductor.device_of(query), torch.float32
@@ -92,7 +74,7 @@ def _emit(
     returns_max = bool(args.options.get("return_max"))
     written = inductor.realize([lse, largest][: 1 + returns_max])
     optional = [one for one in (states, lengths) if one is not None]
-    inputs = [query, args.key, args.value, *optional, *tensors(captures)]
+    inputs = [query, args.key, args.value, *optional, *mods.captured_tensors]
 
     def text(out: Any, printer: Printer) -> str:
         call = f"""
@@ -109,6 +91,6 @@ flexhop::attend(call, full, partial);
 """
         return header("products", "tiles", "packed", "forward") + "KERNEL_BODY" + call
 
-    symbols = [*captures, *inputs]
+    symbols = [*mods.captures, *inputs]
     out = cpp_kernel.emit(layout, inputs, written, symbols, text)
     return inline.with_strides(out, strides), lse, largest

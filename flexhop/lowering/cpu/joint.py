@@ -42,7 +42,7 @@ class Joint(NamedTuple):
     along: Sequence[str]
 
 
-def lower_joint(args: BackwardArgs, captures: Sequence[Any]) -> Joint:
+def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
     """Lower the joint graph of a call."""
     sites = unpack_sites(args.sites)
     if not sites and not read_joint(args.joint).has_score_grad:
@@ -50,7 +50,9 @@ def lower_joint(args: BackwardArgs, captures: Sequence[Any]) -> Joint:
     device = inductor.device_of(args.query)
     graph = wrap_reads(kernel_graph(args.joint, JOINT), position_ranges(1), sites)
     inputs = placeholders(device, "grad_score")
-    buffers = inductor.lower_pointwise(graph, [*inputs, *captures], "the gradient of score_mod")
+    buffers = inductor.lower_pointwise(
+        graph, [*inputs, *mods.score_captures], "the gradient of score_mod"
+    )
     query: Any = args.query
     key: Any = args.key
     batch, heads, queries, _ = map(inductor.hint, query.get_size())

@@ -31,10 +31,25 @@ STEP = cpp_kernel.integer("place_step")
 
 
 class Mods(NamedTuple):
-    """The functions of a call, lowered: scalar buffers; None if they change or hide nothing."""
+    """The functions of a call, lowered: scalar buffers; None if they change or hide nothing.
 
-    score: Any = None
-    mask: Any = None
+    score_captures, mask_captures: what they capture, with storage.
+    """
+
+    score: Any
+    mask: Any
+    score_captures: Sequence[Any]
+    mask_captures: Sequence[Any]
+
+    @property
+    def captures(self) -> list[Any]:
+        """Of both functions."""
+        return [*self.score_captures, *self.mask_captures]
+
+    @property
+    def captured_tensors(self) -> list[Any]:
+        """Those captures that are tensors."""
+        return [one for one in self.captures if inductor.is_ir(one)]
 
 
 def placeholders(device: torch.device, *more: str) -> list[Any]:
@@ -44,16 +59,11 @@ def placeholders(device: torch.device, *more: str) -> list[Any]:
     return [scores[0], *indices, *scores[1:]]
 
 
-def lower_mods(
-    args: AttentionArgs | BackwardArgs,
-    captures: tuple[Sequence[Any], Sequence[Any]],
-    sizes: Sequence[Any] | None = None,
-) -> Mods:
+def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None = None) -> Mods:
     """Lower score_mod and mask_mod.
 
     Args:
         args: operands.
-        captures: of score_mod and of mask_mod, with storage.
         sizes: [B, Hq, M, N], by default those of query and key.
 
     Raises:
@@ -61,6 +71,9 @@ def lower_mods(
     """
     device = inductor.device_of(args.query)
     first, *indices = placeholders(device)
+    captures = [
+        _with_storage(group, device) for group in (args.score_captures, args.mask_captures)
+    ]
     score_graph, mask_graph = (
         kernel_graph(args.score_mod, SCORE),
         kernel_graph(args.mask_mod, INDICES),
@@ -72,10 +85,10 @@ def lower_mods(
     if not is_all_true(mask_graph):
         safe = wrap_reads(mask_graph, position_ranges(0, sizes))
         (mask,) = inductor.lower_pointwise(safe, [*indices, *captures[1]], "mask_mod")
-    return Mods(score, mask)
+    return Mods(score, mask, *captures)
 
 
-def number_captures(captures: Sequence[Any], device: torch.device) -> list[Any]:
+def _with_storage(captures: Sequence[Any], device: torch.device) -> list[Any]:
     """Captures with storage; a symbolic float becomes a tensor, which kernels can be handed."""
     full = torch.ops.aten.full.default
     return inductor.realize(
@@ -157,8 +170,3 @@ def _function(
     stored = [Stored(value, "buf_changed", torch.float32)]
     loops = printer.loops(stored, inputs, {"buf_score": torch.float32}, SIZES, STEP)
     return f"{_ARGUMENTS}{PLACE}{loops}\n}}"
-
-
-def tensors(captures: Sequence[Any]) -> list[Any]:
-    """Those captures that are tensors."""
-    return [one for one in captures if inductor.is_ir(one)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def lower_states(args: AttentionArgs | BackwardArgs) -> Any:
     """The states of blocks [B', H', R, C] uint8, with storage; None without a mask's blocks."""
     if not args.blocks:
         return None
-    (states,) = lower_of(states_of, args, type(args)(*inline.fake_operands()))
+    (states,) = inline.lower_operands(states_of, args)
     return inductor.contiguous(states)
 
 
@@ -40,16 +40,6 @@ def states_of(args: Any) -> list[Tensor]:
         return []
     states = grids.partial.to(torch.uint8) * PARTIAL
     return [states if grids.full is None else torch.where(grids.full, FULL, states)]
-
-
-def lower_of(formula: Callable[[Any], list[Tensor]], args: Any, fakes: Any) -> list[Any]:
-    """IR of `formula` of the operands."""
-    positions, rebuild = inline.separate(fakes)
-    return inline.lower_formula(
-        lambda *values: formula(rebuild(values)),
-        [inline.leaves(fakes)[i] for i in positions],
-        [inline.leaves(args)[i] for i in positions],
-    )
 
 
 def layout_of(query: Any, size: Sequence[Any], meta: Any) -> tuple[Any, list[Any]]:
