@@ -110,17 +110,16 @@ class LatentAttention(nn.Module):
 
 
 def train(layer: LatentAttention, device: str, *, compiled: bool) -> list[float]:
-    """Teach the layer to give the token before each token; the losses."""
+    """Teach the layer to give the token before each token of one batch; the losses."""
     size = layer.sizes
     mask = flexhop.create_block_mask(causal, None, None, size.length, size.length, device)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
     run = torch.compile(layer) if compiled else layer
     losses: list[float] = []
+    hidden = _tokens(layer, device)
     for _ in range(size.steps):
-        hidden = torch.randn(size.batch, size.length, size.width, device=device)
-        with torch.autocast(device, torch.bfloat16, enabled=compiled):
-            found = run(hidden, mask)
-        loss = functional.mse_loss(found[:, 1:].float(), hidden[:, :-1])
+        found = run(hidden, mask)
+        loss = functional.mse_loss(found[:, 1:].float(), hidden[:, :-1].float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -148,6 +147,13 @@ def decode(layer: LatentAttention, hidden: Tensor, *, compiled: bool) -> tuple[T
     return torch.cat(outputs, 1), (time.perf_counter() - started) / (hidden.size(1) - 3)
 
 
+def _tokens(layer: LatentAttention, device: str) -> Tensor:
+    """Random numbers in the dtype of the layer, [B, S, W]."""
+    size = layer.sizes
+    dtype = layer.out.weight.dtype
+    return torch.randn(size.batch, size.length, size.width, device=device, dtype=dtype)
+
+
 def _wait(tensor: Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize()
@@ -157,9 +163,7 @@ def _wait(tensor: Tensor) -> None:
 def compare(layer: LatentAttention, device: str, *, compiled: bool) -> float:
     """The largest difference between decoding and the whole sequence, of the largest output."""
     size = layer.sizes
-    layer = layer.to(torch.bfloat16) if compiled else layer
-    dtype = torch.bfloat16 if compiled else torch.float32
-    hidden = torch.randn(size.batch, size.length, size.width, device=device).to(dtype)
+    hidden = _tokens(layer, device)
     mask = flexhop.create_block_mask(causal, None, None, size.length, size.length, device)
     whole = (torch.compile(layer) if compiled else layer)(hidden, mask)
     found, seconds = decode(layer, hidden, compiled=compiled)
@@ -178,7 +182,8 @@ def main() -> None:
     device = parser.parse_args().device
     on_gpu = device == "cuda"
     torch.manual_seed(0)
-    layer = LatentAttention(ON_GPU if on_gpu else ON_CPU).to(device)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    layer = LatentAttention(ON_GPU if on_gpu else ON_CPU).to(device, dtype)
     losses = train(layer, device, compiled=on_gpu)
     print(f"training: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     error = compare(layer, device, compiled=on_gpu)

@@ -44,7 +44,7 @@ def test_the_example():
     import latent_attention as example
 
     sizes = example.Sizes(width=512, heads=16, batch=2, length=200, steps=5)
-    layer = example.LatentAttention(sizes).cuda()
+    layer = example.LatentAttention(sizes).to("cuda", torch.bfloat16)
     losses = example.train(layer, "cuda", compiled=True)
     assert losses[-1] < losses[0]
     assert example.compare(layer, "cuda", compiled=True) < 3e-2
