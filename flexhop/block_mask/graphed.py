@@ -17,6 +17,7 @@ from flexhop import analysis
 from flexhop.block_mask.boxes import Boxes, sizes_of
 from flexhop.block_mask.scores import Grid, compiled_coverage, hidden_count
 from flexhop.block_mask.unknown import EVERY, NONE, SOME, UNKNOWN, unknown_blocks
+from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.compat.sizes import bound_of
 from flexhop.mods.functions import MaskMod
 
@@ -72,7 +73,8 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
     states = torch.where(maybe, states, NONE).to(torch.int8)
     number = hidden_count(2, grid.device)
     lengths = torch.where(number == 0, number * 0 + grid.q_len, number * 0 + grid.kv_len)
-    operands = (mask.function, (batch, heads, grid.q_len, grid.kv_len), grid.block, mask.captures)
+    sizes, sources = (batch, heads, grid.q_len, grid.kv_len), source_fingerprint()
+    operands = (mask.function, sizes, grid.block, sources, mask.captures)
     (states,) = unknown_blocks(states, lengths, *operands)
     return states != NONE, states == EVERY
 

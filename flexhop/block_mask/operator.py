@@ -38,6 +38,7 @@ class ListsArgs(NamedTuple):
     sizes: tuple[int, int, int, int]
     block: tuple[int, int]
     sides: tuple[bool, bool]
+    sources: str  # source_fingerprint()
     captures: tuple[Any, ...] = ()
 
 

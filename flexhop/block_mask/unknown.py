@@ -28,6 +28,7 @@ class UnknownArgs(NamedTuple):
     mask_mod: Callable[..., Tensor]
     sizes: tuple[int, int, int, int]  # B', H', M, N
     block: tuple[int, int]
+    sources: str  # source_fingerprint(), for the keys of Inductor's caches
     captures: tuple[Any, ...] = ()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch._dynamo.variables.base import VariableTracker
 
 from flexhop.compat.dynamo import AttentionVariable, example_of, fake_of, placed, static_value
+from flexhop.compat.fingerprint import source_fingerprint
 
 __all__ = ["BlockListsVariable"]
 
@@ -27,6 +28,7 @@ class BlockListsVariable(AttentionVariable):
             sizes=door.sizes.as_proxy(),
             block=static_value(tx, door.block),
             sides=static_value(tx, door.sides),
+            sources=source_fingerprint(),
             captures=tuple(placed(tx, capture, device) for capture in lifted),
         )
         return self.write(tx, args)

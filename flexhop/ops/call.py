@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
+from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.ops.agreement import agree
 from flexhop.ops.autocast import wanted_dtype
-from flexhop.ops.fingerprint import source_fingerprint
 from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

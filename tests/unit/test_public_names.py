@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import flexhop
-from flexhop.ops.fingerprint import source_fingerprint
+from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.hop import Operator
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 PACKAGE = Path(flexhop.__file__).parent
@@ -73,3 +76,33 @@ def test_an_edit_of_any_source_changes_the_key_of_compiled_graphs(tmp_path: Path
         path.write_bytes(text)
     assert len(keys) == len(sources) + 1
     assert compute(copy) == before == source_fingerprint()
+
+
+def test_every_operator_in_a_graph_holds_the_key():
+    """In Dynamo's graphs and in those that reach a compiler: both have caches."""
+    found: dict[str, set[bool]] = {}
+
+    def look(graph, _):
+        for module in graph.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                if isinstance(node.target, Operator):
+                    holds = source_fingerprint() in torch.utils._pytree.tree_leaves(node.args)
+                    found.setdefault(node.target.name(), set()).add(holds)
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        look(graph, inputs)
+        return aot_autograd(fw_compiler=look, bw_compiler=look)(graph, inputs)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(query, table):
+        def hashed(b, h, q_idx, kv_idx):
+            return table[(q_idx * 7 + kv_idx * 5) % 11] > q_idx % 3
+
+        mask = flexhop.create_block_mask(hashed, 1, 1, 64, 64, "cpu", 16)
+        return flexhop.flex_attention(query, query, query, block_mask=mask).sum()
+
+    torch._dynamo.reset()
+    step(torch.randn(1, 1, 64, 16, requires_grad=True), torch.arange(11) % 4).backward()
+    names = ("attention", "attention_backward", "block_lists", "unknown_blocks")
+    assert found == {f"flexhop_{name}": {True} for name in names}

@@ -1,7 +1,8 @@
 """A fingerprint of the sources that determine compiled graphs.
 
-Inductor's cache keys cover the graph, its inputs and PyTorch's own sources, but not flexhop's. The
-fingerprint is one of the operator's options, so editing a template or lowering changes the key.
+Inductor's cache keys cover the graph, its inputs and PyTorch's own sources, but not flexhop's.
+Every operator of ours has the fingerprint among its operands, so editing a template or lowering
+changes the key.
 """
 
 from __future__ import annotations
