@@ -298,11 +298,12 @@ def empty(
 
 
 def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any:
-    """Zero-filled tensor with storage, to be added to."""
+    """Zero-filled contiguous tensor with storage, to be added to."""
     zero = 0.0 if dtype.is_floating_point else 0
     result = lowerings[aten.full.default](list(size), zero, dtype=dtype, device=device)
     result.realize()
-    return _realize(result)
+    # Inductor pads strides that it may choose (1200 to 1216, say).
+    return contiguous(result)
 
 
 def device_of(tensor: Any) -> torch.device:

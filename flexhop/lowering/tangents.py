@@ -168,6 +168,7 @@ def _emit_grads(
     rows = _rows(pushed, grads, dots)
     bend = lower_bend(device, tangents.call.score_mod, tangents.shared.captures)
     alone = tangents._replace(dots={})
+    own = _own_tangent(rows) if any(w.kind == "grad" for w in second.results) else rows
     results: list[Any] = []
     for position, wanted in enumerate(second.results):
         if wanted.kind == "dot":
@@ -175,7 +176,7 @@ def _emit_grads(
             strides = inductor.as_expressions(inductor.output_meta()[position].stride())
             results.append(inline.with_strides(found, strides))
         elif wanted.kind == "grad":
-            results.append(_grad(alone, _own_tangent(rows), wanted.name, position, bend))
+            results.append(_grad(alone, own, wanted.name, position, bend))
         else:
             results.append(_grad(tangents, rows, wanted.name, position, bend))
     return results

@@ -49,8 +49,8 @@ class Memory:
     """What to watch.
 
     Args:
-        poison: fill new buffers, and lanes that a masked load without `other` leaves undefined,
-            with NaN (integers in buffers: a value far out of range).
+        poison: fill new buffers, gaps between rows included, and lanes that a masked load without
+            `other` leaves undefined, with NaN (integers in buffers: a value far out of range).
         check_bounds: raise OutOfBoundsError if an active lane leaves its argument.
     """
 
@@ -63,10 +63,11 @@ class Memory:
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A new buffer, poisoned if requested."""
+        """A new buffer, poisoned if requested, also between its elements."""
         buffer = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
         if self.poison and dtype != torch.bool:
-            buffer.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 2)
+            everything = buffer.new_empty(0).set_(buffer.untyped_storage())
+            everything.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 2)
         return buffer
 
     def enter_kernel(self, name: str, arguments: dict[str, Any]) -> None:

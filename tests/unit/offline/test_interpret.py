@@ -158,6 +158,11 @@ def test_poison_shows_open_lanes_and_unwritten_buffers():
     assert (memory.allocate((2,), (1,), torch.int32) > 1 << 29).all()
 
 
+def test_poison_fills_gaps_between_rows():
+    memory = Memory(poison=True).allocate((2, 3), (5, 1), torch.float32)
+    assert memory.as_strided((8,), (1,)).isnan().all()
+
+
 def test_gluon_is_refused():
     written = kernel(POINTERS, _block(""))
     gluon = written.__class__(
