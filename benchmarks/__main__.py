@@ -21,7 +21,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", default="", metavar="REGEX", help="only matching case names")
     parser.add_argument("--only", choices=("fwd", "bwd"), help="only one direction")
     parser.add_argument(
-        "--suite", choices=SUITES, default="usual", help="unusual: masks and mods nobody tuned for"
+        "--suite",
+        choices=SUITES,
+        default="usual",
+        help="unusual: masks and mods nobody tuned for; shapes: widths, short sequences, blocks",
     )
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument(

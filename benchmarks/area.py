@@ -35,7 +35,7 @@ def backward_flops(area: int, qk_dim: int, v_dim: int) -> int:
     return 2 * area * (3 * qk_dim + 2 * v_dim)
 
 
-def flops(direction: str, area: int, head_dim: int) -> int:
-    """Operations of one direction, ``fwd`` or ``bwd``, with equal head sizes."""
+def flops(direction: str, area: int, head_dim: int, value_dim: int | None = None) -> int:
+    """Operations of one direction, ``fwd`` or ``bwd``; value_dim: None if it is head_dim."""
     count = forward_flops if direction == "fwd" else backward_flops
-    return count(area, head_dim, head_dim)
+    return count(area, head_dim, head_dim if value_dim is None else value_dim)

@@ -14,6 +14,7 @@ WINDOW = 1024
 PREFIX = 1024
 DOCUMENT_MEAN = 1024
 SOFTCAP = 20.0
+KEPT_BLOCKS = 0.1  # of all, at random, besides those on the diagonal
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,20 @@ class Case:
     head_dim: int
     pattern: str = "full"
     score: str = "none"
+    value_dim: int = 0  # 0: as head_dim
+    block: int = 128  # queries, and keys, of a block of the mask
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of values."""
+        return self.value_dim or self.head_dim
 
     @property
     def shape(self) -> str:
-        """``(B,Hq,Hkv,S,D)``, as the tables print it."""
-        sizes = (self.batch, self.q_heads, self.kv_heads, self.length, self.head_dim)
+        """``(B,Hq,Hkv,S,D)``, as the tables print it; with Dv if it differs."""
+        sizes = [self.batch, self.q_heads, self.kv_heads, self.length, self.head_dim]
+        if self.value_dim:
+            sizes.append(self.value_dim)
         return "(" + ",".join(map(str, sizes)) + ")"
 
     @property
@@ -46,7 +56,15 @@ class Case:
     def shrunk(self) -> "Case":
         """The same problem small enough for a CPU to run within seconds."""
         group = self.q_heads // self.kv_heads
-        return replace(self, batch=1, q_heads=2 * group, kv_heads=2, length=256, head_dim=32)
+        return replace(
+            self,
+            batch=1,
+            q_heads=2 * group,
+            kv_heads=2,
+            length=256,
+            head_dim=32,
+            value_dim=self.value_dim and 16,
+        )
 
 
 CASES: tuple[Case, ...] = (
@@ -68,7 +86,21 @@ CASES: tuple[Case, ...] = (
 )
 
 UNUSUAL: tuple[Case, ...] = tuple(Case(*row) for row in unusual.ROWS)
-SUITES = {"usual": CASES, "unusual": UNUSUAL}
+# Widths as models have them, short sequences, small blocks.
+SHAPES: tuple[Case, ...] = (
+    Case("full-4k-d80", 4, 16, 16, 4096, 80),
+    Case("full-4k-d96", 4, 16, 16, 4096, 96),
+    Case("causal-8k-d192", 2, 16, 16, 8192, 192, "causal"),
+    Case("causal-8k-d192-128", 2, 16, 16, 8192, 192, "causal", value_dim=128),
+    Case("causal-512-d128", 64, 16, 16, 512, 128, "causal"),
+    Case("causal-256-d128", 128, 16, 16, 256, 128, "causal"),
+    Case("full-1k-d64", 32, 16, 16, 1024, 64),
+    Case("images-197-d64", 128, 12, 12, 197, 64),
+    Case("blocks-128-16k", 2, 16, 16, 16384, 128, "random_blocks"),
+    Case("blocks-64-16k", 2, 16, 16, 16384, 128, "random_blocks", block=64),
+    Case("blocks-32-16k", 2, 16, 16, 16384, 128, "random_blocks", block=32),
+)
+SUITES = {"usual": CASES, "unusual": UNUSUAL, "shapes": SHAPES}
 QUICK = ("causal-2k-d128", "causal-8k-d256", "document-16k", "rel-bias-4k")
 
 
@@ -102,7 +134,21 @@ def make_mask_mod(case: Case, device: torch.device | str) -> Mod | None:
     def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) | (kv_idx < prefix)
 
-    table = {"causal": causal, "sliding": sliding, "document": document, "prefix": prefix_lm}
+    blocks = -(-case.length // case.block)
+    generator = torch.Generator().manual_seed(3)
+    kept = torch.rand(blocks, blocks, generator=generator) < KEPT_BLOCKS
+    kept = (kept | torch.eye(blocks, dtype=torch.bool)).to(device)
+
+    def random_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kept[q_idx // case.block, kv_idx // case.block]
+
+    table = {
+        "causal": causal,
+        "sliding": sliding,
+        "document": document,
+        "prefix": prefix_lm,
+        "random_blocks": random_blocks,
+    }
     return table.get(case.pattern)
 
 

@@ -41,7 +41,7 @@ class Step:
     """``queries`` queries at the end of ``keys`` keys; ``sees`` and ``score`` are mods.
 
     ``page`` and ``stored`` are of a cache, see benchmarks/caches.py; its peer is flexhop with
-    contiguous keys.
+    contiguous keys. ``latent`` values are the first columns of the keys.
     """
 
     name: str
@@ -55,6 +55,12 @@ class Step:
     score: Literal["none", "alibi", "softcap"] = "none"
     page: int = 0
     stored: Literal["", "int8", "float8_e4m3fn", "float8_e5m2"] = ""
+    latent: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Of a key and its value that are read."""
+        return self.head_dim if self.latent else 2 * self.head_dim
 
     @property
     def is_cached(self) -> bool:
@@ -76,7 +82,8 @@ class Step:
         """The same problem small enough for a CPU."""
         group = self.q_heads // self.kv_heads
         page = min(self.page, 64)
-        return replace(self, batch=1, q_heads=group, kv_heads=1, keys=256, head_dim=32, page=page)
+        small = replace(self, batch=1, q_heads=group, kv_heads=1, keys=256, page=page)
+        return replace(small, head_dim=32, latent=self.latent and 16)
 
 
 STEPS: tuple[Step, ...] = (
@@ -93,6 +100,9 @@ STEPS: tuple[Step, ...] = (
     Step("queries-16", 8, 32, 8, 16 << 10, queries=16),
     Step("head-64", 32, 32, 8, 16 << 10, head_dim=64),
     Step("head-256", 16, 16, 4, 16 << 10, head_dim=256),
+    Step("one-key-head-64", 16, 64, 1, 16 << 10),
+    Step("latent-576-512", 64, 128, 1, 8 << 10, head_dim=576, latent=512),
+    Step("latent-16-heads", 128, 16, 1, 8 << 10, head_dim=576, latent=512),
     Step("alibi", 8, 32, 8, 32 << 10, score="alibi"),
     Step("softcap", 8, 32, 8, 32 << 10, score="softcap"),
     Step("causal", 8, 32, 8, 32 << 10, sees="causal"),
@@ -183,13 +193,15 @@ def make_tensors(step: Step, device: torch.device) -> list[Tensors]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     query = (step.batch, step.q_heads, step.queries, step.head_dim)
     key = (step.batch, step.kv_heads, step.keys, step.head_dim)
-    size = 2 * dtype.itemsize * step.batch * step.kv_heads * step.keys * step.head_dim
+    size = step.columns * dtype.itemsize * step.batch * step.kv_heads * step.keys
     copies = -(-CACHE_BYTES // size) if device.type == "cuda" else 1
 
     def draw() -> Tensors:
         first, second, third = (
             torch.randn(shape, device=device, dtype=dtype) for shape in (query, key, key)
         )
+        if step.latent:
+            return first, second, second[..., : step.latent]
         return first, caches.rounded(step, second), caches.rounded(step, third)
 
     return [draw() for _ in range(copies)]
@@ -215,7 +227,7 @@ def seen_bytes(step: Step, tensors: Tensors, scores: torch.Tensor) -> int:
     """Bytes of the keys and values that any query sees; the masks here are equal for all heads."""
     keys = int((scores > -torch.inf).any(0).any(0).sum())
     size = 1 if step.stored else tensors[1].element_size()
-    return 2 * size * step.batch * step.kv_heads * keys * step.head_dim
+    return step.columns * size * step.batch * step.kv_heads * keys
 
 
 def largest_error(exact: torch.Tensor, found: torch.Tensor) -> float:

@@ -56,7 +56,7 @@ def build_flex(
     """flex_attention of a module with that interface, compiled, with the block mask of a case."""
     mask_mod, length = make_mask_mod(case, device), case.length
     block_mask = mask_mod and module.create_block_mask(
-        mask_mod, None, None, length, length, device=str(device)
+        mask_mod, None, None, length, length, device=str(device), BLOCK_SIZE=case.block
     )
     compiled = torch.compile(module.flex_attention, fullgraph=True)
 

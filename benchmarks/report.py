@@ -23,7 +23,7 @@ def tflops(result: Result, direction: str, name: str) -> float | None:
     rounds = result.get("milliseconds", {}).get(direction, {}).get(name)
     if not rounds:
         return None
-    work = flops(direction, result["area"], result["head_dim"])
+    work = flops(direction, result["area"], result["head_dim"], result.get("value_dim"))
     return work / (statistics.median(rounds) * 1e-3) / 1e12
 
 

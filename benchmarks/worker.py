@@ -43,12 +43,17 @@ class Worker:
     def tensors(self, case: Case) -> Tensors:
         """Fresh random query, key, value (leaves) and grad_out."""
         torch.manual_seed(0)
-        q_shape = (case.batch, case.q_heads, case.length, case.head_dim)
-        kv_shape = (case.batch, case.kv_heads, case.length, case.head_dim)
+        q_shape = (case.batch, case.q_heads, case.length)
+        kv_shape = (case.batch, case.kv_heads, case.length)
         needs = "bwd" in self.directions
         query, key, value, grad_out = (
             torch.randn(shape, device=self.device, dtype=self.dtype)
-            for shape in (q_shape, kv_shape, kv_shape, q_shape)
+            for shape in (
+                (*q_shape, case.head_dim),
+                (*kv_shape, case.head_dim),
+                (*kv_shape, case.v_dim),
+                (*q_shape, case.v_dim),
+            )
         )
         leaves = [tensor.requires_grad_(needs) for tensor in (query, key, value)]
         return leaves[0], leaves[1], leaves[2], grad_out
@@ -175,6 +180,7 @@ class Worker:
             "failed": self.failed,
             "area": unmasked,
             "head_dim": self.case.head_dim,
+            "value_dim": self.case.v_dim,
             "shape": self.case.shape,
         }
 
