@@ -48,6 +48,7 @@ def _install_operators() -> None:
     SLOT.attend_dtensors = _attend_dtensors
     after_import("torch._dynamo", _install_trackers)
     after_import("torch._inductor.codegen.cpp", _repair_cpp)
+    after_import("torch._inductor.codegen.triton_split_scan", _repair_triton)
 
 
 def _repair_cpp() -> None:
@@ -55,6 +56,12 @@ def _repair_cpp() -> None:
 
     place_checks()
     keep_rows_apart()
+
+
+def _repair_triton() -> None:
+    from flexhop.compat.split_scan import repair_split_scans
+
+    repair_split_scans()
 
 
 def _install_trackers() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from flexhop import create_block_mask
 from flexhop.block_mask.fields import TENSOR_FIELDS
-from flexhop.offline import generate
+from flexhop.offline import generate, generate_code
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Memory, interpret
 
@@ -41,3 +41,10 @@ def test_it_compiles_without_spills(architecture):
     found = generate(lambda: create_block_mask(documents, 1, 1, 300, 300, "cpu"))
     cubin = compile_kernel(found.kernel_with("look_at_block"), architecture)
     assert cubin.spills == 0 and cubin.registers <= 128
+
+
+def test_lists_of_long_sequences_compile():
+    """With hundreds of blocks, Inductor splits the running sums of the lists among programs."""
+    found = generate_code(lambda: create_block_mask(residues, None, None, 4096, 4090, "cpu", 16))
+    split = found.kernel("triton_spl")
+    assert compile_kernel(split, 90, {"R0_BLOCK": 256}).spills == 0
