@@ -1,9 +1,10 @@
 """Inductor's Triton kernels for running sums that are split among programs (torch 2.11, 2.12).
 
 `create_block_mask` for a long sequence compiles to such sums: the place of a block in its list is
-the number of blocks before it. A split kernel handles one row per program, so the index of the row
-is a number, not a tensor. 2.11 lacks a case for such an index if code fused with the sum uses it as
-a value, and raises a TypeError. It also records the sum itself as a number. 2.13 does neither.
+the number of blocks before it. A split kernel handles one row per program, so the index of the
+row is a number, not a tensor. 2.11 lacks a case for such an index if code fused with the sum uses
+it as a value, and raises a TypeError. It also records the sum itself as a number. 2.13 does
+neither.
 """
 
 from __future__ import annotations
