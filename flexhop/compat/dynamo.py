@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Sequence
 from traceback import StackSummary
@@ -37,6 +36,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 
 from flexhop.compat.location import users_line
 from flexhop.compat.numbers import as_captures
+from flexhop.compat.subgraph import speculate
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
@@ -194,7 +194,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             inputs = _mod_inputs(tx, query, kind)
         try:
             with self.rules.index_mode():
-                graph, lifted = _speculate(tx, mod, inputs, kind, self.value)
+                graph, lifted = speculate(tx, mod, inputs, kind, self.value)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _untraceable(kind, error) from None
         name = getattr(function, "__name__", type(function).__name__ if function else kind)
@@ -218,21 +218,6 @@ def _mod_inputs(tx: Any, query: VariableTracker, kind: str) -> list[VariableTrac
     elif changes_key:
         inputs.insert(0, _scalar(tx, query, dtype))
     return inputs
-
-
-def _speculate(
-    tx: Any, mod: VariableTracker, inputs: list[VariableTracker], kind: str, operator: Any
-) -> tuple[Graph, Any]:
-    """Trace a mod: (graph, lifted captures)."""
-    # 2.15 forbids a subgraph to return its input, and renamed the permission; it also rejects
-    # writes to inputs, which we do ourselves to name the line.
-    known = inspect.signature(hops.speculate_subgraph).parameters
-    permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
-    (_, _), graph, lifted = hops.speculate_subgraph(
-        tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
-        set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
-    )  # fmt: skip
-    return graph, lifted
 
 
 def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:

@@ -13,7 +13,6 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.block_mask.lists import block_count
 from flexhop.mods import MaskMod, and_masks
-from flexhop.mods.captured import captured_tensors
 
 MaskFunction = Callable[..., Any]
 _BLOCK = 128
@@ -56,7 +55,7 @@ def block_mask(
     if q_length == 1 and not (has_users_functions or torch.is_grad_enabled()):
         return _one_query(keep, batch_size, kv_length, device)
     is_shared = attention_mask is None and not has_users_functions
-    is_shared = is_shared and not captured_tensors(mask_function)  # each has a row per batch
+    is_shared = is_shared and not _depends_on_batch(mask_function, device)
     mask = create_block_mask(
         keep,
         None if is_shared else batch_size,
@@ -67,6 +66,16 @@ def block_mask(
         compute_q_blocks=torch.is_grad_enabled(),
     )
     return mask if torch.compiler.is_compiling() else _with_two_blocks(mask)
+
+
+def _depends_on_batch(mask_function: MaskFunction, device: torch.device) -> bool:
+    """Whether a mask of transformers' own, which all broadcast, reads the index of the batch.
+
+    The shape of one score says it. Looking for tensors in closures would fail in a graph: Dynamo
+    does not show the closure of a function that the graph itself made.
+    """
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    return mask_function(zero[:, None], zero, zero, zero).dim() > 1
 
 
 def _one_query(keep: MaskMod, batch_size: int, kv_length: int, device: torch.device) -> BlockMask:

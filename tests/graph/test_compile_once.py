@@ -222,3 +222,35 @@ def _watch(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
 
 def _text(choice: Any) -> str:
     return Path(choice.bmreq.module_path).read_text()
+
+
+class _Filled:
+    """As a layer of transformers' cache: the first key fills it."""
+
+    def __init__(self) -> None:
+        self.key: Any = None
+
+    def update(self, key: torch.Tensor) -> torch.Tensor:
+        if self.key is None:
+            self.dtype, self.device = key.dtype, key.device
+            self.key = torch.tensor([], dtype=self.dtype, device=self.device)
+        self.key = torch.cat([self.key, key], -2)
+        return self.key
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_objects_of_a_graph_keep_what_is_stored_after_a_call() -> None:
+    def attend(query: torch.Tensor) -> tuple[torch.Tensor, list[_Filled]]:
+        layers = [_Filled(), _Filled()]  # in a local list, as a cache that the model makes
+        mask = flexhop.create_block_mask(causal, None, None, 40, 40, "cpu")
+        for layer in layers:
+            query = flexhop.flex_attention(query, *[layer.update(query)] * 2, block_mask=mask)
+        return query, layers
+
+    query = torch.randn(1, 2, 40, 8)
+    found, layers = torch.compile(attend, backend="eager", fullgraph=True)(query)
+    wanted, others = attend(query)
+    torch.testing.assert_close(found, wanted)
+    for layer, other in zip(layers, others, strict=True):
+        torch.testing.assert_close(layer.key, other.key)
+        assert layer.dtype == torch.float32

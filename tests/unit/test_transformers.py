@@ -44,10 +44,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 
 
-def decoder(name: str) -> Any:
+def decoder(name: str, **sizes: Any) -> Any:
     family, changes = DECODERS[name]
     config_class = getattr(transformers, TEXT_CONFIGS.get(family, f"{family}Config"))
-    config = config_class(**{**WIDTHS, **changes})
+    config = config_class(**{**WIDTHS, **changes, **sizes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():  # larger weights: attention that is far from uniform
