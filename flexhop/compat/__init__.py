@@ -9,7 +9,7 @@ nothing.
 | `autotune_select_algorithm` returns | node | 2.13: (node, choice) | `inductor.select` |
 | `TritonTemplateKernel.modification(input_dtypes=)` | absent | 2.13 | `inductor.TemplateKernel` |
 | `SizeVarAllocator.size_hint` | present | gone in 2.13 | `optimization_hint`, in all |
-| `speculate_subgraph(supports_input_input_aliasing=)` | absent | 2.15 | `subgraph`, by inspection |
+| `speculate_subgraph(supports_input_input_aliasing=)` | absent | 2.15 | `subgraph.speculate` |
 | `_inductor.fx_utils` warns for operators it does not know | no | 2.13 | filter in `inductor` |
 """
 
