@@ -185,7 +185,7 @@ class Dense(NamedTuple):
     @property
     def seen(self) -> Tensor:
         """Which scores count, [B, Hq, M, N]."""
-        return self.scores.detach() > -INF
+        return self.scores.detach() != -INF  # a NaN counts
 
 
 def dense_attention(
@@ -230,7 +230,7 @@ def dense_attention(
     scores = torch.where(visible, scores.to(wide), -INF)
     with torch.no_grad():
         largest = scores.amax(-1)
-        seen = largest > -INF
+        seen = largest != -INF  # a NaN counts
         shift = torch.where(seen, largest, 0.0)
         weights = torch.exp(scores - shift[..., None])
         total = weights.sum(-1)

@@ -229,6 +229,7 @@ SCORES = [
     Case("identity", score=plain(lambda s, b, h, q, k: s)),
     Case("none"),
     Case("none_lengths_1", shape=Shape(q_len=1, kv_len=1)),
+    Case("single_element", shape=Shape(1, 1, 1, 1, 1, 1, 1), mask=plain(causal)),
     Case("none_one_query", shape=Shape(q_len=1, kv_len=127), options=SMALL_TILES),
     Case("none_one_key", shape=Shape(q_len=37, kv_len=1)),
     Case("none_longer_query", shape=Shape(q_len=127, kv_len=37), options=OBLONG_TILES),

@@ -7,6 +7,7 @@ about unknown operators (2.13).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -102,6 +103,14 @@ class TemplateKernel(TritonTemplateKernel):
                 name: torch.int32 if name in INDEX_NAMES else torch.float32 for name in inputs
             }
         return super().modification(subgraph_number, output_name, **keywords, **inputs)
+
+    def indexing(self, index: Any, **options: Any) -> Any:
+        """An index; Inductor forgets the mask of a store if the output has one element."""
+        found = super().indexing(index, **options)
+        is_store = options.get("dense_indexing", False)
+        if not (is_store and isinstance(index, sympy.Integer)) or self.template_mask is None:
+            return found
+        return dataclasses.replace(found, mask_vars=found.mask_vars | {self.template_mask})
 
     def scatter_sites(self) -> str:
         """Text that adds the gradient of every site of the joint graph to its buffer."""
