@@ -10,8 +10,6 @@ differentiated by autograd.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -21,20 +19,17 @@ from torch import Tensor, fx
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.kept import is_marked, keeping, mark
-from flexhop.errors import UnsupportedFeatureError
 from flexhop.ops.args import Capture
 from flexhop.ops.examples import (
-    NUM_INDICES,
     index_examples,
     joint_examples,
     key_examples,
     score_dtype,
     score_examples,
 )
+from flexhop.ops.reads import NUM_SCORE_INPUTS, compose_reads, part_of, split_reads
 
 aten = torch.ops.aten
-NUM_SCORE_INPUTS = 1 + NUM_INDICES
-MAX_ROW = 16  # elements of a row read at once, such as a position in space: each becomes a site
 
 
 def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
@@ -132,41 +127,9 @@ def _hoisted(
     needs: Sequence[bool],
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:  # fmt: skip
     graph = trace_score(score_mod, query, captures)
-    _compose_reads(graph)
+    compose_reads(graph)
     main, before, kept = _hoist(graph, needs)
     return (mark(main) if is_marked(score_mod) else main), before, kept
-
-
-def _compose_reads(graph: fx.GraphModule) -> None:
-    """table[b][q] -> table[b, q]: merge a chain of reads of leading dimensions into one."""
-    for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
-        inner = node.args[0]
-        if (
-            inner.target is aten.select.int
-            and inner.args[1] == 0
-            and isinstance(inner.args[2], int)
-        ):
-            with graph.graph.inserting_before(node):
-                first = graph.graph.call_function(
-                    aten.full.default,
-                    ([], inner.args[2]),
-                    {"dtype": torch.int32, "device": _device(node)},
-                )
-            first.meta["val"] = node.args[1][0].meta["val"]
-            node.args = (inner.args[0], [first, *node.args[1]])
-        elif inner.target is aten.index.Tensor and _is_scalar_read(inner):
-            node.args = (inner.args[0], [*inner.args[1], *node.args[1]])
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-
-
-def _device(node: fx.Node) -> torch.device:
-    return node.meta["val"].device
-
-
-def _is_scalar_read(node: fx.Node) -> bool:
-    indices = cast("Sequence[fx.Node | None]", node.args[1])
-    return all(index is not None and index.meta["val"].dim() == 0 for index in indices)
 
 
 def _hoist(
@@ -194,10 +157,10 @@ def _hoist(
         and any(user in per_element or user.op == "output" for user in node.users)
     ]
     kept = [i for i, c in enumerate(captures) if c not in differentiable and c.users]
-    before = _subgraph(graph, captures, border) if border else None
+    before = part_of(graph, captures, border) if border else None
     outputs = graph.graph.output_node().args[0]
     inputs = [*placeholders[:NUM_SCORE_INPUTS], *(captures[i] for i in kept), *border]
-    main = _subgraph(graph, inputs, [outputs], single=True)
+    main = part_of(graph, inputs, [outputs], single=True)
     return main, before, kept
 
 
@@ -209,51 +172,18 @@ def _dependents(graph: fx.GraphModule, roots: Sequence[fx.Node]) -> set[fx.Node]
     return found
 
 
-def _subgraph(
-    graph: fx.GraphModule,
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[Any],
-    *,
-    single: bool = False,
-) -> fx.GraphModule:
-    """The part of `graph` that computes `outputs` from `inputs`."""
-    part = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for position, node in enumerate(inputs):
-        known[node] = part.placeholder(
-            f"{node.name}" if node.op == "placeholder" else f"hoisted_{position}"
-        )
-        known[node].meta = dict(node.meta)
-    for node in graph.graph.nodes:
-        if node not in known and node.op not in ("placeholder", "output") and _ready(node, known):
-            known[node] = part.node_copy(node, known.__getitem__)
-    results = [known[o] if isinstance(o, fx.Node) else o for o in outputs]
-    part.output(results[0] if single else tuple(results))
-    module = fx.GraphModule(graph, part)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
-
-
-def _ready(node: fx.Node, known: dict[fx.Node, fx.Node]) -> bool:
-    return all(source in known for source in node.all_input_nodes)
-
-
 def _differentiate(
     main: fx.GraphModule, query: Tensor, captures: list[Any], wanted: Sequence[bool]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Joint graph of `main`, traced on the examples `captures`; see BackwardArgs."""
-    reads = _find_reads(main, wanted)
-    reader = _subgraph(main, main.graph.find_nodes(op="placeholder"), _read_outputs(reads))
-    body = _with_reads_as_inputs(main, reads)
+    split = split_reads(main, wanted)
 
     def joint(*inputs: Any) -> tuple[Tensor, ...]:
         mod_inputs = (*inputs[:NUM_SCORE_INPUTS], *inputs[NUM_SCORE_INPUTS + 1 :])
         grad_score = inputs[NUM_SCORE_INPUTS]
-        found = reader(*mod_inputs) if reads else ()
-        values, indices = found[: len(reads)], found[len(reads) :]
-        first, *grads = _score_gradients(body, mod_inputs, values, grad_score)
-        return (first, *_element_grads(reads, grads), *_element_indices(reads, indices))
+        values, indices = split.read(*mod_inputs)
+        first, *grads = _score_gradients(split.body, mod_inputs, values, grad_score)
+        return (first, *split.element_grads(grads), *split.element_indices(indices))
 
     examples = [*joint_examples(query.device, score_dtype(query)), *captures]
     graph = trace_callable(joint, examples)
@@ -261,40 +191,7 @@ def _differentiate(
         node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    sites = [
-        number
-        for read in reads
-        for element in read.elements
-        for number in (read.capture, len(read.indices) + len(element))
-    ]
-    return graph, tuple(sites)
-
-
-def _element_grads(reads: Sequence[_Read], grads: Sequence[Tensor]) -> list[Tensor]:
-    """One scalar gradient per element read."""
-    found = []
-    for read, grad in zip(reads, grads, strict=True):
-        for element in read.elements:
-            value = grad
-            for position in element:
-                value = aten.select.int(value, 0, position)
-            found.append(value)
-    return found
-
-
-def _element_indices(reads: Sequence[_Read], indices: Sequence[Tensor]) -> list[Tensor]:
-    """The index of each element in its capture: indices of the read, then place in the row."""
-    found: list[Tensor] = []
-    start = 0
-    for read in reads:
-        own = indices[start : start + len(read.indices)]
-        start += len(read.indices)
-        for element in read.elements:
-            places = [
-                torch.full((), place, dtype=torch.int32, device=own[0].device) for place in element
-            ]
-            found += [*own, *places]
-    return found
+    return graph, split.sites
 
 
 def _score_gradients(
@@ -311,72 +208,3 @@ def _score_gradients(
         torch.zeros_like(leaf) if g is None else g
         for leaf, g in zip(leaves, cast("Sequence[Tensor | None]", grads), strict=True)
     )
-
-
-class _Read(NamedTuple):
-    capture: int
-    node: fx.Node  # its value is the element, or the short row, that is read
-    indices: tuple[fx.Node, ...]
-    elements: tuple[tuple[int, ...], ...] = ((),)  # positions in the row; a scalar has one: ()
-
-
-def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[_Read]:
-    """Every read of a differentiable capture."""
-    placeholders = main.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS:]
-    reads = []
-    for position, (capture, want) in enumerate(zip(placeholders, wanted, strict=True)):
-        if not want:
-            continue
-        if capture.meta["val"].dim() == 0:
-            reads.append(_Read(position, capture, ()))
-            continue
-        for user in capture.users:
-            if user.target is aten.detach.default:
-                continue
-            elements = _elements_read(user)
-            if elements is None:
-                raise UnsupportedFeatureError(
-                    feature=f"score_mod applies {user.target} to a captured tensor that needs a "
-                    "gradient; this",
-                    reason="only indexing such as table[h, q_idx - kv_idx] has a gradient; it "
-                    f"must read one element or a row of at most {MAX_ROW}",
-                    mend="Index the tensor down to one element, or detach it",
-                )
-            reads.append(_Read(position, user, tuple(user.args[1]), elements))
-    return reads
-
-
-def _elements_read(user: fx.Node) -> tuple[tuple[int, ...], ...] | None:
-    """Positions in the row that an index operation reads; None for any other operation."""
-    if user.target is not aten.index.Tensor or not _is_scalar_read(user):
-        return None
-    shape = [int(size) for size in user.meta["val"].shape]  # guards on a symbolic size
-    if math.prod(shape) > MAX_ROW:
-        return None
-    return tuple(itertools.product(*map(range, shape)))
-
-
-def _read_outputs(reads: Sequence[_Read]) -> list[fx.Node]:
-    return [*(read.node for read in reads), *(index for read in reads for index in read.indices)]
-
-
-def _with_reads_as_inputs(main: fx.GraphModule, reads: Sequence[_Read]) -> fx.GraphModule:
-    """`main` with one more input per read, whose value replaces the read."""
-    copied: dict[fx.Node, fx.Node] = {}
-    body = fx.Graph()
-    outputs = body.graph_copy(main.graph, copied)
-    last = body.find_nodes(op="placeholder")[-1]
-    with body.inserting_after(last):
-        inputs = [body.placeholder(f"read_{i}") for i in reversed(range(len(reads)))][::-1]
-    for read, new in zip(reads, inputs, strict=True):
-        old = copied[read.node]
-        old.replace_all_uses_with(
-            new, delete_user_cb=lambda user: user.target is not aten.detach.default
-        )
-    if isinstance(outputs, fx.Node):
-        replaced = {copied[read.node]: new for read, new in zip(reads, inputs, strict=True)}
-        outputs = replaced.get(outputs, outputs)
-    body.output(outputs)
-    module = fx.GraphModule(main, body)
-    module.recompile()
-    return module

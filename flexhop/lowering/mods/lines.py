@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from flexhop.lowering.mods.graphs import reaches, returning
-from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
+from flexhop.ops.reads import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type

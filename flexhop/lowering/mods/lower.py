@@ -20,7 +20,7 @@ from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.strength import float_positions
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
-from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
+from flexhop.ops.reads import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")

@@ -14,8 +14,8 @@ from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges, value_of
 from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import float_positions
+from flexhop.ops.reads import NUM_SCORE_INPUTS
 from flexhop.ops.smooth import smooth
-from flexhop.ops.subgraphs import NUM_SCORE_INPUTS
 
 
 def lower_push(
