@@ -112,10 +112,10 @@ class TemplateKernel(TritonTemplateKernel):
             return found
         return dataclasses.replace(found, mask_vars=found.mask_vars | {self.template_mask})
 
-    def scatter_sites(self) -> str:
-        """Text that adds the gradient of every site of the joint graph to its buffer."""
+    def scatter_sites(self, *more: str) -> str:
+        """Text that adds the gradient of every site to its buffer; more: inputs of `scatter`."""
         sites = getattr(self.subgraphs, "sites", ())
-        return "\n".join(scatter(self, n, site) for n, site in enumerate(sites)) or "pass"
+        return "\n".join(scatter(self, n, site, more) for n, site in enumerate(sites)) or "pass"
 
     def draw_kept(self, q_idx: str, kv_idx: str) -> str:
         """Text that computes which weights of a tile are kept; empty without dropout."""

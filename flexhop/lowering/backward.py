@@ -6,19 +6,14 @@ import dataclasses
 import functools
 from typing import Any
 
-import torch
-
 from flexhop.compat import inductor, inline
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
-from flexhop.lowering.emission import exact
 from flexhop.lowering.emission.kernel import Captured, KernelCall
-from flexhop.lowering.mods.captured import read_by, repeats
+from flexhop.lowering.emission.sums import Reads, make_sums, scatter_sites, values_of
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
-from flexhop.ops.args import BackwardArgs, Site, unpack_sites
-
-_MANY_READS = 64  # scores per entry of a captured tensor
+from flexhop.ops.args import BackwardArgs, unpack_sites
 
 
 def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
@@ -41,8 +36,14 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     if not choices:
         return chunked.lower_attention_backward(*operands)
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
-    sums, sites = _scatter_sites(args)
-    captured = Captured([sums[i] for i in sorted(sums)], sites)
+    # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
+    reads = Reads(
+        args.joint, unpack_sites(args.sites), args.score_captures, 2,
+        is_exact=bool(args.options.get("deterministic")),
+    )  # fmt: skip
+    sums = make_sums(reads, args.query, args.key)
+    sites = scatter_sites(reads, sums)
+    captured = Captured(list(sums.values()), sites)
     joint = joint if sites else joint[:1]
     captures = [*score_captures, *mask_captures]
     call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
@@ -51,72 +52,6 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         emit = functools.partial(choice.dialect.backward.emit, told, args, joint, captured)
         grads = fallback.attempt(f"backward, {choice.dialect.title}", emit, problem)
         if grads is not None:
-            return (*grads, _captured_grads(args, sums))
+            fakes = BackwardArgs(*inline.fake_operands()).score_captures
+            return (*grads, list(values_of(reads, sums, fakes).values()))
     return chunked.lower_attention_backward(*operands)
-
-
-def _scatter_sites(
-    args: BackwardArgs,
-) -> tuple[dict[int, Any], list[inductor.ScatterSite]]:
-    """Zero-filled buffers for captured gradients, by capture, and what the kernel adds to them."""
-    query: Any = args.query
-    key: Any = args.key
-    batch, heads, length, _ = query.get_size()
-    scores = batch * heads * length * key.get_size()[2]
-    sites = unpack_sites(args.sites)
-    buffers: dict[int, Any] = {}
-    for site in sites:
-        if site.capture not in buffers:
-            like = args.score_captures[site.capture]
-            if _is_exact(args):
-                buffers[site.capture] = exact.make_sums(like.get_size(), like.get_device())
-                continue
-            dtype = _sum_dtype(inductor.hint(scores), inductor.hint(like.get_numel()))
-            buffers[site.capture] = inductor.zeros(like.get_size(), dtype, like.get_device())
-    return buffers, [_scatter_site(args, site, buffers[site.capture]) for site in sites]
-
-
-def _is_exact(args: BackwardArgs) -> bool:
-    """Whether gradients of captured tensors must be reproducible."""
-    return bool(args.options.get("deterministic"))
-
-
-def _sum_dtype(scores: int, entries: int) -> torch.dtype:
-    """The accumulation dtype of a captured tensor's gradient, given its number of entries.
-
-    If many scores read one entry, rounding after each addition would cost fp32 its last digits.
-    Such a tensor is much smaller than the scores, so fp64 costs little memory.
-    """
-    return torch.float64 if scores >= _MANY_READS * entries else torch.float32
-
-
-def _scatter_site(args: BackwardArgs, site: Site, buffer: Any) -> inductor.ScatterSite:
-    by = read_by(args.joint, site)
-    strides = tuple(buffer.get_stride())  # Inductor may pad
-    row, strides = (strides[0], strides[1:]) if _is_exact(args) else (None, strides)
-    # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
-    return inductor.ScatterSite(
-        buffer=buffer.get_name(),
-        strides=strides,
-        value=2 + site.value,
-        indices=tuple(2 + i for i in site.indices),
-        uses_q_idx=by not in ("head", "key"),
-        uses_kv_idx=by not in ("head", "query"),
-        by_distance=by == "distance",
-        repeats=by in ("distance", "query") and repeats(args.joint, site),
-        dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
-        is_large=not inductor.fits_int32(buffer.get_numel()),
-        row=row,
-    )
-
-
-def _captured_grads(args: BackwardArgs, buffers: dict[int, Any]) -> list[Any]:
-    """The buffers in their captures' dtypes; read after the kernel, or they would be zeros."""
-    if _is_exact(args):
-        fakes = BackwardArgs(*inline.fake_operands()).score_captures
-        return [exact.lower_value(buffers[i], fakes[i]) for i in sorted(buffers)]
-    convert = torch.ops.prims.convert_element_type.default
-    return [
-        inductor.call_lowering(convert, buffers[i], args.score_captures[i].get_dtype())
-        for i in sorted(buffers)
-    ]

@@ -16,7 +16,9 @@ forward-mode kernel, its tangent is
     dV_dot = Ṗᵀ G + Pᵀ G_dot.
 
 Only four numbers per query are stored. A score_mod multiplies dS and dS_dot by its derivative m',
-and adds m'' ṡ_in dS to the latter.
+and adds m'' ṡ_in dS to the latter. The gradient of a captured tensor t is the sum of dS dm/dt over
+the scores that read it; its tangent is that of dS_dot dm/dt + dS ṡ_in dm'/dt. With dropout, the
+weights beside G, and all products with Vᵀ, are multiplied by what dropout leaves of each weight.
 
 The gradient of a gradient is the same function, because second derivatives are symmetric.
 Differentiating <A, dQ> + <B, dK> + <C, dV> by query, key and value gives their gradients' tangents
@@ -33,17 +35,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flexhop.ops.program import read_step
+from flexhop.ops.program import capture_name, capture_position, read_step
 
 _NAMES = ("query", "key", "value")
 _RESULTS = ("out", "lse", "out_dot", "lse_dot")
 
 
 class Wanted(NamedTuple):
-    """A result: a gradient ("grad"), its tangent ("grad_dot"), or a tangent ("dot") of `name`."""
+    """A result: a gradient ("grad"), its tangent ("grad_dot"), or a tangent ("dot") of `name`.
+
+    Captured tensors have the names of ops/program.py.
+    """
 
     kind: str
     name: str
+
+    @property
+    def capture(self) -> int | None:
+        """The position of a captured tensor; None for other values."""
+        return capture_position(self.name)
 
 
 class Second(NamedTuple):
@@ -60,14 +70,15 @@ class Second(NamedTuple):
 
 
 def read_second(program: Sequence[str], num_captures: int) -> Second | None:
-    """Classify a program of two steps; None for others, and for derivatives of captures."""
+    """Classify a program of two steps; None for others, and if captures have tangents."""
     if len(program) != 2:
         return None
     first, last = map(read_step, program)
     count = len(first.given)  # directions of the first step
+    inputs = dict(enumerate((*_NAMES, *map(capture_name, range(num_captures)))))
     if first.kind == "vjp":
-        names = {i: name for i, name in enumerate(_NAMES)}
-        names |= {3 + num_captures + i: _RESULTS[at] for i, at in enumerate(first.given)}
+        results_at = {len(inputs) + i: _RESULTS[at] for i, at in enumerate(first.given)}
+        names = inputs | results_at
         wanted = [names.get(i, "") for i in first.wanted]
         grads = {_RESULTS[at]: i for i, at in enumerate(first.given)}
         if last.kind == "vjp":
@@ -77,14 +88,14 @@ def read_second(program: Sequence[str], num_captures: int) -> Second | None:
             dots = {names.get(at, ""): count + i for i, at in enumerate(last.given)}
             results = [Wanted(kind, name) for kind in ("grad", "grad_dot") for name in wanted]
     elif last.kind == "vjp":
-        tangents = [_NAMES[i] if i < 3 else "" for i in first.given]
+        tangents = [inputs[i] for i in first.given]
         dots = {name: i for i, name in enumerate(tangents)}
         named = {_RESULTS[at]: count + i for i, at in enumerate(last.given)}
         dots |= {name: named[name] for name in ("out", "lse") if name in named}
         grads = {n: named[f"{n}_dot"] for n in ("out", "lse") if f"{n}_dot" in named}
-        names = {i: Wanted("grad_dot", name) for i, name in enumerate(_NAMES)}
-        names |= {3 + num_captures + i: Wanted("grad", n) for i, n in enumerate(tangents)}
-        results = [names.get(i, Wanted("", "")) for i in last.wanted]
+        of_inputs = {i: Wanted("grad_dot", name) for i, name in inputs.items()}
+        of_tangents = {len(inputs) + i: Wanted("grad", n) for i, n in enumerate(tangents)}
+        results = [(of_inputs | of_tangents).get(i, Wanted("", "")) for i in last.wanted]
     else:
         return None
     found = Second(grads, dots, tuple(results))
@@ -97,7 +108,9 @@ def _symmetric(name: str) -> Wanted:
 
 
 def _is_served(second: Second) -> bool:
-    """Whether kernels exist: no captures, a gradient of out, a tangent of query, key or value."""
+    """Whether kernels exist: a gradient of out, a tangent of query, key or value, none of
+    captures."""
     known = {*second.dots, *(wanted.name for wanted in second.results)}
     has_tangent = any(name in second.dots for name in _NAMES)
-    return "" not in known and "out" in second.grads and has_tangent
+    moves_captures = any(capture_position(name) is not None for name in second.dots)
+    return "" not in known and "out" in second.grads and has_tangent and not moves_captures

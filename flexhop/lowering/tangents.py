@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop.compat import guards, inductor, inline
+from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
-from flexhop.lowering.emission.kernel import KernelCall, Output
+from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
+from flexhop.lowering.emission.sums import Reads, make_sums, scatter_sites, values_of
+from flexhop.lowering.mods.captured import read_by
 from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.push import is_additive, lower_bend, lower_push
+from flexhop.lowering.mods.sums import Sums, lower_sums
 from flexhop.lowering.operands import (
     block_inputs,
     read_problem,
@@ -25,12 +29,15 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import UNREAD, Problem
-from flexhop.lowering.second import Second, read_second
+from flexhop.lowering.second import Second, Wanted, read_second
 from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of
 from flexhop.ops.program import read_step
 
 aten = torch.ops.aten
 OPERANDS = ("query", "key", "value")
+# Number of the first subgraph for captured gradients in the kernels, after score_mod, mask_mod,
+# and two derivatives of score_mod.
+_FIRST_SUM = 4
 _SECOND: dict[str, Kernel] = {
     "query": "jvp_grad_query", "key": "jvp_grad_key", "value": "jvp_grad_value",
 }  # fmt: skip
@@ -151,12 +158,44 @@ def emit_second(args: DerivativeArgs) -> list[Any] | None:
     tangents = _read(args, {n: dots[n] for n in OPERANDS if n in dots}, {})
     if second_obstacle(tangents.shared.problem):
         return None
-    emit = functools.partial(_emit_grads, tangents, second, grads, dots)
+    try:
+        functions = _lower_functions(tangents, second)
+    except UnsupportedFeatureError:
+        return None
+    emit = functools.partial(_emit_grads, tangents, second, functions, grads, dots)
     return fallback.attempt("second orders", emit, tangents.shared.problem)
 
 
+class _Functions(NamedTuple):
+    """Derivatives of score_mod that the kernels call, and the captures that get gradients."""
+
+    bend: Any
+    sums: Sums | None
+
+
+class _Backward(NamedTuple):
+    """The backward pass in forward mode, along some tangents."""
+
+    tangents: _Tangents
+    rows: _Rows
+    functions: _Functions
+
+
+def _lower_functions(tangents: _Tangents, second: Second) -> _Functions:
+    """Raises UnsupportedFeatureError if a capture is computed with before it is read."""
+    device = inductor.device_of(tangents.call.query)
+    score, captures = tangents.call.score_mod, tangents.shared.captures
+    wanted = sorted({w.capture for w in second.results if w.capture is not None})
+    sums = lower_sums(device, score, captures, wanted) if wanted else None
+    return _Functions(lower_bend(device, score, captures), sums)
+
+
 def _emit_grads(
-    tangents: _Tangents, second: Second, grads: dict[str, Any], dots: dict[str, Any]
+    tangents: _Tangents,
+    second: Second,
+    functions: _Functions,
+    grads: dict[str, Any],
+    dots: dict[str, Any],
 ) -> list[Any]:
     guards.guard_aligned_strides([t[n] for t in (dots, grads) for n in ("out",) if n in t])
     query: Any = tangents.call.query
@@ -166,20 +205,49 @@ def _emit_grads(
     plain = inductor.contiguous_layout(device, query.get_dtype(), size).stride
     pushed = _push(tangents, plain, plain)
     rows = _rows(pushed, grads, dots)
-    bend = lower_bend(device, tangents.call.score_mod, tangents.shared.captures)
-    alone = tangents._replace(dots={})
-    own = _own_tangent(rows) if any(w.kind == "grad" for w in second.results) else rows
-    results: list[Any] = []
-    for position, wanted in enumerate(second.results):
-        if wanted.kind == "dot":
-            found = getattr(pushed, f"{wanted.name}_dot")
+    found: dict[Wanted, Any] = {}
+    for kind in ("grad", "grad_dot"):
+        wanted = {w: at for at, w in enumerate(second.results) if w.kind == kind}
+        if wanted and kind == "grad":
+            alone = tangents._replace(dots={})
+            found |= _emit_kind(_Backward(alone, _own_tangent(rows), functions), wanted)
+        elif wanted:
+            found |= _emit_kind(_Backward(tangents, rows, functions), wanted)
+    for position, w in enumerate(second.results):
+        if w.kind == "dot":
             strides = inductor.as_expressions(inductor.output_meta()[position].stride())
-            results.append(inline.with_strides(found, strides))
-        elif wanted.kind == "grad":
-            results.append(_grad(alone, own, wanted.name, position, bend))
-        else:
-            results.append(_grad(tangents, rows, wanted.name, position, bend))
-    return results
+            found[w] = inline.with_strides(getattr(pushed, f"{w.name}_dot"), strides)
+    return [found[w] for w in second.results]
+
+
+def _emit_kind(backward: _Backward, wanted: Mapping[Wanted, int]) -> dict[Wanted, Any]:
+    """Gradients, or their tangents; wanted: which, and their positions among the results."""
+    names = {w.name: position for w, position in wanted.items()}
+    of_captures = [w for w in wanted if w.capture is not None]
+    found: dict[str, Any] = {}
+    if of_captures:
+        # The kernel for query adds to them, so it runs even if query needs no gradient.
+        reads, call = _reads(backward), backward.tangents.call
+        sums = make_sums(reads, call.query, call.key)
+        captured = Captured(list(sums.values()), scatter_sites(reads, sums))
+        position = names.pop("query", None)
+        found["query"] = _grad(backward, "query", position, captured)
+        fakes = DerivativeArgs(*inline.fake_operands()).score_captures
+        values = values_of(reads, sums, fakes)
+        found |= {w.name: values[w.capture] for w in of_captures if w.capture is not None}
+    for name in names:
+        if name in OPERANDS:
+            found[name] = _grad(backward, name, names[name], Captured((), ()))
+    return {w: found[w.name] for w in wanted}
+
+
+def _reads(backward: _Backward) -> Reads:
+    assert backward.functions.sums is not None
+    graph, sites, _ = backward.functions.sums
+    # Subgraphs of the kernel: score_mod, mask_mod, their derivatives, then values and indices.
+    first = _FIRST_SUM - 1  # without the first output of the graph
+    shared = backward.tangents.shared
+    return Reads(graph, sites, shared.captures, first, is_exact=shared.problem.is_deterministic)
 
 
 def _has_lists(args: DerivativeArgs, second: Second) -> bool:
@@ -193,10 +261,6 @@ def second_obstacle(problem: Problem) -> str:
     """Why the second-order kernels do not support a call; empty if they do."""
     most = 64 if problem.itemsize > 2 else 128
     width = max(problem.head_dim, problem.value_head_dim)
-    if problem.has_captured_grads:
-        return "captured tensors need gradients"
-    if problem.dropout_p > 0.0:
-        return "there is dropout"
     if width > most:
         return f"the head size is {width}, and the kernels have registers for at most {most}"
     if not all(kernels.has_tile(k, problem) for k in ("jvp_forward", *_SECOND.values())):
@@ -253,13 +317,23 @@ def _row_sum(products: Sequence[tuple[Any, Any]]) -> Any:
     return inductor.call_lowering(aten.sum.dim_IntList, total, [-1])
 
 
-def _grad(tangents: _Tangents, rows: _Rows, name: str, position: int, bend: Any) -> Any:
-    """Emit the tangent of the gradient of query, key or value, result `position` of the node."""
-    call, shared, dots, push = tangents
+def _grad(backward: _Backward, name: str, position: int | None, captured: Captured) -> Any:
+    """Emit the tangent of the gradient of query, key or value.
+
+    position: of the result among the node's; None if nobody reads it. captured: what this kernel
+    adds to gradients of captured tensors.
+    """
+    (call, shared, dots, push), rows, functions = backward
     has_dot = rows.grad_out_dot is not None
+    joint = [push, functions.bend]
     problem = dataclasses.replace(
         shared.problem, tangents=(*(n for n in OPERANDS if n in dots), *["out"] * has_dot)
     )
+    if captured.sites:
+        assert functions.sums is not None
+        joint += functions.sums.functions[1:]
+        reads = tuple(read_by(functions.sums.graph, site) for site in functions.sums.sites)
+        problem = dataclasses.replace(problem, grad=problem.grad._replace(captured_reads=reads))
     shared = dataclasses.replace(shared, problem=problem)
     grad_out_dot = rows.grad_out_dot if has_dot else rows.grad_out
     operands = (*call[:3], rows.grad_out, *_or_stand_ins(call, dots), grad_out_dot, *rows[2:])
@@ -268,10 +342,16 @@ def _grad(tangents: _Tangents, rows: _Rows, name: str, position: int, bend: Any)
         *block_inputs(call, "kv" if name == "query" else "q", rows.lse, call.query),
     ]
     like: Any = getattr(call, name)
-    strides = inductor.as_expressions(inductor.output_meta()[position].stride())
-    layout = inductor.fixed_layout(
-        inductor.device_of(like), like.get_dtype(), like.get_size(), strides
-    )
-    return emit_kernel(
-        shared, _SECOND[name], inputs, Output(layout, like.get_size()), [push, bend]
-    )
+    strides = None
+    if position is not None:
+        strides = inductor.as_expressions(inductor.output_meta()[position].stride())
+    layout = _layout_like(like, strides)
+    output = Output(layout, like.get_size(), captured.sums)
+    return emit_kernel(shared, _SECOND[name], inputs, output, joint, captured.sites)
+
+
+def _layout_like(tensor: Any, strides: Sequence[Any] | None) -> Any:
+    device, dtype, size = inductor.device_of(tensor), tensor.get_dtype(), tensor.get_size()
+    if strides is None:
+        return inductor.contiguous_layout(device, dtype, size)
+    return inductor.fixed_layout(device, dtype, size, strides)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp
+from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
@@ -26,7 +27,8 @@ PADDED = {"padding_stride_threshold": 0}  # Inductor pads every stride that it m
 
 
 def alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
-    return s + t[h, 0] * (j - i)
+    """Slopes as ALiBi has them: below 1/2 in most heads."""
+    return s + t[h, 0] / 8 * (j - i)
 
 
 def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
@@ -41,66 +43,78 @@ def weighed(results: Any) -> Tensor:
     return out.float().sin().sum() + lse.square().sum()
 
 
-def twice(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients of a product of gradients."""
+def twice(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """Gradients of a product of gradients; more: inputs that get gradients besides q, k, v."""
 
     def product(*x: Tensor) -> Tensor:
-        q, k, v, *along = x
-        grads = grad(lambda *y: weighed(attend(*y)), QKV)(q, k, v)
-        return sum((g * a).sum() for g, a in zip(grads, along, strict=True))
+        grads = grad(lambda *y: weighed(attend(*y, *x[6:])), QKV)(*x[:3])
+        return sum((g * a).sum() for g, a in zip(grads, x[3:6], strict=True))
 
-    return lambda *x: grad(product, QKV)(*x)
+    return lambda *x: grad(product, (*QKV, *more))(*x)
 
 
-def of_tangent(attend: Callable[..., Any]) -> Callable[..., Any]:
+def of_tangent(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
     """Gradients of a loss on out and its tangent, for inputs and tangents."""
 
     def loss(*x: Tensor) -> Tensor:
         def out(*y: Tensor) -> Tensor:
-            return attend(*y)[0]
+            return attend(*y, *x[6:])[0]
 
-        found, moved = jvp(out, x[:3], x[3:])
+        found, moved = jvp(out, x[:3], x[3:6])
         return (found - moved).square().sum()
 
-    return lambda *x: grad(loss, tuple(range(6)))(*x)
+    return lambda *x: grad(loss, (*range(6), *more))(*x)
 
 
-def of_gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
+def of_gradient(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
     """A Hessian times a vector in forward mode, beside the gradient."""
-    return lambda *x: jvp(grad(lambda *y: weighed(attend(*y)), QKV), x[:3], x[3:])
+    wanted = (*QKV, *(i - 3 for i in more))
+
+    def run(*x: Tensor) -> Any:
+        gradient = grad(lambda *y: weighed(attend(*y)), wanted)
+        return jvp(lambda *y: gradient(*y, *x[6:]), x[:3], x[3:6])
+
+    return run
 
 
-# name: derivative, score_mod, mask_mod, dtype
+# name: derivative, score_mod (whose table then gets a gradient), mask_mod, dtype
 CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "twice": (twice, None, None, torch.float32),
-    "twice-alibi-mask": (twice, alibi, gaps, torch.bfloat16),
+    "twice-alibi-mask-deterministic": (twice, alibi, gaps, torch.bfloat16),
     "twice-capped": (twice, capped, gaps, torch.float32),
     "of_tangent": (of_tangent, None, gaps, torch.float32),
     "of_tangent-capped": (of_tangent, capped, None, torch.float16),
-    "of_gradient": (of_gradient, alibi, gaps, torch.float32),
+    "of_gradient-dropout": (of_gradient, alibi, gaps, torch.float32),
 }
 
 
 def derivative(name: str) -> Callable[..., Any]:
     """Of three inputs and three tangents, and the table of the mods."""
     make, score, mask_mod, _ = CASES[name]
-    mask = None
+    mask, dropout = None, {}
     if mask_mod is not None:
         mask = flexhop.create_block_mask(mask_mod, None, 4, 37, 45, "cpu", BLOCK_SIZE=32)
+    if "dropout" in name:
+        dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([5, 6])}
 
-    def run(*x: Tensor) -> Any:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return flexhop.flex_attention(
-                q, k, v, None if score is None else lambda *y: score(*y, x[6]), mask,
-                enable_gqa=True, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True),
-            )  # fmt: skip
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+        return flexhop.flex_attention(
+            q, k, v, None if score is None else lambda *y: score(*y, table), mask,
+            enable_gqa=True, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True), **dropout,
+        )  # fmt: skip
 
-        return make(attend)(*x[:6])
+    return make(attend, () if score is None else (6,))
 
-    return run
+
+@pytest.fixture
+def deterministic(name: str) -> Iterator[None]:
+    """Deterministic algorithms for the cases that ask for them."""
+    with DeterministicGuard("deterministic" in name):
+        yield
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("deterministic")
 def test_interpreted(name: str):
     dtype = CASES[name][3]
     shapes = [(2, 4, 37, 20), (2, 2, 45, 20), (2, 2, 45, 24)]

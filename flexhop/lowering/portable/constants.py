@@ -152,6 +152,7 @@ class JvpGradQueryConstants(SharedConstants):
     HAS_K_DOT: bool
     HAS_V_DOT: bool
     HAS_DO_DOT: bool
+    HAS_CAPTURED_GRADS: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

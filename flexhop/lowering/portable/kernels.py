@@ -175,7 +175,6 @@ def jvp_grad_query_constants(
 ) -> JvpGradQueryConstants:
     """Constants of the kernel for the tangent of the gradient of query."""
     values = dataclasses.asdict(grad_query_constants(problem, options, tile))
-    del values["HAS_CAPTURED_GRADS"]
     has_do_dot = "out" in problem.tangents
     return JvpGradQueryConstants(**values, **_tangents(problem), HAS_DO_DOT=has_do_dot)
 

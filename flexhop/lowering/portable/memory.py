@@ -33,6 +33,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         return max(2 * rows * qk * item + loop + 2 * scores, 2 * rows * v * 4) + slack
     if kernel in ("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"):
         # Tangents of all operands; two score gradients on their way to a product.
+        if kernel == "jvp_grad_query" and problem.sums_exactly:
+            slack += tile.block_m * tile.block_n * 8
         own, other = (rows, columns) if kernel == "jvp_grad_query" else (columns, rows)
         return 2 * both * item * (own + other * tile.num_stages) + 2 * scores + slack
     if kernel == "grad_query":

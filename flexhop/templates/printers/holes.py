@@ -31,9 +31,16 @@ class ScatterSite(NamedTuple):
     )
 
 
-def scatter(kernel: Any, number: int, site: ScatterSite) -> str:
-    """The text that adds the gradient of one site to its buffer."""
-    inputs = {name: name for name in ("score", *INDEX_NAMES, "grad_score")}
+def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] = ()) -> str:
+    """The text that adds the gradient of one site to its buffer.
+
+    Args:
+        kernel: the template's kernel.
+        number: of the site.
+        site: how it is added.
+        more: further inputs of its functions.
+    """
+    inputs = {name: name for name in ("score", *INDEX_NAMES, "grad_score", *more)}
     lines = [kernel.modification(site.value, f"grad_{number}", **inputs)]
     index = "0"
     for axis, (subgraph, stride) in enumerate(zip(site.indices, site.strides, strict=True)):

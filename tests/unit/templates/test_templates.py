@@ -113,7 +113,7 @@ def rendered(text: str) -> str:
         gen_defines=lambda: "",
         store_output=_store_output,
         modification=_modification,
-        scatter_sites=lambda: "pass",
+        scatter_sites=lambda *more: "pass",
         draw_kept=lambda q_idx, kv_idx: "",
         dropped=lambda value: value,
         output_pointer=lambda: "OUT",

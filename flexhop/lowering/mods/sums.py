@@ -1,0 +1,129 @@
+"""Tangents of captured tensors' gradients, as functions that second-order kernels call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.compat import inductor, inline, transforms
+from flexhop.compat.indexing import IndexMode
+from flexhop.lowering.mods.analysed import JOINT, kernel_graph
+from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges
+from flexhop.lowering.mods.relative import graph_of
+from flexhop.lowering.mods.strength import float_positions
+from flexhop.ops.args import Site, unpack_sites
+from flexhop.ops.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
+from flexhop.ops.smooth import smooth
+
+_FLOATS = ("score", "grad_score", "score_dot", "grad_dot")
+
+
+class Sums(NamedTuple):
+    """What kernels add to the tangents of captured tensors' gradients.
+
+    graph: (score, b, h, q_idx, kv_idx, grad_score, *captures, score_dot, grad_dot) -> grad_score,
+    values, indices. sites: its reads. functions: its outputs, lowered.
+    """
+
+    graph: fx.GraphModule
+    sites: tuple[Site, ...]
+    functions: list[Any]
+
+
+def lower_sums(
+    device: torch.device, score: Any, captures: Sequence[Any], wanted: Sequence[int]
+) -> Sums:
+    """Lower the tangents of the gradients that score_mod's captures get from one score.
+
+    Args:
+        device: device of the call.
+        score: score_mod, as an operand.
+        captures: its captures, lowered.
+        wanted: positions of the captures that get gradients.
+
+    Raises:
+        UnsupportedFeatureError: one is read in other ways than ops/reads.py says.
+    """
+    graph, sites = _trace_sums(graph_of(score), wanted)
+    named = {
+        n: inductor.placeholder(n, torch.float32 if n in _FLOATS else torch.int32, device)
+        for n in (*_FLOATS, *INDEX_NAMES)
+    }
+    first = [named[n] for n in ("score", *INDEX_NAMES, "grad_score")]
+    count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2
+    inputs = [*first, *captures[:count], named["score_dot"], named["grad_dot"]]
+    safe = wrap_reads(kernel_graph(graph, JOINT), position_ranges(1), sites)
+    functions = inductor.lower_pointwise(
+        float_positions(safe), inputs, "the second derivative of score_mod"
+    )
+    return Sums(graph, sites, functions)
+
+
+def _trace_sums(
+    score: fx.GraphModule, wanted: Sequence[int]
+) -> tuple[fx.GraphModule, tuple[Site, ...]]:
+    graph = _copy(smooth(score))
+    compose_reads(graph)
+    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    captures = examples[NUM_SCORE_INPUTS:]
+    split = split_reads(graph, [i in wanted for i in range(len(captures))])
+    one = examples[0]
+
+    def pushed(*values: Any) -> tuple[Tensor, ...]:
+        inputs, grad = values[:NUM_SCORE_INPUTS], values[NUM_SCORE_INPUTS]
+        *held, score_dot, grad_dot = values[NUM_SCORE_INPUTS + 1 :]
+        with IndexMode():
+            read, indices = split.read(*inputs, *held)
+
+        def added(score: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+            return _element_grads(split, (score, *inputs[1:], *held), read, grad)
+
+        dots = transforms.jvp(added, (inputs[0], grad), (score_dot, grad_dot))[1]
+        return (grad, *dots, *split.element_indices(indices))
+
+    likes = [*examples[:NUM_SCORE_INPUTS], one, *captures, one, one]
+    traced = inline.trace_fresh(pushed, likes)
+    transforms.write_zeros(traced)
+    return traced, unpack_sites(split.sites)
+
+
+def _element_grads(
+    split: SplitReads, inputs: Sequence[Any], read: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of the elements that are read, given that of the modified score.
+
+    In forward mode, one element after the other: the reverse mode needs a GPU at this point.
+    """
+    found = []
+    for position, own in enumerate(split.reads):
+
+        def modified(value: Tensor, position: int = position) -> Tensor:
+            with IndexMode():
+                return split.body(*inputs, *read[:position], value, *read[position + 1 :])
+
+        for element in own.elements:
+            along = _one_at(element, read[position])
+            slope = transforms.jvp(modified, (read[position],), (along,))[1]
+            found.append(slope.to(torch.float32) * grad)
+    return tuple(found)
+
+
+def _one_at(element: Sequence[int], like: Tensor) -> Tensor:
+    """1 at `element` of a row, 0 elsewhere."""
+    if not element:
+        return torch.ones_like(like)
+    place = 0
+    for index, size in zip(element, like.shape, strict=True):
+        place = place * int(size) + index
+    places = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    return (places == place).to(like.dtype)
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    return fx.GraphModule(graph, copied)
