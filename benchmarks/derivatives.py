@@ -66,6 +66,7 @@ PROBLEMS = {
     "4k-causal": Problem(4, 16, 4096, 128, is_causal=True),
     "4k-64": Problem(4, 16, 4096, 64),
     "2x4k-64": Problem(2, 16, 4096, 64),
+    "2x4k": Problem(2, 16, 4096, 128),
     "2x16k-64": Problem(2, 16, 16384, 64),
 }
 
@@ -99,7 +100,25 @@ def second(attend: Attend) -> Callable[..., Any]:
     )(*x)
 
 
-DERIVATIVES = {"forward": forward, "training": training, "tangent": tangent, "second": second}
+def flow(attend: Attend) -> Callable[..., Any]:
+    """Gradients of a loss on the output and its tangent, as MeanFlow without a detached target."""
+
+    def loss(*x: Any, along: Any) -> Any:
+        out, moved = torch.func.jvp(attend, x, tuple(along))
+        return (out - moved).float().square().sum()
+
+    return lambda x, along: torch.func.grad(lambda *y: loss(*y, along=along), argnums=(0, 1, 2))(
+        *x
+    )
+
+
+DERIVATIVES = {
+    "forward": forward,
+    "training": training,
+    "tangent": tangent,
+    "second": second,
+    "flow": flow,
+}
 
 
 def leaves(result: Any) -> list[torch.Tensor]:
@@ -156,8 +175,9 @@ STEPS = [
     *(("4k-causal", name, "flexhop") for name in ("forward", "tangent")),
     *(("8k-causal", name, "flexhop") for name in ("forward", "tangent")),
     *(("4k-64", name, "flexhop") for name in ("forward", "tangent")),
-    *(("2x4k-64", name, "flexhop") for name in ("training", "second")),
-    ("2x4k-64", "second", "math"),
+    *(("2x4k-64", name, "flexhop") for name in ("training", "second", "flow")),
+    *(("2x4k-64", name, "math") for name in ("second", "flow")),
+    *(("2x4k", name, "flexhop") for name in ("training", "second", "flow")),
     ("2x16k-64", "second", "flexhop"),
 ]
 
