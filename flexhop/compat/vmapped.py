@@ -75,7 +75,7 @@ def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     # Only aten.index supports symbolic sizes. If it is differentiated twice, Inductor's C++ loses
     # the second derivative, so only tensors without a gradient are read with it.
     is_symbolic = any(isinstance(size, torch.SymInt) for size in tensor.shape)
-    if is_symbolic and not (tensor.is_floating_point() or is_batchedtensor(tensor)):
+    if is_symbolic and not (tensor.requires_grad or is_batchedtensor(tensor)):
         return torch.ops.aten.index.Tensor(rows, [place])
     return rows.index_select(0, place.reshape(1)).squeeze(0)
 

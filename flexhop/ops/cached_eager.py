@@ -36,7 +36,9 @@ def _in_order(
     live = None
     if args.pages:
         cache, live = _gather(cache, *args.pages)
-    wide = cache.to(accumulate_dtype(args.query.dtype))
+    # Triton cannot convert 8-bit floats to fp64 at once.
+    stored = cache.float() if cache.element_size() == 1 else cache
+    wide = stored.to(accumulate_dtype(args.query.dtype))
     wide = wide.expand(args.query.size(0), -1, -1, -1)
     result = _over_numbers(mod, wide, captures).to(args.query.dtype)
     # Rows that are not keys have weight 0, but a NaN there would still spoil a sum.

@@ -185,3 +185,29 @@ def test_a_mask_and_a_score_that_read_tables_by_both_positions(dtype, reads_scor
     inputs = operands(1, 2, 70, 32, learned="qkv" if reads_score else "", dtype=dtype)
     generated = generate_code(call, *inputs, grad=reads_score)
     assert compile_kernel(generated.kernel_with(function), 90).registers
+
+
+def test_fp64_reads_a_table_of_changing_length():
+    def call(query, key, table):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + table[h, kv_idx - q_idx]
+
+        return flexhop.flex_attention(query, key, key, score_mod=score_mod)
+
+    shapes = ((1, 2, 1, 16), (1, 2, 90, 16), (2, 90))
+    operands = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    assert generate_code(call, *operands, dynamic=True).kernels
+
+
+def test_fp64_reads_8_bit_floats():
+    query = torch.randn(1, 2, 3, 16, dtype=torch.float64)
+    cache = torch.randn(1, 2, 40, 16).to(torch.float8_e4m3fn)
+
+    def call(query, cache):
+        def decode(x, b, h, kv_idx):
+            return x * 0.5
+
+        return flexhop.flex_attention(query, cache, cache, k_mod=decode, v_mod=decode)
+
+    for kernel in generate_code(call, query, cache).kernels:
+        compile_kernel(kernel, 90, dict.fromkeys(kernel.constexprs, 16))
