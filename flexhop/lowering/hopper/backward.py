@@ -22,7 +22,7 @@ _LARGEST_WIDTH = 256
 _LARGEST_OWN = 128
 # Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
 _COLUMNS = 8
-_FEWEST_QUERIES = 1024
+_FEWEST_QUERIES, _FEWEST_NARROW_QUERIES = 1024, 1025  # the second at 64 columns
 _FEWEST_HEADS = 16
 _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
@@ -112,8 +112,9 @@ def slower(problem: Problem) -> Iterator[str]:
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
             f"score: above {_COSTLY_GRAD} the portable kernels are faster"
         )
-    if problem.query_len < _FEWEST_QUERIES:
-        yield f"below {_FEWEST_QUERIES} queries its setup and post-processing dominate"
+    fewest = _FEWEST_NARROW_QUERIES if width(problem) == 64 else _FEWEST_QUERIES
+    if problem.query_len < fewest:
+        yield f"below {fewest} queries its setup and post-processing dominate"
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:

@@ -23,6 +23,8 @@ _LARGEST_WIDTH = 256
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 10, 20, 8
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
+# What three consumers may compute of what two compute: they gain less than this by themselves.
+_MOST_PADDING = 1.06
 # Barriers, and the consumers' tile indices.
 _SLACK = 1024
 # A slope is divided by the scale and must not become infinite.
@@ -140,14 +142,21 @@ def table_tile(problem: Problem) -> HopperTile:
     width = wider(problem)
     # Three consumers hold 192 queries; no usual block size is a multiple of that.
     is_dense = problem.blocks is None and not problem.mods.has_score_mod
+    queries = problem.query_len
+    pads_little = _padded(queries, 3 * _ROWS) <= _MOST_PADDING * _padded(queries, 2 * _ROWS)
     tile = HopperTile(
         block_n=128 if width <= 128 else 64,
-        num_consumers=3 if width == 64 and is_dense else 2,
+        num_consumers=3 if width == 64 and is_dense and pads_little else 2,
         num_slots=4,
     )
     while tile.num_slots > 2 and shared_memory(problem, tile) > problem.device.shared_memory:
         tile = dataclasses.replace(tile, num_slots=tile.num_slots - 1)
     return tile
+
+
+def _padded(length: int, rows: int) -> int:
+    """Queries that tiles of `rows` compute."""
+    return -(-length // rows) * rows
 
 
 def wider(problem: Problem) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexhop.templates import join
 from flexhop.templates.portable import BLOCKS, LISTS
 
-_SHARED = ("hopper/common", "portable/ranges", "portable/sections")
+_SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
 KERNELS = {
     "forward": (
         "hopper/forward/kernel", "hopper/forward/produce", "hopper/forward/consume",

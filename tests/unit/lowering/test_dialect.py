@@ -132,9 +132,15 @@ def test_tiles_fit(width, value_width, blocks):
 
 
 def test_three_consumers_only_where_no_mask_has_blocks():
-    assert hopper.table_tile(problem()).block_m == 192
-    assert hopper.table_tile(problem(blocks=MaskBlocks(128, 128, True))).block_m == 128
-    assert hopper.table_tile(problem(has_score_mod=True)).block_m == 128
+    long = {"query_len": 8192}
+    assert hopper.table_tile(problem(**long)).block_m == 192
+    assert hopper.table_tile(problem(**long, blocks=MaskBlocks(128, 128, True))).block_m == 128
+    assert hopper.table_tile(problem(**long, has_score_mod=True)).block_m == 128
+
+
+@pytest.mark.parametrize(("queries", "rows"), [(192, 192), (197, 128), (1024, 128), (2048, 192)])
+def test_three_consumers_only_where_they_pad_little(queries, rows):
+    assert hopper.table_tile(problem(query_len=queries)).block_m == rows
 
 
 def test_the_plan_names_the_kernel_or_the_reason():
@@ -326,6 +332,10 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         ),
         (
             {"batch": 16, "query_len": 512},
+            "below 1025 queries its setup and post-processing dominate",
+        ),
+        (
+            {"batch": 16, "query_len": 512, "head_dim": 128},
             "below 1024 queries its setup and post-processing dominate",
         ),
         (
