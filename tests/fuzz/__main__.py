@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
+import itertools
+import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -25,6 +29,9 @@ BACKENDS = {
     "eager": "eager", "traced": "aot_eager", "compiled": "inductor", "interpreted": "interpreter",
 }  # fmt: skip
 MODES = (*BACKENDS, "offline")
+# Lines that one of several processes prints for the first.
+STARTED, COUNTED = "started ", "counted "
+Found = collections.defaultdict[str, list[int]]  # numbers of problems, by what came of them
 
 
 def arguments() -> argparse.Namespace:
@@ -38,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--count", type=int, default=0, help="at most so many problems")
     parser.add_argument("--seed", type=int, help="the first problem; FLEXHOP_FUZZ_SEED likewise")
+    parser.add_argument("--first", type=int, nargs="+", default=[], help="problems before these")
     parser.add_argument("--only", type=int, help="one problem, with its traceback")
     parser.add_argument("--shrink", type=int, help="one problem, and the smallest like it")
     parser.add_argument(
@@ -74,7 +82,8 @@ def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
         refusals = [e for e in _chain(error) if isinstance(e, FlexhopError)]
         status = "refused" if refusals else status
         error = refusals[0] if refusals else error
-        return status, f"{type(error).__name__}: {str(error)[:300]}"
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        return status, f"{type(error).__name__}: {lines[0][:300]}"
     return "right", ""
 
 
@@ -104,27 +113,65 @@ def is_large(args: argparse.Namespace) -> bool:
     return args.mode == "offline" or args.device == "cuda"
 
 
-def run(args: argparse.Namespace) -> collections.Counter[str]:
+def run(args: argparse.Namespace) -> Found:
     """Problems of this process until the time is up; failures are printed when they happen."""
     part, parts = map(int, args.part.split("/"))
-    end, counts = time.monotonic() + 60 * args.minutes, collections.Counter[str]()
-    seed = args.seed + part
-    while time.monotonic() < end and not (args.count and sum(counts.values()) >= args.count):
+    end, found = time.monotonic() + 60 * args.minutes, Found(list)
+    fresh = itertools.count(args.seed + part, parts)
+    for number, seed in enumerate(itertools.chain(args.first[part::parts], fresh)):
+        if time.monotonic() > end or (args.count and number >= args.count):
+            break
         problem = draw(seed, large=is_large(args))
+        if parts > 1:
+            print(f"{STARTED}{seed}", flush=True)
         status, note = verdict(args, seed, problem)
-        counts[status] += 1
+        found[status].append(seed)
         if note:
             print(f"--only {seed} {status} {note}\n    {problem.words()}", flush=True)
-        seed += parts
-    return counts
+    return found
 
 
-def spread(args: argparse.Namespace) -> int:
-    """Several processes, each with its share of the numbers."""
+def spread(args: argparse.Namespace) -> Found:
+    """Several processes, each with its share of the numbers; their logs are kept apart."""
     command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:], "--seed", str(args.seed)]
+    environment = {"FLEXHOP_PROGRESS": "0"} | os.environ
     parts = [[*command, "--part", f"{i}/{args.procs}"] for i in range(args.procs)]
-    running = [subprocess.Popen(part) for part in parts]
-    return max(process.wait() for process in running)
+    with concurrent.futures.ThreadPoolExecutor(args.procs) as pool:
+        shares = list(pool.map(lambda part: _follow(part, environment), parts))
+    found = Found(list)
+    for status, seeds in itertools.chain.from_iterable(share.items() for share in shares):
+        found[status] += seeds
+    return found
+
+
+def _follow(command: list[str], environment: dict[str, str]) -> Found:
+    """Run one process and print its failures; a problem that ends the process is a crash."""
+    found, last = Found(list), -1
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(STARTED):
+                last = int(line.removeprefix(STARTED))
+            elif line.startswith(COUNTED):
+                found.update(json.loads(line.removeprefix(COUNTED)))
+            else:
+                print(line, end="", flush=True)
+        if process.wait() not in (0, 1):
+            log.seek(0)
+            found["crash"].append(last)
+            print(f"--only {last} crash {process.returncode}\n{log.read()[-600:]}", flush=True)
+    return found
+
+
+def summary(found: Found) -> str:
+    """How many problems there were, what came of them, and the numbers of those that failed."""
+    counts = {status: len(seeds) for status, seeds in found.items()}
+    lines = [f"{sum(counts.values())} problems: {counts}"]
+    lines += [f"{s}: {sorted(found[s])}" for s in ("wrong", "error", "crash") if found[s]]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -145,10 +192,12 @@ def main() -> int:
         return 0
     if args.procs > 1 and args.part == "0/1":
         print(f"problems from {args.seed} on, {args.mode} on {args.device}", flush=True)
-        return spread(args)
-    counts = run(args)
-    print(f"{args.mode} from {args.seed}, part {args.part}: {dict(counts)}", flush=True)
-    return int(bool(counts["wrong"] + counts["error"]))
+        found = spread(args)
+    else:
+        found = run(args)
+    is_part = args.part != "0/1"
+    print(COUNTED + json.dumps(found) if is_part else summary(found), flush=True)
+    return int(any(found[status] for status in ("wrong", "error", "crash")))
 
 
 if __name__ == "__main__":

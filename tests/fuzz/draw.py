@@ -138,12 +138,21 @@ def _options(r: random.Random, plan: Plan, large: bool) -> tuple[tuple[str, Any]
         chosen["prescale_qk"] = True
     is_half = plan.dtype in (torch.bfloat16, torch.float16)
     if large and is_half and not plan.reads_cache and r.random() < 0.3:
-        chosen["backend"] = "hopper"
+        if _suits_hopper(plan):  # others would be refused
+            chosen["backend"] = "hopper"
     elif r.random() < 0.3:
         chosen["backend"] = "triton"
     if plan.dtype == torch.float32 and r.random() < 0.3:
         chosen["float32_precision"] = r.choice(["ieee", "tf32"]) if large else "ieee"
     return tuple(chosen.items())
+
+
+def _suits_hopper(plan: Plan) -> bool:
+    widths = (plan.shape.head_dim, plan.shape.value_head_dim)
+    is_aligned = all(33 <= n <= 256 and n % 8 == 0 for n in widths)
+    is_aligned = is_aligned and {*plan.layouts} <= {"contiguous", "bshd"}
+    has_blocks = plan.block_size == (128, 128) or plan.family == "packed"
+    return is_aligned and has_blocks and not plan.dropout
 
 
 def _consistent(plan: Plan) -> Plan:

@@ -18,6 +18,12 @@ from tests.fuzz.problem import Problem
 Parts = dict[str, Tensor]
 
 
+def truncates(problem: Problem) -> bool:
+    """Whether products drop the bits of fp32 that TF32 lacks; only GPUs have TF32."""
+    asked = dict(problem.plan.options).get("float32_precision") == "tf32"
+    return asked and problem.device.type == "cuda"
+
+
 class Segment(NamedTuple):
     """Rows that see keys: all of a dense call, or a sequence.
 
@@ -103,7 +109,8 @@ def compute(problem: Problem, dtype: torch.dtype | None, formula: Formula = "pla
     """
     copied = copy_problem(problem, dtype)
     plan, parts = copied.plan, segments(copied)
-    dense = [_attend(copied, part, formula) for part in parts]
+    is_short = dtype is None and truncates(problem)
+    dense = [_attend(copied, part, formula, is_short) for part in parts]
     leaves = [(d.out.detach(), d.lse.detach()) for d in dense]
     for out, lse in leaves:
         out.requires_grad_(), lse.requires_grad_()
@@ -121,7 +128,8 @@ def compute(problem: Problem, dtype: torch.dtype | None, formula: Formula = "pla
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _attend(problem: Problem, part: Segment, formula: Formula) -> Dense:
+def _attend(problem: Problem, part: Segment, formula: Formula, is_short: bool) -> Dense:
+    """Attention of one segment; is_short: with TF32 products."""
     plan, shape = problem.plan, problem.plan.shape
     score_mod, mask_mod = problem.score_mod(), problem.mask_mod()
     has_keys = part.key.size(2) > 0
@@ -143,7 +151,7 @@ def _attend(problem: Problem, part: Segment, formula: Formula) -> Dense:
         part.query, part.key, part.value,
         None if score_mod is None else _from(score_mod, part.first, 1), visible,
         1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale,
-        formula=formula, factors=factors,
+        formula=formula, factors=factors, truncates=is_short,
     )  # fmt: skip
 
 
