@@ -168,6 +168,25 @@ RULES: tuple[Rule, ...] = (
         },
         measured=False,
     ),
+    # Chosen without spills.
+    Rule(
+        "second orders on sm_90, captured tensors",
+        lambda p: is_sm90(p) and p.has_captured_grads,
+        {"jvp_grad_query": {64: Tile(64, 32, 4, 1)}},
+        measured=False,
+    ),
+    # Four warps share products of 64 rows; eight halve them, and fill a multiprocessor alone.
+    # Measured beside other work: query and value. Chosen without spills: key.
+    Rule(
+        "second orders on sm_90",
+        is_sm90,
+        {
+            "jvp_grad_query": {64: Tile(64, 64, 4, 1)},
+            "jvp_grad_key": {64: Tile(32, 64, 4, 1)},
+            "jvp_grad_value": {64: Tile(64, 64, 4, 1)},
+        },
+        measured=False,
+    ),
     # One-byte elements, and pages that are looked up per key: threads' instructions dominate the
     # work per tile, and fewer warps repeat fewer of them. Two programs share a multiprocessor:
     # tiles have equal bytes.
