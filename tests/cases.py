@@ -580,6 +580,8 @@ DECODE = [
 
 OPTIONS = [
     Case("prescaled", mask=plain(causal), options=KernelOptions(forward=TINY, prescale_qk=True), lse=True),
+    Case("prescaled_fp16", shape=Shape(head_dim=40, value_head_dim=40), dtype=FP16, lse=True,
+         options=KernelOptions(forward=TINY, prescale_qk=True)),
     Case("rows_safe", mask=plain(causal), options=KernelOptions(rows_guaranteed_safe=True)),
     Case("tf32", mask=plain(causal), options=KernelOptions(float32_precision="tf32")),
 ]  # fmt: skip

@@ -147,10 +147,12 @@ def _attend(problem: Problem, part: Segment, formula: Formula, is_short: bool) -
     if plan.dropout:
         kept = _kept(problem, part) if has_keys else visible
         factors = kept.to(torch.float32) / (1 - plan.dropout)
+    query, scale = part.query, 1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale
+    if formula != "plain" and dict(plan.options).get("prescale_qk"):
+        query, scale = query * scale, 1.0  # the option rounds the product
     return dense_attention(
-        part.query, part.key, part.value,
-        None if score_mod is None else _from(score_mod, part.first, 1), visible,
-        1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale,
+        query, part.key, part.value,
+        None if score_mod is None else _from(score_mod, part.first, 1), visible, scale,
         formula=formula, factors=factors, truncates=is_short,
     )  # fmt: skip
 
