@@ -134,8 +134,8 @@ def _traced(formula: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph
         return make_fx(formula, decomposition_table=select_decomp_table())(*fakes)
 
 
-def trace_fresh(function: Callable[..., torch.Tensor], likes: Sequence[Any]) -> Any:
-    """The graph of a function of tensors like these, each a separate input."""
+def trace_fresh(function: Callable[..., Any], likes: Sequence[Any]) -> Any:
+    """The graph of a function (a tensor or a tuple of them) of inputs like these."""
     with V.fake_mode:
         fresh = [
             torch.empty(t.shape, dtype=t.dtype, device=t.device)

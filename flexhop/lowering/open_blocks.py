@@ -72,19 +72,20 @@ def lower_unknown_blocks(*operands: Any) -> tuple[Any]:
     args = UnknownArgs(*operands)
     if inductor.device_of(args.states).type == "cpu":
         return _loop(args)
-    device, size = inductor.device_of(args.states), args.states.get_size()
+    states: Any = args.states
+    device, size = inductor.device_of(states), states.get_size()
     layout = inductor.contiguous_layout(device, torch.int8, size)
     sizes = UnknownArgs(*inline.fake_operands()).sizes
     graph = wrap_reads(kernel_graph(args.mask_mod, INDICES), index_ranges(0, sizes))
     indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
     captures = inductor.realize(args.captures)
     buffers = inductor.lower_pointwise(graph, [*indices, *captures], "mask_mod")
-    inputs = [inductor.contiguous(args.states), inductor.contiguous(args.lengths)]
+    inputs = [inductor.contiguous(states), inductor.contiguous(args.lengths)]
     output, subgraphs = Output(layout, size), inductor.Subgraphs(buffers)
     made = {"num_warps": _WARPS, "num_stages": 1, **dataclasses.asdict(constants(args.block))}
     choices = fill(_TEMPLATE, inputs, output, [made], subgraphs)
-    operands = [*inputs, *captures]
-    return (select(_TEMPLATE.name, choices, operands, output, subgraphs, captures),)
+    told = [*inputs, *captures]
+    return (select(_TEMPLATE.name, choices, told, output, subgraphs, captures),)
 
 
 def _loop(args: UnknownArgs) -> tuple[Any]:
