@@ -35,9 +35,6 @@ from flexhop.ops.program import read_step
 
 aten = torch.ops.aten
 OPERANDS = ("query", "key", "value")
-# Number of the first subgraph for captured gradients in the kernels, after score_mod, mask_mod,
-# and two derivatives of score_mod.
-_FIRST_SUM = 4
 _SECOND: dict[str, Kernel] = {
     "query": "jvp_grad_query", "key": "jvp_grad_key", "value": "jvp_grad_value",
 }  # fmt: skip
@@ -208,11 +205,12 @@ def _emit_grads(
     found: dict[Wanted, Any] = {}
     for kind in ("grad", "grad_dot"):
         wanted = {w: at for at, w in enumerate(second.results) if w.kind == kind}
-        if wanted and kind == "grad":
-            alone = tangents._replace(dots={})
-            found |= _emit_kind(_Backward(alone, _own_tangent(rows), functions), wanted)
-        elif wanted:
-            found |= _emit_kind(_Backward(tangents, rows, functions), wanted)
+        if not wanted:
+            continue
+        backward = _Backward(tangents, rows, functions)
+        if kind == "grad":
+            backward = _Backward(tangents._replace(dots={}), _own_tangent(rows), functions)
+        found |= _emit_kind(backward, wanted)
     for position, w in enumerate(second.results):
         if w.kind == "dot":
             strides = inductor.as_expressions(inductor.output_meta()[position].stride())
@@ -244,10 +242,10 @@ def _emit_kind(backward: _Backward, wanted: Mapping[Wanted, int]) -> dict[Wanted
 def _reads(backward: _Backward) -> Reads:
     assert backward.functions.sums is not None
     graph, sites, _ = backward.functions.sums
-    # Subgraphs of the kernel: score_mod, mask_mod, their derivatives, then values and indices.
-    first = _FIRST_SUM - 1  # without the first output of the graph
     shared = backward.tangents.shared
-    return Reads(graph, sites, shared.captures, first, is_exact=shared.problem.is_deterministic)
+    # Subgraphs of the kernel: score_mod, mask_mod, two derivatives of score_mod, then the outputs
+    # of the graph but the first, which no kernel calls: output 1 is number 4.
+    return Reads(graph, sites, shared.captures, 3, is_exact=shared.problem.is_deterministic)
 
 
 def _has_lists(args: DerivativeArgs, second: Second) -> bool:

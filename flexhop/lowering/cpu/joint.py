@@ -16,16 +16,15 @@ from flexhop.lowering.cpu.mods import (
     STEP,
     Mods,
     inputs_of,
-    placeholders,
     value_of,
 )
+from flexhop.lowering.emission.sums import Reads, make_sums
 from flexhop.lowering.mods.analysed import JOINT, kernel_graph
 from flexhop.lowering.mods.captured import read_by
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import position_ranges, read_joint
+from flexhop.lowering.mods.lower import position_ranges, read_joint, score_inputs
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
-_MANY_READS = 64  # scores per entry of a captured tensor, from which sums are fp64
 _ALONG = {"head": "NOTHING", "key": "KEYS", "query": "QUERIES"}
 
 
@@ -49,20 +48,13 @@ def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
         return Joint((), (), {}, ())
     device = inductor.device_of(args.query)
     graph = wrap_reads(kernel_graph(args.joint, JOINT), position_ranges(1), sites)
-    inputs = placeholders(device, "grad_score")
+    inputs = score_inputs(device, "grad_score")
     buffers = inductor.lower_pointwise(
         graph, [*inputs, *mods.score_captures], "the gradient of score_mod"
     )
-    query: Any = args.query
-    key: Any = args.key
-    batch, heads, queries, _ = map(inductor.hint, query.get_size())
-    scores = batch * heads * queries * inductor.hint(key.get_size()[2])
-    sums = {}
-    for capture in sorted({site.capture for site in sites}):
-        like = args.score_captures[capture]
-        many = scores >= _MANY_READS * inductor.hint(like.get_numel())
-        dtype = torch.float64 if many else torch.float32
-        sums[capture] = inductor.zeros(like.get_size(), dtype, device)
+    # No first subgraph, because C++ calls the functions by name; its sums are ordered otherwise.
+    reads = Reads(args.joint, sites, args.score_captures, 0, is_exact=False)
+    sums = make_sums(reads, args.query, args.key)
     along = [_ALONG.get(read_by(args.joint, site), "BOTH") for site in sites]
     return Joint(buffers, sites, sums, along)
 

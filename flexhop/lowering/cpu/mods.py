@@ -15,7 +15,13 @@ from flexhop.compat.cpp_kernel import Printer, Stored
 from flexhop.compat.inductor import ops
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import INDEX_NAMES, is_all_true, is_identity, position_ranges
+from flexhop.lowering.mods.lower import (
+    INDEX_NAMES,
+    is_all_true,
+    is_identity,
+    position_ranges,
+    score_inputs,
+)
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 
 PLACE = """
@@ -52,13 +58,6 @@ class Mods(NamedTuple):
         return [one for one in self.captures if inductor.is_ir(one)]
 
 
-def placeholders(device: torch.device, *more: str) -> list[Any]:
-    """Inputs of a score_mod, then scores of other names."""
-    scores = [inductor.placeholder(name, torch.float32, device) for name in ("score", *more)]
-    indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
-    return [scores[0], *indices, *scores[1:]]
-
-
 def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None = None) -> Mods:
     """Lower score_mod and mask_mod.
 
@@ -70,7 +69,7 @@ def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None =
         ModLoweringError: a function cannot be computed for one score.
     """
     device = inductor.device_of(args.query)
-    first, *indices = placeholders(device)
+    first, *indices = score_inputs(device)
     captures = [
         _with_storage(group, device) for group in (args.score_captures, args.mask_captures)
     ]

@@ -54,7 +54,7 @@ def lower_mods(
 ) -> ModBuffers:
     """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
     score_graph, mask_graph = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
-    first, *indices = _score_inputs(device)
+    first, *indices = score_inputs(device)
     fast_score = float_positions(wrap_reads(score_graph, position_ranges(1, sizes)))
     (score_buffer,) = inductor.lower_pointwise(
         fast_score, [first, *indices, *captures[0]], "score_mod"
@@ -69,14 +69,18 @@ def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tup
     graph = kernel_graph(score, SCORE)
     parts = (part or zero(graph) for part in key_line(graph) or (None, None))
     safe_parts = [wrap_reads(part, position_ranges(1)) for part in parts]
-    inputs = [*_score_inputs(device), *captures]
+    inputs = [*score_inputs(device), *captures]
     return tuple(inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in safe_parts)
 
 
-def _score_inputs(device: torch.device) -> list[Any]:
-    """Score and indices, with the templates' names."""
-    indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
-    return [inductor.placeholder("score", torch.float32, device), *indices]
+def score_inputs(device: torch.device, *more: str) -> list[Any]:
+    """Inputs of a function of one score: score and indices, then numbers of these names.
+
+    The names are those of the variables in templates.
+    """
+    first, *rest = (inductor.placeholder(n, torch.float32, device) for n in ("score", *more))
+    indices = (inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES)
+    return [first, *indices, *rest]
 
 
 def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
@@ -155,11 +159,7 @@ def lower_joint(
     device: torch.device, joint: Any, captures: Sequence[Any], sites: Sequence[Site]
 ) -> list[Any]:
     """Lower the joint graph: gradient of the score, then values and indices of the sites."""
-    names = ("score", *INDEX_NAMES, "grad_score")
-    inputs = [
-        inductor.placeholder(n, torch.int32 if n in INDEX_NAMES else torch.float32, device)
-        for n in names
-    ]
+    inputs = score_inputs(device, "grad_score")
     graph = wrap_reads(kernel_graph(joint, JOINT), position_ranges(1), sites)
     return inductor.lower_pointwise(
         float_positions(graph), [*inputs, *captures], "the gradient of score_mod"

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from flexhop.compat import inductor, inline, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges, value_of
+from flexhop.lowering.mods.lower import position_ranges, score_inputs, value_of
 from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import float_positions
 from flexhop.ops.reads import NUM_SCORE_INPUTS
@@ -29,11 +29,7 @@ def lower_push(
         captures: its captures, lowered.
         moved: tangents of captured tensors, lowered, by position.
     """
-    names = ("score", *INDEX_NAMES, "score_dot")
-    inputs = [
-        inductor.placeholder(n, torch.int32 if n in INDEX_NAMES else torch.float32, device)
-        for n in names
-    ]
+    inputs = score_inputs(device, "score_dot")
     graph = trace_push(graph_of(score), sorted(moved))
     safe = wrap_reads(graph, position_ranges(1))
     tangents = [moved[i] for i in sorted(moved)]
@@ -58,11 +54,7 @@ def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any
 
     Args: see `lower_push`.
     """
-    names = ("score", *INDEX_NAMES, "score_dot", "grad_score")
-    inputs = [
-        inductor.placeholder(n, torch.int32 if n in INDEX_NAMES else torch.float32, device)
-        for n in names
-    ]
+    inputs = score_inputs(device, "score_dot", "grad_score")
     graph = smooth(graph_of(score))
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
 

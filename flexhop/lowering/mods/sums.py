@@ -12,14 +12,12 @@ from flexhop.compat import inductor, inline, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.analysed import JOINT, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import INDEX_NAMES, position_ranges
+from flexhop.lowering.mods.lower import position_ranges, score_inputs
 from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import float_positions
 from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
 from flexhop.ops.smooth import smooth
-
-_FLOATS = ("score", "grad_score", "score_dot", "grad_dot")
 
 
 class Sums(NamedTuple):
@@ -49,13 +47,9 @@ def lower_sums(
         UnsupportedFeatureError: one is read in other ways than ops/reads.py says.
     """
     graph, sites = _trace_sums(graph_of(score), wanted)
-    named = {
-        n: inductor.placeholder(n, torch.float32 if n in _FLOATS else torch.int32, device)
-        for n in (*_FLOATS, *INDEX_NAMES)
-    }
-    first = [named[n] for n in ("score", *INDEX_NAMES, "grad_score")]
+    *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")
     count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2
-    inputs = [*first, *captures[:count], named["score_dot"], named["grad_dot"]]
+    inputs = [*first, *captures[:count], score_dot, grad_dot]
     safe = wrap_reads(kernel_graph(graph, JOINT), position_ranges(1), sites)
     functions = inductor.lower_pointwise(
         float_positions(safe), inputs, "the second derivative of score_mod"
