@@ -31,6 +31,7 @@ __all__ = [
     "compile_source",
     "local_accesses",
     "product_notes",
+    "wrong_products",
 ]
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -57,6 +58,7 @@ class Cubin:
         mma: warp-level matrix products in the PTX (sm_80 and later).
         wgmma: warpgroup-level matrix products (sm_90).
         tcgen05: tensor-memory matrix products (sm_100).
+        ir: Triton's text with layouts, the last before LLVM's.
         ptx: assembly text.
         binary: the cubin.
         log: ptxas's, with -v. Empty if Triton found the kernel in its cache on disk.
@@ -72,6 +74,7 @@ class Cubin:
     mma: int
     wgmma: int
     tcgen05: int
+    ir: str = dataclasses.field(repr=False)
     ptx: str = dataclasses.field(repr=False)
     binary: bytes = dataclasses.field(repr=False)
     log: str = dataclasses.field(repr=False)
@@ -201,6 +204,7 @@ def _inspect(compiled: CompiledKernel, architecture: int, log: str) -> Cubin:
         local=counts["LOCAL"],
         shared=compiled.metadata.shared,
         spills=local_accesses(_sass(binary)),
+        ir=compiled.asm["ttgir"],
         ptx=ptx,
         binary=binary,
         log=log,
@@ -214,6 +218,21 @@ def product_notes(cubin: Cubin) -> list[str]:
     Such a kernel is correct but runs at a fraction of the speed, and Triton shows no notes.
     """
     return [line for line in (cubin.log or _assemble(cubin)).splitlines() if "(C75" in line]
+
+
+def wrong_products(cubin: Cubin) -> list[str]:
+    """Operands of products that Triton up to 3.7 computes wrongly, as it writes them.
+
+    An operand whose numbers come from narrower ones may be held for several products at once
+    (kWidth). With eight, and 16 numbers to add up, half of the sum is lost.
+    """
+    return sorted(set(_WRONG_OPERAND.findall(cubin.ir)))
+
+
+_WRONG_OPERAND = re.compile(
+    r"tensor<(?:\d+x16x\w+, #ttg\.dot_op<\{opIdx = 0|16x\d+x\w+, #ttg\.dot_op<\{opIdx = 1)"
+    r", parent = #mma\d*, kWidth = (?:8|16)\}>>"
+)
 
 
 def _assemble(cubin: Cubin) -> str:

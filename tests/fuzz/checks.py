@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
 
 from flexhop.offline import generate_code
-from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.cubin import Cubin, compile_kernel, wrong_products
 from flexhop.offline.interpret import Memory, interpret
 from tests.budgets import TF32, assert_within_budget
 from tests.fuzz.oracle import compute, loss_of, truncates
@@ -109,7 +109,10 @@ def compile_offline(
             capability=(architecture // 10, architecture % 10),
         )  # fmt: skip
         for kernel in generated.templates:
-            _compile(lambda kernel=kernel, of=architecture: compile_kernel(kernel, of), level)
+            cubin = _compile(
+                lambda kernel=kernel, of=architecture: compile_kernel(kernel, of), level
+            )
+            assert cubin is None or not wrong_products(cubin), (kernel.name, wrong_products(cubin))
             count += 1
     return count
 
@@ -118,12 +121,13 @@ class _FarEnough(Exception):
     """Triton has done its part."""
 
 
-def _compile(compiled: Callable[[], Any], level: str) -> None:
+def _compile(compiled: Callable[[], Cubin], level: str) -> Cubin | None:
     if level == "text":
-        return
+        return None
     with _stops_before_ptx() if level == "llvm" else contextlib.nullcontext():
         with contextlib.suppress(_FarEnough):
-            compiled()
+            return compiled()
+    return None
 
 
 @contextlib.contextmanager

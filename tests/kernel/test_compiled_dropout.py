@@ -10,7 +10,7 @@ import torch
 import flexhop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.offline import Kernel, generate_code
-from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.cubin import compile_kernel, wrong_products
 
 MARKS = ("attend_blocks", "attend_share", "grad_query_blocks", "grad_key_value_blocks")
 
@@ -48,6 +48,30 @@ def test_kernels_fit(architecture, width):
         cubin = compile_kernel(kernel, architecture)
         assert cubin.shared <= limit, name
         assert not cubin.spills, name
+
+
+@pytest.mark.slow
+def test_short_sums_keep_all_their_terms():
+    """A mask that reads flags, and dropout: tiles of 16 queries and 16 keys."""
+    query = torch.zeros(1, 1, 64, 192, requires_grad=True)
+    flags = torch.zeros(64, dtype=torch.bool)
+    options = flexhop.KernelOptions(backend="triton", float32_precision="tf32")
+
+    def attend(q, flags, seed):
+        mask = flexhop.create_block_mask(
+            lambda b, h, q, k: flags[(q - k).abs()], None, None, 64, 64, device=q.device
+        )
+        return flexhop.flex_attention(
+            q, q, q, block_mask=mask, dropout_p=0.5, dropout_seed=seed, kernel_options=options
+        )
+
+    generated = generate_code(
+        attend, query, flags, torch.tensor([1, 2]), grad=True, capability=(9, 0)
+    )
+    tiles = [(k.constants["BLOCK_M"], k.constants["BLOCK_N"]) for k in generated.templates]
+    assert (16, 16) in tiles
+    for kernel in generated.templates:
+        assert not wrong_products(compile_kernel(kernel, 90)), kernel.name
 
 
 @pytest.mark.slow
