@@ -26,19 +26,26 @@ from flexhop.ops.forward import attention
 from flexhop.ops.sharding import SLOT
 
 
-def install(*, lowering: bool = False) -> None:
+def install(*, lowering: bool = False, workers: bool = False) -> None:
     """Register flexhop with PyTorch: the operators now, the lowerings with the first graph.
 
     Args:
         lowering: register the lowerings now. Graphs that do not come through Dynamo need this,
             such as a loaded exported program that is compiled. It imports Inductor, which takes
             seconds.
+        workers: register the lowerings, and start the processes in which Inductor compiles
+            kernels. They start in the background while a program loads its weights, say. The
+            first compiled call then need not wait for them, which saves five to eight seconds.
 
     Later calls have no effect.
     """
     _install_operators()
-    if lowering:
+    if lowering or workers:
         _install_lowerings()
+    if workers:
+        from flexhop.compat.warm import start_workers
+
+        start_workers()
 
 
 @functools.cache

@@ -8,10 +8,11 @@ compilation fails, Inductor compiles as usual. Names are the same in torch 2.11 
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -163,13 +164,31 @@ def _submit(name: str, source: str) -> Future[int]:
     folders = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {folder: os.environ[folder] for folder in folders if folder in os.environ}
     if get_compile_threads() > 1:
-        return AsyncCompile.process_pool().submit(compile_by_worker, load, environment)
+        return _send(partial(compile_by_worker, load, environment))
     job: Future[int] = Future()
     try:
         job.set_result(compile_here(load))
     except Exception as error:  # as a worker returns it
         job.set_exception(error)
     return job
+
+
+def _send(compile_kernel: Callable[[], int]) -> Future[int]:
+    """Have a worker compile, without waiting for workers that are still starting.
+
+    The pipe to them is shorter than a kernel's text, and they read nothing for the five seconds in
+    which they import PyTorch.
+    """
+    is_ready = AsyncCompile.use_process_pool()
+    submit = AsyncCompile.process_pool().submit
+    if is_ready:
+        return submit(compile_kernel)
+    return _sender().submit(lambda: submit(compile_kernel).result())
+
+
+@functools.cache
+def _sender() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST, thread_name_prefix="flexhop-sender")
 
 
 def finish(choice: Any) -> None:

@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from flexhop.compat import launcher
 
-__all__ = ["warm_workers"]
+__all__ = ["start_workers", "warm_workers"]
 
 _NEEDED = (
     "triton.compiler.code_generator",
@@ -29,6 +29,12 @@ _NEEDED = (
     "flexhop.compat.gluon_runtime",
 )
 _last: list[float] = []  # when workers were last warmed
+
+
+def start_workers() -> None:
+    """Start Inductor's workers if they do not run; this returns before they have."""
+    if get_compile_threads() > 1:
+        AsyncCompile.use_process_pool()
 
 
 def warm_workers(*modules: str) -> None:

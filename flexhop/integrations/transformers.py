@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from flexhop import install
 from flexhop.attention import flex_attention
 from flexhop.block_mask import BlockMask
 from flexhop.block_mask.fields import TENSOR_FIELDS
@@ -43,7 +44,12 @@ def register(name: str = NAME, *, compiled: bool = True) -> None:
         name: name of the implementation.
         compiled: False runs the reference in plain PyTorch, for debugging. A model under
             `torch.compile` is compiled in either case.
+
+    If there is a GPU, this imports the compiler and starts its processes, which takes a few
+    seconds. The first step of a model then need not wait for them.
     """
+    if compiled and torch.cuda.is_available():
+        install(workers=True)
     AttentionInterface.register(name, attention if compiled else uncompiled_attention)
     AttentionMaskInterface.register(name, block_mask)
 

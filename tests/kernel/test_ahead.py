@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -133,6 +134,35 @@ def test_backward_waits_for_workers_that_it_will_ask(
     _generate()
     assert len(begun) == 1
     assert waited == (list(ahead._jobs.values()) if is_ready else [])
+
+
+class _StartingPool:
+    """Workers that are starting: whoever sends them a kernel waits for `started`."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+
+    def use_process_pool(self) -> bool:
+        return False
+
+    def process_pool(self) -> SimpleNamespace:
+        return SimpleNamespace(submit=self._submit)
+
+    def _submit(self, job: Any) -> Future[int]:
+        assert self.started.wait(30)
+        done: Future[int] = Future()
+        done.set_result(16)
+        return done
+
+
+def test_nothing_waits_for_workers_that_are_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = _StartingPool()
+    monkeypatch.setattr(ahead, "AsyncCompile", pool)
+    monkeypatch.setattr(ahead, "get_compile_threads", lambda: 2)
+    job = ahead._submit("kernel", "text")
+    assert not job.done()
+    pool.started.set()
+    assert job.result(30) == 16
 
 
 def test_failure_is_left_to_inductor(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import flexhop
 from flexhop import lowering
 from flexhop.compat import launcher, warm
 from flexhop.lowering.hopper import versions
@@ -48,6 +49,13 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> _Workers:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(versions, "obstacle", lambda: "")
     return pool
+
+
+def test_workers_start_when_asked(workers: _Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the first graph, and before CUDA is initialised."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    flexhop.install(workers=True)
+    assert workers.asked == ["ready"]
 
 
 def test_every_worker_imports(workers: _Workers) -> None:
