@@ -40,12 +40,14 @@ def install(*, lowering: bool = False, workers: bool = False) -> None:
     Later calls have no effect.
     """
     _install_operators()
-    if lowering or workers:
-        _install_lowerings()
     if workers:
+        # First: they start while this process imports the rest.
         from flexhop.compat.warm import start_workers
 
         start_workers()
+        _load_trackers()
+    if lowering or workers:
+        _install_lowerings()
 
 
 @functools.cache

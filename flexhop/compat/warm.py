@@ -18,6 +18,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
 from flexhop.compat import launcher
 
@@ -32,9 +33,18 @@ _last: list[float] = []  # when workers were last warmed
 
 
 def start_workers() -> None:
-    """Start Inductor's workers if they do not run; this returns before they have."""
-    if get_compile_threads() > 1:
-        AsyncCompile.use_process_pool()
+    """Start Inductor's workers if they do not run; this returns before they do.
+
+    Meanwhile, this process does what it would do for its first kernel: half a second of reading
+    Triton's files, which are part of every cache key, and imports.
+    """
+    if get_compile_threads() <= 1:
+        return
+    AsyncCompile.use_process_pool()
+    if HAS_TRITON:
+        triton_key()
+        for module in _NEEDED:
+            import_module(module)
 
 
 def warm_workers(*modules: str) -> None:
