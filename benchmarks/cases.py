@@ -99,6 +99,10 @@ SHAPES: tuple[Case, ...] = (
     Case("blocks-128-16k", 2, 16, 16, 16384, 128, "random_blocks"),
     Case("blocks-64-16k", 2, 16, 16, 16384, 128, "random_blocks", block=64),
     Case("blocks-32-16k", 2, 16, 16, 16384, 128, "random_blocks", block=32),
+    Case("blocks-16-16k", 2, 16, 16, 16384, 128, "random_blocks", block=16),
+    Case("blocks-64-16k-gqa", 2, 16, 4, 16384, 128, "random_blocks", block=64),
+    Case("blocks-32-16k-gqa", 2, 16, 4, 16384, 128, "random_blocks", block=32),
+    Case("blocks-16-16k-gqa", 2, 16, 2, 16384, 128, "random_blocks", block=16),
 )
 SUITES = {"usual": CASES, "unusual": UNUSUAL, "shapes": SHAPES}
 QUICK = ("causal-2k-d128", "causal-8k-d256", "document-16k", "rel-bias-4k")

@@ -82,6 +82,23 @@ def first_call_table(results: list[Result]) -> list[str]:
     return lines
 
 
+def block_table(results: list[Result]) -> list[str]:
+    """Lines of the table of small mask blocks: flexhop's speed per visited area over that of
+    blocks of 128; none if those were not timed."""
+    timed = [r for r in results if r["case"].startswith("blocks-")]
+    large = next((r for r in timed if r["case"].startswith("blocks-128-")), None)
+    if large is None:
+        return []
+    lines = [row(["case", "fwd", "bwd"]), row(["---", "---:", "---:"])]
+    for result in timed:
+        cells = []
+        for direction in ("fwd", "bwd"):
+            own, whole = (tflops(r, direction, "flexhop") for r in (result, large))
+            cells.append(cell(None if own is None or whole is None else own / whole, 2))
+        lines.append(row([result["case"], *cells]))
+    return ["## Speed per visited area over that of blocks of 128", "", *lines, ""]
+
+
 def failures(results: list[Result]) -> list[str]:
     """One line for everything that failed or was wrong."""
     lines = [f"- {r['case']}: {r['error']}" for r in results if "error" in r]
@@ -98,6 +115,7 @@ def markdown(results: list[Result], machine: str, names: tuple[str, ...]) -> str
     for direction, title in titles.items():
         if direction in shown:
             lines += [f"## {title}", "", *direction_table(results, direction, names), ""]
+    lines += block_table(results)
     lines += ["## First call, cold, seconds", "", *first_call_table(results), ""]
     if failed := failures(results):
         lines += ["## Not measured", "", *failed, ""]

@@ -17,8 +17,7 @@ import torch
 import flexhop
 from flexhop.compat.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import forward as hopper
-from flexhop.lowering.hopper import versions
+from flexhop.lowering.hopper import tiles, versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.masks import causal
@@ -110,7 +109,7 @@ def build_hopper(dims: tuple[int, int], length: int, is_causal: bool) -> Hopper:
     cubin = compile_kernel(generated.kernel_with("consume"), 90)
     blocks = MaskBlocks(128, 128, has_full=True) if is_causal else None
     call = problem(90, width, value_head_dim=value_width, blocks=blocks)
-    estimate = hopper.shared_memory(call, hopper.table_tile(call))
+    estimate = tiles.shared_memory(call, tiles.table_tile(call))
     return Hopper(cubin, estimate, product_notes(cubin))
 
 

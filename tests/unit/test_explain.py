@@ -147,7 +147,9 @@ def test_reasons_say_where_a_tile_comes_from():
     assert chosen.forward.tile == tile
     assert "your kernel_options" in chosen.forward.reason
     assert "table for sm_90" in chosen.backward[0].reason
-    small = flexhop.explain(*operands(), block_mask=causal_mask(BLOCK_SIZE=32))
+    options = flexhop.KernelOptions(backend="triton")
+    mask = causal_mask(BLOCK_SIZE=32)
+    small = flexhop.explain(*operands(), block_mask=mask, kernel_options=options)
     assert "divide the mask's blocks of 32 x 32" in small.forward.reason
 
 

@@ -13,6 +13,7 @@ from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.hopper import forward
 from flexhop.lowering.hopper.emit import emit_kernel
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
+from flexhop.lowering.hopper.tiles import shared_memory
 from flexhop.lowering.mods.lower import lower_line
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
@@ -42,12 +43,13 @@ class _Attention:
     ) -> tuple[KernelPlan, ...]:
         """The plan of the kernel, without the one that stores mask bits."""
         tile = forward.table_tile(problem)
-        tiles = -(-problem.query_len // tile.block_m) * problem.batch * problem.query_heads
+        heads = problem.batch * problem.query_heads // tile.heads
+        tiles = -(-problem.query_len // tile.block_m) * heads
         plan = KernelPlan(
             kernel="forward",
             tile=tile,
             reason="the Hopper kernel supports this call" + passed,
-            shared_memory=forward.shared_memory(problem, tile),
+            shared_memory=shared_memory(problem, tile),
             programs=min(problem.device.multiprocessors, tiles),
             constants=dataclasses.asdict(forward.constants(problem, options, tile)),
             notes=_NOTES,
@@ -66,7 +68,8 @@ class _Attention:
         lists = block_inputs(args, "kv", lse, args.query)
         counter = inductor.zeros([1], torch.int32, device)
         operands = (args.query, args.key, args.value)
-        words = emit_mask_bits(call, operands[:2], lists) or counter  # not read in this case
+        stored = forward.stored_bits(problem, tile)
+        words = emit_mask_bits(call, operands[:2], lists, stored) or counter  # then not read
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
         constants = forward.constants(problem, options, tile)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
-from flexhop.lowering.problem import Problem
+from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
 _ROWS = 64  # keys per consumer
@@ -93,10 +93,19 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     if "score" in problem.grad.captured_reads:
         yield "score_mod reads a captured tensor that needs a gradient at one entry per score"
     tile = table_tile(problem)
-    yield from forward.block_obstacles(problem.blocks, tile.block_m, tile.block_n)
+    yield from _block_obstacles(problem.blocks, tile.block_m, tile.block_n)
     if options.grad_query is not None or options.grad_key_value is not None:
         yield "kernel_options set a tile of the portable kernels"
     yield from filter(None, [versions.obstacle()])
+
+
+def _block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> Iterator[str]:
+    """Why the mask's blocks rule out a Hopper kernel with its tiles."""
+    if blocks is not None and (blocks.q_size % block_m or blocks.kv_size % block_n):
+        yield (
+            f"its tiles of {block_m} x {block_n} do not divide the mask's blocks of "
+            f"{blocks.q_size} x {blocks.kv_size}"
+        )
 
 
 def slower(problem: Problem) -> Iterator[str]:

@@ -20,6 +20,7 @@ def _grid(
     *, cdiv: Any, min: Any,
 ) -> tuple[Any, int, int]:  # fmt: skip
     """As many programs as run concurrently; each takes tiles of queries until none is left."""
+    heads = heads // meta["HEADS_PER_TILE"]
     return (min(programs, cdiv(length, meta["BLOCK_M"]) * batch * heads), 1, 1)
 
 

@@ -12,51 +12,28 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
+from flexhop.lowering.hopper.tiles import (
+    ROWS,
+    HopperTile,
+    block_obstacles,
+    gathers,
+    round_width,
+    stages_out,
+    table_tile,
+    wider,
+)
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.problem import MaskBlocks, Problem
+from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
-_ROWS = 64  # queries per consumer: a warpgroup issues products of 64 rows
 _LARGEST_WIDTH = 256
 # Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
 # at other widths; and above which score_mod needs the registers that could hold queries.
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 10, 20, 8
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
-# What three consumers may compute of what two compute: they gain less than this by themselves.
-_MOST_PADDING = 1.06
-# Barriers, and the consumers' tile indices.
-_SLACK = 1024
 # A slope is divided by the scale and must not become infinite.
 _SMALLEST_SCALE = 2.0**-20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HopperTile:
-    """What one program holds.
-
-    Args:
-        block_n: keys per step.
-        num_consumers: warpgroups, each with 64 queries.
-        num_slots: tiles of keys and of values loaded ahead.
-    """
-
-    block_n: int
-    num_consumers: int
-    num_slots: int
-
-    @property
-    def block_m(self) -> int:
-        """Queries per program."""
-        return _ROWS * self.num_consumers
-
-    def words(self) -> str:
-        """For reports."""
-        warps = 4 * self.num_consumers + 1
-        return (
-            f"{self.block_m} queries x {self.block_n} keys, "
-            f"{warps} warps (1 loads), {self.num_slots} slots"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +41,12 @@ class HopperForwardConstants(SharedConstants):
     """Constants of hopper/forward/kernel.py.jinja; names as in templates/README.md."""
 
     NUM_CONSUMERS: int
+    IS_SPLIT: bool
+    PACKED_HEADS: int
+    HEADS_PER_TILE: int
+    IS_GATHERED: bool
+    KV_BLOCKS: int
+    Q_BLOCKS: int
     Q_IN_REGISTERS: bool
     STAGE_OUT: bool
     SPARSE_KV_BLOCK_SIZE: int
@@ -81,7 +64,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the kernel does not support a call, most general reason first; empty if it does."""
     yield from operand_obstacles(problem, _LARGEST_WIDTH)
     tile = table_tile(problem)
-    yield from block_obstacles(problem.blocks, tile.block_m, tile.block_n)
+    yield from block_obstacles(problem, tile)
     if options.forward is not None:
         yield "kernel_options set a tile of the portable kernel"
     if options.short_queries == "decode":
@@ -117,7 +100,7 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
     if problem.dtype not in ELEMENTS:
         yield f"it supports bfloat16 and float16, not {problem.dtype}"
     for name, width in (("head", problem.head_dim), ("value head", problem.value_head_dim)):
-        if not _ROWS // 2 < width <= largest_width:
+        if not ROWS // 2 < width <= largest_width:
             yield f"it supports {name} sizes 33 to {largest_width}, not {width}"
     if problem.cache is not None:
         how = "paged" if problem.cache.page_size else "converted by a mod"
@@ -128,58 +111,10 @@ def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
         yield "it does not support dropout"
 
 
-def block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> Iterator[str]:
-    """Why the mask's blocks rule out a Hopper kernel with such tiles."""
-    if blocks is not None and (blocks.q_size % block_m or blocks.kv_size % block_n):
-        yield (
-            f"its tiles of {block_m} x {block_n} do not divide the mask's blocks of "
-            f"{blocks.q_size} x {blocks.kv_size}"
-        )
-
-
-def table_tile(problem: Problem) -> HopperTile:
-    """The tile for the head sizes and the mask."""
-    width = wider(problem)
-    # Three consumers hold 192 queries; no usual block size is a multiple of that.
-    is_dense = problem.blocks is None and not problem.mods.has_score_mod
-    queries = problem.query_len
-    pads_little = _padded(queries, 3 * _ROWS) <= _MOST_PADDING * _padded(queries, 2 * _ROWS)
-    tile = HopperTile(
-        block_n=128 if width <= 128 else 64,
-        num_consumers=3 if width == 64 and is_dense and pads_little else 2,
-        num_slots=4,
-    )
-    while tile.num_slots > 2 and shared_memory(problem, tile) > problem.device.shared_memory:
-        tile = dataclasses.replace(tile, num_slots=tile.num_slots - 1)
-    return tile
-
-
-def _padded(length: int, rows: int) -> int:
-    """Queries that tiles of `rows` compute."""
-    return -(-length // rows) * rows
-
-
-def wider(problem: Problem) -> int:
-    """Width of the wider tile: queries and keys, or values."""
-    return max(round_width(problem.head_dim), round_width(problem.value_head_dim))
-
-
-def round_width(size: int) -> int:
-    """Width of a tile that holds `size` columns: 64, 128 or 256."""
-    return max(64, 1 << (size - 1).bit_length())
-
-
-def stages_out(problem: Problem) -> bool:
-    """Whether results are stored through shared memory, where they need as much as the queries."""
-    return max(problem.head_dim, problem.value_head_dim) <= 128
-
-
-def shared_memory(problem: Problem, tile: HopperTile) -> int:
-    """Upper bound of the shared memory per program, in bytes."""
-    qk, v = round_width(problem.head_dim), round_width(problem.value_head_dim)
-    rows = tile.block_m * (qk + (v if stages_out(problem) else 0))
-    keys = tile.block_n * (qk + v) * tile.num_slots
-    return (rows + keys) * problem.itemsize + _SLACK
+def stored_bits(problem: Problem, tile: HopperTile) -> bits.StoredBits:
+    """The mask's bits that the kernel reads; words belong to whole blocks."""
+    whole = not gathers(problem, tile).is_gathered and tile.packed_heads == 1
+    return bits.of_queries(problem) if whole else bits.NONE
 
 
 def constants(
@@ -187,24 +122,41 @@ def constants(
 ) -> HopperForwardConstants:
     """Constants of the kernel."""
     # As in the portable kernel: without a mod in between, the scale is folded into the exponent.
-    has_slope = problem.mods.has_key_slope and problem.scale > _SMALLEST_SCALE
+    gathered = gathers(problem, tile)
+    has_slope = (
+        problem.mods.has_key_slope
+        and problem.scale > _SMALLEST_SCALE
+        and not gathered.is_gathered
+        and tile.packed_heads == 1
+    )
     scales = (problem.mods.has_score_mod and not has_slope) or problem.scale <= 0
     kv_size = block_sizes(problem, tile)[1]
+    multiples = (tile.block_m, kv_size)
+    stored = stored_bits(problem, tile)
+    common = shared(problem, tile, stored, multiples=multiples, scales=scales)
+    if gathered.is_gathered:
+        # Keys are no neighbours, and missing blocks are keys that do not exist.
+        common |= {"HAS_SPANS": False, "HAS_BAND": False, "CHECK_KV": True}
+        common["CHECK_SCORES"] = not problem.is_key_multiple(kv_size)
     return HopperForwardConstants(
-        **shared(
-            problem, tile, bits.of_queries(problem), multiples=(tile.block_m, kv_size),
-            scales=scales,
-        ),
-        NUM_CONSUMERS=tile.num_consumers,
+        **common,
+        NUM_CONSUMERS=tile.num_sharers,
+        IS_SPLIT=tile.is_split,
+        PACKED_HEADS=tile.packed_heads,
+        HEADS_PER_TILE=tile.heads,
+        IS_GATHERED=gathered.is_gathered,
+        KV_BLOCKS=gathered.kv_blocks,
+        Q_BLOCKS=gathered.q_blocks,
         Q_IN_REGISTERS=_keeps_queries(problem, tile),
-        STAGE_OUT=stages_out(problem),
+        STAGE_OUT=stages_out(problem, tile),
         SPARSE_KV_BLOCK_SIZE=kv_size,
         QK_HEAD_DIM_ROUNDED=round_width(problem.head_dim),
         V_HEAD_DIM_ROUNDED=round_width(problem.value_head_dim),
-        HEADS_PER_SECTION=kernels.heads_per_section(problem),
+        HEADS_PER_SECTION=max(1, kernels.heads_per_section(problem) // tile.heads),
         HAS_SLOPE=has_slope,
         HAS_BEND=has_slope and problem.mods.has_key_bend,
-        ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
+        # Of several rows of blocks, one may see nothing in a tile of keys.
+        ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe and gathered.q_blocks == 1,
         RETURN_MAX=problem.returns_max,
     )  # fmt: skip
 

@@ -201,7 +201,8 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     lists, order = block_inputs(args, "q", lse, query), query
     if sizes.order is not None:
         order = emit_order(call.problem, (query, key), lists)
-    words = emit_mask_bits(call, (query, key), lists, by_key=True) or counter
+    stored = bits.of_keys(call.problem)
+    words = emit_mask_bits(call, (query, key), lists, stored, by_key=True) or counter
     return Operands(
         query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, words,
         lists,

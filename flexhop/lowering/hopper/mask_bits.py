@@ -28,18 +28,19 @@ _TEMPLATE = inductor.make_template(
 
 
 def emit_mask_bits(
-    call: KernelCall, operands: Sequence[Any], lists: Sequence[Any], *, by_key: bool = False
-) -> Any:
+    call: KernelCall, operands: Sequence[Any], lists: Sequence[Any], stored: StoredBits,
+    *, by_key: bool = False,
+) -> Any:  # fmt: skip
     """Emit the mask of partial blocks as bits, int32; None if it stays a function.
 
     Args:
         call: data that all kernels of the call share.
         operands: query and key.
         lists: block lists of the queries, or of the keys.
+        stored: the bits.
         by_key: whether they are those of the keys.
     """
-    problem, query = call.problem, operands[0]
-    stored = bits.of_keys(problem) if by_key else bits.of_queries(problem)
+    query = operands[0]
     if not stored.blocks:
         return None
     size = bits_size(stored, query, lists[0].get_size()[2])

@@ -8,10 +8,12 @@ from flexhop.templates.portable import BLOCKS, LISTS
 _SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
 KERNELS = {
     "forward": (
-        "hopper/forward/kernel", "hopper/forward/produce", "hopper/forward/consume",
-        "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
+        "hopper/forward/kernel", "hopper/forward/memory", "hopper/forward/produce",
+        "hopper/forward/consume", "hopper/forward/step", "hopper/forward/score",
+        "hopper/forward/line",
         "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
-        "hopper/forward/tile", *_SHARED, "mods/mods",
+        "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
+        *_SHARED, "mods/mods",
     ),
     "backward": (
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
@@ -35,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from flexhop.templates.hopper.records import *
 from flexhop.templates.hopper.runtime import (
-    add_async, load_async, stash, store_async, unstash,
+    add_async, as_parts, load_async, stash, store_async, unstash,
 )
 """
 

@@ -37,13 +37,18 @@ class ForwardSources(NamedTuple):
 
 
 class ForwardMemory(NamedTuple):
-    """Shared memory. tile: the numbers of the tiles that are handed out."""
+    """Shared memory.
+
+    tile: the numbers of the tiles that are handed out. places: of a tile of gathered keys, their
+    positions and tags, by turns for each slot.
+    """
 
     q: Any
     k: Any
     v: Any
     out: Any
     tile: Any
+    places: Any
 
 
 class ForwardBarriers(NamedTuple):
@@ -80,12 +85,17 @@ class ForwardLists(NamedTuple):
 
 
 class ForwardBlocks(NamedTuple):
-    """Blocks of keys that a tile of queries sees: entries of both lists, and their counts."""
+    """Blocks of keys that a tile of queries sees: entries of both lists, and their counts.
+
+    begins: if a tile has several rows of blocks, the position of each row's first partial block,
+    then of its first full one; the entries are those of the first row.
+    """
 
     partial: Any
     full: Any
     num_partial: Any
     num_blocks: Any
+    begins: Any
 
 
 class ForwardPlace(NamedTuple):

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "load_async", "stash", "store_async", "unstash"]
+__all__ = ["add_async", "as_parts", "load_async", "stash", "store_async", "unstash"]
 
 # Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -45,6 +45,13 @@ _ASIDE = gl.constexpr(
 def _as_scores(memory: Any, _semantic: Any = None) -> Any:
     """64 x 64 numbers of shared memory as `_ASIDE`; its own method has two names by version."""
     return _semantic.memdesc_reinterpret(memory, gl.float32, [64, 64], _ASIDE.value)
+
+
+@builtin
+def as_parts(memory: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Shared memory as parts of 16 bits per element, [parts, *one], one behind the other."""
+    sizes = [gl._unwrap_if_constexpr(size) for size in gl._unwrap_if_constexpr(shape)]
+    return _semantic.memdesc_reinterpret(memory, memory.dtype, sizes, layout)
 
 
 @gluon.jit

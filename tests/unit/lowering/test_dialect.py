@@ -8,7 +8,7 @@ import torch
 from flexhop.errors import OptionConflictError
 from flexhop.lowering.dialect import Direction, candidates, plan
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import bits, versions
+from flexhop.lowering.hopper import bits, tiles, versions
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.problem import Cache, GradFacts, MaskBlocks, ModFacts, Problem
@@ -76,8 +76,16 @@ def test_the_hopper_kernel_serves(facts):
             "it copies contiguous keys unchanged, but these keys are converted by a mod",
         ),
         (
-            {"blocks": MaskBlocks(64, 128, True)}, {},
-            "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
+            {"blocks": MaskBlocks(48, 128, True)}, {},
+            "its tiles of 64 x 128 and the mask's blocks of 48 x 128 do not divide each other",
+        ),
+        (
+            {"blocks": MaskBlocks(64, 8, True)}, {},
+            "it supports mask blocks of at least 16 tokens a side, not 64 x 8",
+        ),
+        (
+            {"blocks": MaskBlocks(64, 64, True, has_ranges=True)}, {},
+            "its tiles hold several of the blocks of 64 x 64, which are ranges, not lists",
         ),
         ({}, {"forward": Tile(64, 64)}, "kernel_options set a tile of the portable kernel"),
         (
@@ -127,7 +135,7 @@ def test_versions(monkeypatch, version, known):
 def test_tiles_fit(width, value_width, blocks):
     call = problem(head_dim=width, value_head_dim=value_width, blocks=blocks)
     tile = hopper.table_tile(call)
-    assert hopper.shared_memory(call, tile) <= call.device.shared_memory
+    assert tiles.shared_memory(call, tile) <= call.device.shared_memory
     assert tile.num_slots >= 2
 
 

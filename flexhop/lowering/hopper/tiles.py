@@ -1,0 +1,200 @@
+"""The tile of the Hopper forward kernel: what a program holds, and how blocks of the mask fill it.
+
+Pure functions of Problem. docs/lab/hopper.md gives the reasons for the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flexhop.lowering.hopper.constants import block_sizes
+from flexhop.lowering.problem import MaskBlocks, Problem
+
+ROWS = 64  # queries per consumer: a warpgroup issues products of 64 rows
+# Shared memory has groups of 8 rows. Blocks of 8 were not measured.
+_SMALLEST_BLOCK = 16
+# What three consumers may compute of what two compute: they gain less than this by themselves.
+_MOST_PADDING = 1.06
+# Barriers, the consumers' tile indices, and the places of gathered keys, for each loading warp.
+_SLACK = 1024
+# Keys per step, by width, if each consumer has slots of its own: with 64 of 128 columns, three
+# slots fit. Two slots of 128 keys ran at 0.8 of their speed.
+_SPLIT_KEYS = {64: 128, 128: 64, 256: 32}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperTile:
+    """What one program holds.
+
+    Args:
+        block_n: keys per step.
+        num_consumers: warpgroups, each with 64 queries.
+        num_slots: tiles of keys and of values loaded ahead.
+        is_split: whether each consumer has a tile, slots and a loading warp of its own.
+        packed_heads: query heads in a consumer's 64 rows.
+        spreads_heads: whether consumers that share keys have heads of their own.
+    """
+
+    block_n: int
+    num_consumers: int
+    num_slots: int
+    is_split: bool = False
+    packed_heads: int = 1
+    spreads_heads: bool = False
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that a program holds at a time, and warps that load."""
+        return self.num_consumers if self.is_split else 1
+
+    @property
+    def num_sharers(self) -> int:
+        """Consumers of one tile."""
+        return self.num_consumers // self.num_tiles
+
+    @property
+    def block_m(self) -> int:
+        """Queries of one tile."""
+        of_head = 1 if self.spreads_heads else self.num_sharers
+        return ROWS // self.packed_heads * of_head
+
+    @property
+    def heads(self) -> int:
+        """Query heads of one tile."""
+        return self.packed_heads * (self.num_sharers if self.spreads_heads else 1)
+
+    def words(self) -> str:
+        """For reports."""
+        queries = f"{self.block_m} queries"
+        if self.heads > 1:
+            queries += f" of {self.heads} heads"
+        if self.num_tiles > 1:
+            queries = f"{self.num_tiles} tiles of {queries}"
+        warps = 4 * self.num_consumers + self.num_tiles
+        return (
+            f"{queries} x {self.block_n} keys, {warps} warps ({self.num_tiles} loads), "
+            f"{self.num_slots} slots"
+        )
+
+
+def table_tile(problem: Problem) -> HopperTile:
+    """The tile for the head sizes and the mask."""
+    tile, blocks = _whole_tile(problem), problem.blocks
+    if blocks is None or blocks.q_size % tile.block_m == 0:
+        return tile
+    return _small_tile(problem, blocks)
+
+
+def _whole_tile(problem: Problem) -> HopperTile:
+    """The tile if blocks hold as many queries: consumers share keys."""
+    width = wider(problem)
+    # Three consumers hold 192 queries; no usual block size is a multiple of that.
+    is_dense = problem.blocks is None and not problem.mods.has_score_mod
+    queries = problem.query_len
+    pads_little = _padded(queries, 3 * ROWS) <= _MOST_PADDING * _padded(queries, 2 * ROWS)
+    tile = HopperTile(
+        block_n=128 if width <= 128 else 64,
+        num_consumers=3 if width == 64 and is_dense and pads_little else 2,
+        num_slots=4,
+    )
+    return _fit(problem, tile)
+
+
+def _small_tile(problem: Problem, blocks: MaskBlocks) -> HopperTile:
+    """The tile for blocks of fewer queries.
+
+    If query heads share keys and mask, a tile holds the same queries of several heads, and each
+    key is loaded once for them. Otherwise rows of blocks have keys of their own, and so do
+    consumers; shared memory is for two of them, so steps are shorter.
+    """
+    width = wider(problem)
+    is_shared = not (blocks.per_head or problem.mods.mask_uses_head)
+    packed = ROWS // blocks.q_size if ROWS % blocks.q_size == 0 else 1
+    if not is_shared or problem.group % packed:
+        packed = 1
+    spreads = is_shared and problem.group % (2 * packed) == 0
+    longest = 128 if width <= 128 else 64
+    block_n = longest if spreads else _SPLIT_KEYS[width]
+    tile = HopperTile(
+        block_n,
+        num_consumers=2,
+        num_slots=4,
+        is_split=not spreads,
+        packed_heads=packed,
+        spreads_heads=spreads,
+    )
+    return _fit(problem, tile)
+
+
+def _fit(problem: Problem, tile: HopperTile) -> HopperTile:
+    """The tile with as many slots as fit."""
+    while tile.num_slots > 2 and shared_memory(problem, tile) > problem.device.shared_memory:
+        tile = dataclasses.replace(tile, num_slots=tile.num_slots - 1)
+    return tile
+
+
+class Gathered(NamedTuple):
+    """How many blocks of the mask a tile holds side by side: of keys, and of queries."""
+
+    kv_blocks: int
+    q_blocks: int
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a tile holds several blocks."""
+        return self.kv_blocks > 1 or self.q_blocks > 1
+
+
+def gathers(problem: Problem, tile: HopperTile) -> Gathered:
+    """The blocks that a tile holds."""
+    q_size, kv_size = block_sizes(problem, tile)
+    return Gathered(max(1, tile.block_n // kv_size), max(1, tile.block_m // q_size))
+
+
+def block_obstacles(problem: Problem, tile: HopperTile) -> Iterator[str]:
+    """Why the mask's blocks rule out the forward kernel."""
+    blocks = problem.blocks
+    if blocks is None:
+        return
+    sizes = f"{blocks.q_size} x {blocks.kv_size}"
+    if min(blocks.q_size, blocks.kv_size) < _SMALLEST_BLOCK:
+        yield f"it supports mask blocks of at least {_SMALLEST_BLOCK} tokens a side, not {sizes}"
+    sides = ((blocks.q_size, tile.block_m), (blocks.kv_size, tile.block_n))
+    if any(size % side and side % size for size, side in sides):
+        yield (
+            f"its tiles of {tile.block_m} x {tile.block_n} and the mask's blocks of {sizes} do "
+            "not divide each other"
+        )
+    elif blocks.has_ranges and gathers(problem, tile).is_gathered:
+        yield f"its tiles hold several of the blocks of {sizes}, which are ranges, not lists"
+
+
+def _padded(length: int, rows: int) -> int:
+    """Queries that tiles of `rows` compute."""
+    return -(-length // rows) * rows
+
+
+def wider(problem: Problem) -> int:
+    """Width of the wider tile: queries and keys, or values."""
+    return max(round_width(problem.head_dim), round_width(problem.value_head_dim))
+
+
+def round_width(size: int) -> int:
+    """Width of a tile that holds `size` columns: 64, 128 or 256."""
+    return max(64, 1 << (size - 1).bit_length())
+
+
+def stages_out(problem: Problem, tile: HopperTile) -> bool:
+    """Whether results are stored through shared memory, where they need as much as the queries."""
+    is_narrow = max(problem.head_dim, problem.value_head_dim) <= 128
+    return is_narrow and not tile.is_split and tile.packed_heads == 1
+
+
+def shared_memory(problem: Problem, tile: HopperTile) -> int:
+    """Upper bound of the shared memory per program, in bytes."""
+    qk, v = round_width(problem.head_dim), round_width(problem.value_head_dim)
+    rows = ROWS * tile.num_sharers * (qk + (v if stages_out(problem, tile) else 0))
+    keys = tile.block_n * (qk + v) * tile.num_slots
+    return ((rows + keys) * problem.itemsize + _SLACK) * tile.num_tiles
