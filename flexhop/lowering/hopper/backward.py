@@ -248,11 +248,24 @@ def _heads_per_section(problem: Problem) -> int:
     few, so that the last long tiles do not run while most multiprocessors idle: fewer for wide
     heads, where 32 took half as long again, but as many for packed sequences, of which only the
     active ones must fit.
+
+    If lists need not be those of neighbours, as with blocks chosen at random or by a router, keys
+    that run at a time read queries all over their heads: as many heads as fit in half of the L2
+    cache, because half of it is far from each multiprocessor.
     """
     both = problem.head_dim + problem.value_head_dim
     row = both * problem.itemsize + problem.head_dim * 4
     per_head = problem.group * problem.query_len * row
     is_wide = width(problem) > _LARGEST_OWN and not problem.is_packed
     fewest = _FEWEST_WIDE_HEADS if is_wide else _FEWEST_HEADS
-    heads = max(fewest, problem.device.l2_bytes // max(1, per_head))
+    fitting = problem.device.l2_bytes // max(1, per_head)
+    heads = max(1, fitting // 2) if _is_scattered(problem) else max(fewest, fitting)
     return min(heads, max(1, problem.batch * problem.kv_heads))
+
+
+def _is_scattered(problem: Problem) -> bool:
+    """Whether blocks may be anywhere: lists without a mask_mod, or one that looks pairs up."""
+    blocks, mods = problem.blocks, problem.mods
+    if blocks is None or blocks.has_ranges or problem.has_band or problem.is_deterministic:
+        return False
+    return not mods.has_mask_mod or mods.mask_reads_per_element

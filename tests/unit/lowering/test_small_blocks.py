@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from flexhop.lowering.hopper import forward, tiles
+from flexhop.lowering.hopper import backward, forward, tiles
 from flexhop.lowering.hopper.tiles import Gathered
 from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.problem import MaskBlocks, Problem
@@ -82,6 +82,23 @@ def test_rows_of_several_blocks_may_see_nothing_in_a_tile():
     for size, kept in ((64, True), (32, False)):
         call = small(size, 64)
         assert forward.constants(call, safe, tiles.table_tile(call)).ROWS_GUARANTEED_SAFE == kept
+
+
+@pytest.mark.parametrize(
+    ("facts", "heads"),
+    [
+        ({}, 1),
+        ({"has_mask_mod": True, "mask_reads_per_element": True}, 1),
+        ({"has_mask_mod": True, "mask_reads": True}, 16),
+        ({"has_mask_mod": True, "mask_band": Band(-9, 9)}, 16),
+        ({"is_deterministic": True}, 16),
+    ],
+)
+def test_heads_of_scattered_blocks_take_turns_in_the_cache(facts, heads):
+    """In the backward kernel, for blocks of any size."""
+    call = small(128, 128, query_len=16384, key_len=16384, batch=4, **facts)
+    constants = backward.constants(call, backward.table_tile(call))
+    assert constants.HEADS_PER_SECTION == heads
 
 
 def test_words_of_small_tiles():
