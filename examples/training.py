@@ -86,8 +86,9 @@ def make_mask(kind: str, documents: Tensor) -> Any:
     batch, length = documents.shape
     keep = visible(documents)
     sizes = (batch, None, length, length, documents.device)
+    # Compiled, it needs few launches, and the host does not wait for the GPU.
     if kind == "flexhop":
-        return flexhop.create_block_mask(keep, *sizes)
+        return flexhop.create_block_mask(keep, *sizes, _compile=documents.is_cuda)
     if kind == "flex":
         return intree.create_block_mask(keep, *sizes, _compile=True)  # pyright: ignore[reportArgumentType]
     same = documents[:, None, :, None] == documents[:, None, None, :]
