@@ -152,11 +152,7 @@ def test_results_and_gradients(call: Call):
         dense_backward(dense, tensors[3].to(dtype), None)
         runs.append((dense, [copy.grad for copy in copies]))
     (gold, gold_grads), (reference, reference_grads) = runs
-    results = {"out": out, "lse": aux.lse, "largest": aux.max_scores}
-    fields = {"out": "out", "lse": "lse", "largest": "max_scores"}
-    for name, result in results.items():
-        assert_within_budget(
-            result, getattr(gold, fields[name]), getattr(reference, fields[name]), name=name
-        )
+    for name, result in {"out": out, "lse": aux.lse, "largest": aux.max_scores}.items():
+        assert_within_budget(result, getattr(gold, name), getattr(reference, name), name=name)
     for name, *three in zip("qkv", found, gold_grads, reference_grads, strict=True):
         assert_within_budget(*three, name=name)
