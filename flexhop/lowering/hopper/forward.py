@@ -47,7 +47,6 @@ class HopperForwardConstants(SharedConstants):
     IS_GATHERED: bool
     KV_BLOCKS: int
     Q_BLOCKS: int
-    TELLS_PLACES: bool
     Q_IN_REGISTERS: bool
     STAGE_OUT: bool
     SPARSE_KV_BLOCK_SIZE: int
@@ -148,12 +147,6 @@ def constants(
         IS_GATHERED=gathered.is_gathered,
         KV_BLOCKS=gathered.kv_blocks,
         Q_BLOCKS=gathered.q_blocks,
-        TELLS_PLACES=gathered.is_gathered and (
-            gathered.q_blocks > 1
-            or common["CHECK_SCORES"]
-            or common["HAS_PARTIAL_BLOCKS"]
-            or common["HAS_SCORE_MOD"]
-        ),
         Q_IN_REGISTERS=_keeps_queries(problem, tile),
         STAGE_OUT=stages_out(problem, tile),
         SPARSE_KV_BLOCK_SIZE=kv_size,

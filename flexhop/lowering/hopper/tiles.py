@@ -189,7 +189,7 @@ def round_width(size: int) -> int:
 def stages_out(problem: Problem, tile: HopperTile) -> bool:
     """Whether results are stored through shared memory, where they need as much as the queries."""
     is_narrow = max(problem.head_dim, problem.value_head_dim) <= 128
-    return is_narrow and not tile.is_split
+    return is_narrow and not tile.is_split and tile.packed_heads == 1
 
 
 def shared_memory(problem: Problem, tile: HopperTile) -> int:

@@ -105,5 +105,5 @@ def test_words_of_small_tiles():
     words = [tiles.table_tile(small(32, 32, group)).words() for group in (1, 4)]
     assert words == [
         "2 tiles of 64 queries x 64 keys, 10 warps (2 loads), 3 slots",
-        "32 queries of 4 heads x 128 keys, 9 warps (1 loads), 2 slots",
+        "32 queries of 4 heads x 128 keys, 9 warps (1 loads), 3 slots",
     ]
