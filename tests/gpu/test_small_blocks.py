@@ -138,9 +138,10 @@ def test_results_and_gradients(call: Call):
         )  # fmt: skip
 
     leaves = [t.clone().requires_grad_() for t in tensors[:3]]
-    (out, aux), codes = run_and_get_code(torch.compile(attend, fullgraph=True), *leaves)
+    compiled = torch.compile(attend, fullgraph=True)
+    (out, aux), codes = run_and_get_code(compiled, *leaves)
     assert any("def consume" in code for code in codes), "not the Hopper kernel"
-    again, _ = torch.compile(attend, fullgraph=True)(*leaves)
+    again, _ = compiled(*leaves)
     assert torch.equal(out, again)
     found = torch.autograd.grad(out, leaves, tensors[3])
 

@@ -57,6 +57,12 @@ def has_few_rows(problem: Problem) -> bool:
     return splits.rows(problem) <= 16
 
 
+def fits_blocks(problem: Problem, size: int) -> bool:
+    """Whether no side of the mask's blocks is longer than `size`."""
+    blocks = problem.blocks
+    return blocks is not None and max(blocks.q_size, blocks.kv_size) <= size
+
+
 def is_dense(problem: Problem) -> bool:
     """Whether only the products need registers; a cache's addresses would too."""
     return problem.blocks is None and not problem.mods.has_score_mod and problem.cache is None
