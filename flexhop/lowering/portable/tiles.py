@@ -9,7 +9,6 @@ from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.rules import (
     Rule,
     Tiles,
-    fits_blocks,
     has_few_rows,
     is_dense,
     is_mma_sync,
@@ -18,6 +17,7 @@ from flexhop.lowering.portable.rules import (
     is_triton_3_9,
     is_wgmma,
 )
+from flexhop.lowering.portable.small_blocks import SMALL_BLOCKS
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -235,30 +235,7 @@ RULES: tuple[Rule, ...] = (
         },
         measured=False,
     ),
-    # A warp computes 16 x 16 scores, or two warps 32 x 32: more warps repeat the loads of operands
-    # and wait for each other. Without a wait, loads from the L2 cache are the limit.
-    Rule(
-        "mask blocks of 16",
-        lambda p: is_sm90(p) and fits_blocks(p, 16),
-        {
-            "grad_query": {128: Tile(16, 16, 1, 3)},
-            "grad_key_value": {128: Tile(16, 16, 1, 2)},
-        },
-    ),
-    Rule(
-        "mask blocks of 32",
-        lambda p: is_sm90(p) and fits_blocks(p, 32),
-        {
-            "grad_query": {128: Tile(32, 32, 2, 3)},
-            "grad_key_value": {128: Tile(32, 32, 2, 2)},
-        },
-    ),
-    # What the mask reads is loaded ahead, too. With two stages, two programs fit.
-    Rule(
-        "mask blocks of 64, a mask_mod that looks pairs up",
-        lambda p: is_sm90(p) and fits_blocks(p, 64) and p.mods.mask_reads_per_element,
-        {"grad_query": {128: Tile(64, 64, 4, 2)}},
-    ),
+    *SMALL_BLOCKS,
     # One program of eight warps per multiprocessor, with two wide tiles prefetched, saturates
     # memory under any score_mod; smaller tiles need two programs for that.
     Rule(

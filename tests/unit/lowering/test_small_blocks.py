@@ -9,8 +9,9 @@ import pytest
 from flexhop.lowering.hopper import backward, forward, tiles
 from flexhop.lowering.hopper.tiles import Gathered
 from flexhop.lowering.mods.bands import Band
+from flexhop.lowering.portable.tiles import table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem
-from flexhop.options import KernelOptions
+from flexhop.options import KernelOptions, Tile
 from tests.problems import problem
 
 AUTO = KernelOptions()
@@ -99,6 +100,20 @@ def test_heads_of_scattered_blocks_take_turns_in_the_cache(facts, heads):
     call = small(128, 128, query_len=16384, key_len=16384, batch=4, **facts)
     constants = backward.constants(call, backward.table_tile(call))
     assert constants.HEADS_PER_SECTION == heads
+
+
+def test_portable_gradients_of_small_blocks_have_few_warps():
+    table = {"has_mask_mod": True, "mask_reads_per_element": True}
+    expected = {
+        (16, "grad_query"): Tile(16, 16, 1, 3),
+        (16, "grad_key_value"): Tile(16, 16, 1, 2),
+        (32, "grad_query"): Tile(32, 32, 2, 3),
+        (32, "grad_key_value"): Tile(32, 32, 2, 2),
+        (64, "grad_query"): Tile(64, 64, 4, 2),
+    }
+    found = {key: table_tile(key[1], small(key[0], key[0], **table)) for key in expected}
+    assert found == expected
+    assert table_tile("grad_query", small(64, 64)).num_stages == 3
 
 
 def test_words_of_small_tiles():
