@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from flexhop.compat import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output
-from flexhop.lowering.hopper import forward
+from flexhop.lowering.hopper import forward, latent
 from flexhop.lowering.hopper.emit import emit_kernel
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
 from flexhop.lowering.hopper.tiles import shared_memory
 from flexhop.lowering.mods.lower import lower_line
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
+from flexhop.lowering.portable.decode import emit_shares
 from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
@@ -32,16 +33,20 @@ class _Attention:
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
         """Why the kernel does not support a call."""
-        return forward.obstacles(problem, options)
+        kernel = latent if problem.is_wide else forward
+        return kernel.obstacles(problem, options)
 
     def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
         """Why the portable kernel is probably faster."""
-        return forward.slower(problem, options)
+        kernel = latent if problem.is_wide else forward
+        return kernel.slower(problem, options)
 
     def plans(
         self, problem: Problem, options: KernelOptions, passed: str
     ) -> tuple[KernelPlan, ...]:
         """The plan of the kernel, without the one that stores mask bits."""
+        if problem.is_wide:
+            return (_plan_latent(problem, options, passed),)
         tile = forward.table_tile(problem)
         heads = problem.batch * problem.query_heads // tile.heads
         tiles = -(-problem.query_len // tile.block_m) * heads
@@ -59,6 +64,8 @@ class _Attention:
     def emit(self, call: KernelCall, args: AttentionArgs | CachedArgs, output: Output) -> Any:
         """The output, or None if the machine code spills."""
         problem, options = call.problem, call.options
+        if problem.is_wide:
+            return _emit_latent(call, args, output)
         device = inductor.device_of(args.query)
         tile = forward.table_tile(problem)
         show_plan("forward", lambda: self.plans(problem, options, call.passed)[0])
@@ -75,6 +82,34 @@ class _Attention:
         constants = forward.constants(problem, options, tile)
         most = forward.local_memory_limit(problem, options)
         return emit_kernel(call, "forward", inputs, added, constants, subgraphs, most)
+
+
+def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:
+    """The plan of the kernel of latent attention, without the one that combines splits."""
+    return KernelPlan(
+        kernel="decode",
+        tile=latent.LatentTile(),
+        reason="the Hopper kernel of latent attention supports this call" + passed,
+        shared_memory=latent.shared_memory(problem),
+        programs=latent.programs(problem, options),
+        constants=dataclasses.asdict(latent.constants(problem, options)),
+        notes=_NOTES,
+    )
+
+
+def _emit_latent(call: KernelCall, args: AttentionArgs | CachedArgs, output: Output) -> Any:
+    """The output of latent attention."""
+    problem, options = call.problem, call.options
+    show_plan("decode", lambda: _plan_latent(problem, options, call.passed))
+    lists = block_inputs(args, "kv", output.written[0], args.query)
+    subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask])
+    constants = latent.constants(problem, options)
+
+    def emit(statistics: Sequence[Any], shares: Output) -> Any:
+        inputs = [args.query, args.key, *statistics, *lists]
+        return emit_kernel(call, "latent", inputs, shares, constants, subgraphs, None)
+
+    return emit_shares(call, constants.SPLITS, output, emit)
 
 
 ATTENTION = _Attention()

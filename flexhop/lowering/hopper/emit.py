@@ -10,9 +10,10 @@ from typing import Any, Literal
 from flexhop import debug
 from flexhop.compat import ahead, gluon, inductor, launcher
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
+from flexhop.lowering.portable.emit import decode_grid
 from flexhop.templates import hopper
 
-Name = Literal["forward", "backward"]
+Name = Literal["forward", "latent", "backward"]
 
 
 def _grid(
@@ -32,7 +33,15 @@ def _key_grid(
     return (min(programs, cdiv(length, meta["BLOCK_N"]) * batch * heads), 1, 1)
 
 
-_GRIDS = {"forward": _grid, "backward": _key_grid}
+def _row_grid(
+    batch: Any, heads: Any, length: Any, width: Any, programs: Any, meta: dict[str, Any],
+    *, cdiv: Any, min: Any,
+) -> tuple[Any, int, int]:  # fmt: skip
+    """As that of decode: programs are not persistent."""
+    return decode_grid(batch, heads, length, width, meta, cdiv=cdiv, min=min)
+
+
+_GRIDS = {"forward": _grid, "latent": _row_grid, "backward": _key_grid}
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,26 @@ def emit_decode(
         output: the result. lse is also written, and max_scores if the call asks for them.
     """
     count = kernels.num_splits(call.problem, call.options)
-    statistics = output.written
+
+    def emit(statistics: Sequence[Any], shares: Output) -> Any:
+        return emit_kernel(call, "decode", [*operands, *statistics, *lists], shares)
+
+    return emit_shares(call, count, output, emit)
+
+
+def emit_shares(
+    call: KernelCall, count: int, output: Output, emit: Callable[[Sequence[Any], Output], Any]
+) -> Any:
+    """Emit a kernel for `count` shares of the keys, and the one that combines them.
+
+    Args:
+        call: data that all kernels of the call share.
+        count: number of shares, SPLITS.
+        output: the result, as in `emit_decode`.
+        emit: emits the first kernel: of SUMS and SHIFTS, and of the output that it stores.
+    """
     if count == 1:
-        inputs = [*operands, statistics[0], statistics[-1], *lists]
-        return emit_kernel(call, "decode", inputs, output)
+        return emit((output.written[0], output.written[-1]), output)
     batch, heads, length, width = output.layout.size
     device = output.layout.device
     sums, shifts = (
@@ -55,13 +71,8 @@ def emit_decode(
     layout = inductor.contiguous_layout(
         device, torch.float32, [count * batch, heads, length, width]
     )
-    shares = Output(layout, output.sizes, [sums, shifts])
-    acc = emit_kernel(call, "decode", [*operands, sums, shifts, *lists], shares)
-    return _combine(call, (acc, sums, shifts), output)
-
-
-def _combine(call: KernelCall, shares: tuple[Any, ...], output: Output) -> Any:
-    inputs = [*inductor.realize(shares), output.written[0], output.written[-1]]
-    constants = kernels.combine_constants(call.problem, call.options)
+    acc = emit((sums, shifts), Output(layout, output.sizes, [sums, shifts]))
+    inputs = [*inductor.realize((acc, sums, shifts)), output.written[0], output.written[-1]]
+    constants = kernels.combine_constants(call.problem, call.options, count)
     made = {"num_warps": _COMBINE_WARPS, **dataclasses.asdict(constants)}
     return emit_one(_COMBINE, inputs, output, made)

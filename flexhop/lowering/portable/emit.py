@@ -36,7 +36,7 @@ def _query_grid(
     return (_count_tiles(length, "M", "Q", meta, cdiv) * batch * heads, 1, 1)
 
 
-def _decode_grid(
+def decode_grid(
     batch: Any, heads: Any, length: Any, width: Any, meta: dict[str, Any], *, cdiv: Any, min: Any
 ) -> tuple[Any, int, int]:
     """One program per tile of rows, split of the keys, batch and packed heads, on one axis."""
@@ -54,7 +54,7 @@ def _key_grid(
 
 _GRIDS = {
     "forward": _query_grid,
-    "decode": _decode_grid,
+    "decode": decode_grid,
     "jvp_forward": _query_grid,
     "grad_query": _query_grid,
     "grad_key_value": _key_grid,

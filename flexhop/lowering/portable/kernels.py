@@ -89,9 +89,10 @@ def num_splits(problem: Problem, options: KernelOptions) -> int:
     return splits.choose_splits(problem, options, default)
 
 
-def combine_constants(problem: Problem, options: KernelOptions) -> DecodeCombineConstants:
-    """Constants of the kernel that combines the splits."""
-    count = num_splits(problem, options)
+def combine_constants(
+    problem: Problem, options: KernelOptions, count: int
+) -> DecodeCombineConstants:
+    """Constants of the kernel that combines `count` splits."""
     rounded, width = 1 << (count - 1).bit_length(), round_head_dim(problem.value_head_dim)
     return DecodeCombineConstants(
         SPLITS=count,

@@ -15,6 +15,10 @@ KERNELS = {
         "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
         *_SHARED, "mods/mods",
     ),
+    "latent": (
+        "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/weigh",
+        "hopper/latent/follow", *_SHARED, "mods/mods",
+    ),
     "backward": (
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
         "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",

@@ -24,6 +24,10 @@ __all__ = [
     "ForwardResults",
     "ForwardSources",
     "ForwardWalk",
+    "LatentBarriers",
+    "LatentMemory",
+    "LatentResults",
+    "LatentShare",
     "Order",
 ]
 
@@ -119,6 +123,67 @@ class ForwardWalk(NamedTuple):
     mask: Any
     slope: Any
     q_start: Any
+
+
+class LatentMemory(NamedTuple):
+    """Shared memory. first, rest: the pieces of queries and keys. p: the weights of a tile.
+
+    factors: of rows: what the sums before a tile count after it; at the end, the sums of weights.
+    """
+
+    q_first: Any
+    q_rest: Any
+    k_first: Any
+    k_rest: Any
+    p: Any
+    factors: Any
+
+
+class LatentBarriers(NamedTuple):
+    """What is there to be read, and what has been read and may be overwritten.
+
+    ready, free: of the slots of keys. p_ready, p_free: of p and factors.
+    """
+
+    q_ready: Any
+    ready: Any
+    free: Any
+    p_ready: Any
+    p_free: Any
+
+
+class LatentResults(NamedTuple):
+    """Destinations of the consumers' stores. sums, shifts: SUMS and SHIFTS."""
+
+    out: Any
+    sums: Any
+    shifts: Any
+
+
+class LatentShare(NamedTuple):
+    """The rows of a program, and the tiles of keys that are its share.
+
+    b, first_h, split: batch, first query head, number of the share. q_block, first_row, queries:
+    block of the mask's queries, the first row of its rows, and how many of its queries there are.
+    partial, full, num_partial, num_blocks: as in ForwardBlocks. start, masked_end, end: tiles of
+    the share, and where those end that need the mask. limit: end of the keys; 0 if the share is
+    empty.
+    """
+
+    b: Any
+    first_h: Any
+    split: Any
+    q_block: Any
+    first_row: Any
+    queries: Any
+    partial: Any
+    full: Any
+    num_partial: Any
+    num_blocks: Any
+    start: Any
+    masked_end: Any
+    end: Any
+    limit: Any
 
 
 class BackwardSources(NamedTuple):
