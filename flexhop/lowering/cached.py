@@ -22,6 +22,7 @@ from flexhop.lowering.mods.lower import index_ranges, lower_mods
 from flexhop.lowering.mods.lower import read_mods as mod_facts
 from flexhop.lowering.operands import (
     Sizes,
+    bulk_obstacle,
     index_sizes,
     is_view_of,
     make_problem,
@@ -240,15 +241,16 @@ def _read_problem(args: CachedArgs, cache: Cache, mods: ModFacts) -> Problem:
     cache = dataclasses.replace(cache, has_pairs=has_pairs)
     problem = make_problem(
         args, sizes, device, query.get_dtype(), mods, cache=cache,
-        value_is_key=is_view_of(value, args.key),
+        bulk_obstacle=bulk_obstacle(args), value_is_key=is_view_of(value, args.key),
     )  # fmt: skip
     show_problem("forward", problem)
     return problem
 
 
 def read_cached_tensors(
-    args: CachedArgs, device: Device, score: fx.GraphModule, mask: fx.GraphModule
-) -> Problem:
+    args: CachedArgs, device: Device, score: fx.GraphModule, mask: fx.GraphModule,
+    *, value_is_key: bool,
+) -> Problem:  # fmt: skip
     """The facts of a call of tensors and graphs."""
     readers = divide_work(args, key_dtypes(args))
     batch, heads, queries, length = index_sizes(args)
@@ -263,4 +265,7 @@ def read_cached_tensors(
     *strides, last = args.value.stride()
     has_pairs = last == 1 and not any(stride % 16 for stride in strides)
     cache = dataclasses.replace(readers.cache, has_pairs=has_pairs)
-    return make_problem(args, sizes, device, args.query.dtype, mod_facts(score, mask), cache=cache)
+    return make_problem(
+        args, sizes, device, args.query.dtype, mod_facts(score, mask), cache=cache,
+        value_is_key=value_is_key,
+    )  # fmt: skip

@@ -79,7 +79,7 @@ def read_problem(args: AttentionArgs | BackwardArgs, mods: ModBuffers, **more: A
     )
     device, dtype = read_device(query.get_device()), query.get_dtype()
     return make_problem(
-        args, sizes, device, dtype, mods.facts, bulk_obstacle=_bulk_obstacle(args),
+        args, sizes, device, dtype, mods.facts, bulk_obstacle=bulk_obstacle(args),
         value_is_key=is_view_of(value, args.key), **more,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def is_view_of(value: Any, key: Any) -> bool:
     return all(inductor.is_known(a == b) for a, b in pairs)
 
 
-def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
+def bulk_obstacle(args: AttentionArgs | CachedArgs | BackwardArgs) -> str:
     """Why the tensor memory accelerator cannot copy the operands; empty if it can."""
     tensors = {"query": args.query, "key": args.key, "value": args.value}
     unfit = [name for name, tensor in tensors.items() if not gluon.suits_bulk_copies(tensor)]
@@ -104,7 +104,7 @@ def _bulk_obstacle(args: AttentionArgs | BackwardArgs) -> str:
 
 
 def read_tensor_problem(
-    args: AttentionArgs, device: Device, mods: ModFacts, grad: GradFacts
+    args: AttentionArgs, device: Device, mods: ModFacts, grad: GradFacts, *, value_is_key: bool
 ) -> Problem:
     """The facts of a call whose operands are tensors, for the GPU `device`; lengths are static."""
     query, value = args.query, args.value
@@ -114,7 +114,9 @@ def read_tensor_problem(
         is_query_multiple=lambda n: query.size(2) % n == 0,
         is_key_multiple=lambda n: value.size(2) % n == 0,
     )
-    return make_problem(args, sizes, device, query.dtype, mods, grad=grad)
+    return make_problem(
+        args, sizes, device, query.dtype, mods, grad=grad, value_is_key=value_is_key
+    )
 
 
 def make_problem(

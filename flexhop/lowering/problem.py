@@ -74,6 +74,12 @@ class Cache:
     has_value_factor: bool = False
     has_pairs: bool = False
 
+    @property
+    def changes(self) -> bool:
+        """Whether mods change keys, values, scores or weights."""
+        of_key = self.has_key_mod or self.has_key_factor
+        return of_key or self.has_value_mod or self.has_value_factor
+
 
 class ModFacts(NamedTuple):
     """Facts about score_mod and mask_mod for the choice of kernels.

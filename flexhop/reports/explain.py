@@ -17,6 +17,7 @@ from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.block_mask.mask import BlockMask
 from flexhop.cache.pages import PageTable
 from flexhop.compat import hop
+from flexhop.compat.storage import begins_with
 from flexhop.debug import mod_code
 from flexhop.mods.functions import ScoreMod
 from flexhop.mods.keys import KeyMod
@@ -63,7 +64,8 @@ def explain(
     """Report what torch.compile would generate for a call: graphs, kernels, tiles, work.
 
     It runs nothing and needs no GPU. query, key and value may be on the CPU, on a GPU, on "meta",
-    or fake: explain reads only their shapes, dtypes and requires_grad.
+    or fake: explain reads only their shapes, dtypes and requires_grad, and whether value is a
+    view of key's first columns.
 
     Args:
         query: [B, Hq, M, D]. Nested inputs are reported as packed tokens.
@@ -118,7 +120,7 @@ def explain(
         keywords["page_table"] = PageTable(next(tables), page_table.page_size, next(tables))
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
-        found = survey.survey(args, device)
+        found = survey.survey(args, device, value_is_key=begins_with(tensors[1], tensors[2]))
         mask = None if block_mask is None else _describe_mask(BlockMask.of(block_mask))
         report = _report(args, found, mask)
     if query.device.type == "cpu" and capability is None:
@@ -360,6 +362,6 @@ def _kernel_notes(plan: Any) -> list[str]:
         )
     for name, prefix in (("head", "QK"), ("value head", "V")):
         size, width = map(constants.get, (f"{prefix}_HEAD_DIM", f"{prefix}_HEAD_DIM_ROUNDED"))
-        if width != size:
+        if width not in (size, None):  # some kernels hold wide heads in pieces
             notes.append(f"A {name} size of {size} is padded to {width}.")
     return notes

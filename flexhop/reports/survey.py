@@ -55,14 +55,21 @@ class Survey(NamedTuple):
     second: str = ""  # what computes second derivatives
 
 
-def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
+def survey(
+    args: AttentionArgs | CachedArgs, device: Device, *, value_is_key: bool = False
+) -> Survey:
     """Survey a call whose operands are fake tensors and graphs.
+
+    Args:
+        args: the operands.
+        device: the GPU to plan for.
+        value_is_key: whether value is a view of key's first columns.
 
     Raises:
         FlexhopError: as compiling the call would raise.
     """
     if isinstance(args, CachedArgs):
-        return _survey_cached(args, device)
+        return _survey_cached(args, device, value_is_key)
     with getattr(args.query, "fake_mode", contextlib.nullcontext()):
         tables = tabulate(args)
     if tables is not None:
@@ -74,7 +81,7 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
     mods = read_mods(decompose(score), decompose(mask))
     grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites)
-    problem = read_tensor_problem(args, device, mods, grad)
+    problem = read_tensor_problem(args, device, mods, grad, value_is_key=value_is_key)
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py lowers it
     plans: tuple[KernelPlan, ...] = ()
@@ -85,14 +92,16 @@ def survey(args: AttentionArgs | CachedArgs, device: Device) -> Survey:
     return Survey(problem, options, score, mask, joint, plans, tables, failures, second)
 
 
-def _survey_cached(args: CachedArgs, device: Device) -> Survey:
+def _survey_cached(args: CachedArgs, device: Device, value_is_key: bool) -> Survey:
     args = args._replace(
         key_mod=decompose(trace_key(args.key_mod, args.query, args.key_captures)),
         value_mod=decompose(trace_key(args.value_mod, args.query, args.value_captures)),
     )
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
-    problem = read_cached_tensors(args, device, decompose(score), decompose(mask))
+    problem = read_cached_tensors(
+        args, device, decompose(score), decompose(mask), value_is_key=value_is_key
+    )
     options = user_options(args.options)
     plans = ()
     if problem.dtype != torch.float64:

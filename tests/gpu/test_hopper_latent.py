@@ -135,6 +135,49 @@ def test_layouts():
     check(call, query, latent[:1])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page", [64, 192])
+@pytest.mark.parametrize("masked", [False, True])
+def test_pages(masked, page, splits):
+    """Sequences of several lengths, an empty one among them; rows behind the last key are NaN."""
+    call = Call(batch=4, heads=32, queries=2, keys=page * 8)
+    query, latent = draw(call)
+    lengths = [page * 8, 300, 1, 0]
+    order = torch.randperm(4 * 8, device="cuda").to(torch.int32)
+    pages = torch.empty(4 * 8, 1, page, call.width, device="cuda", dtype=call.dtype)
+    pages[order.long()] = latent.reshape(-1, 1, page, call.width)
+    table = order.reshape(4, 8)
+    for b, length in enumerate(lengths):
+        for i in range(8):
+            pages[table[b, i].long(), :, max(0, length - i * page) :] = torch.nan
+    count = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    mask_mod = (lambda b, h, q_idx, kv_idx: (kv_idx + q_idx) % 5 > 0) if masked else None
+    block_mask = mask_mod and flexhop.create_block_mask(
+        mask_mod, None, None, call.queries, call.keys, "cuda"
+    )
+    attend = torch.compile(
+        lambda q, kv, pages, lengths: flexhop.flex_attention(
+            q, kv, kv[..., :512], None, block_mask, call.scale, enable_gqa=True,
+            page_table=flexhop.PageTable(pages, page, lengths),
+            return_aux=flexhop.AuxRequest(lse=True),
+            kernel_options=KernelOptions(backend="hopper", splits=splits),
+        ),
+        fullgraph=True,
+    )  # fmt: skip
+    out, aux = attend(query, pages, table, count)
+    index = torch.arange(call.keys, device="cuda")
+    visible = (index < count[:, None])[:, None, None]
+    if mask_mod is not None:
+        q_idx = torch.arange(call.queries, device="cuda")[:, None]
+        visible = visible & mask_mod(0, 0, q_idx, index)
+    gold, reference = (
+        dense_attention(q, k, k[..., :512], None, visible, call.scale)
+        for q, k in ((query.double(), latent.double()), (query, latent))
+    )
+    assert_within_budget(out, gold.out, reference.out, name="out")
+    assert_within_budget(aux.lse, gold.lse, reference.lse, name="lse")
+
+
 def test_a_growing_cache():
     attend = torch.compile(
         lambda q, kv: flexhop.flex_attention(

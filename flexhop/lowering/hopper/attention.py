@@ -102,12 +102,13 @@ def _emit_latent(call: KernelCall, args: AttentionArgs | CachedArgs, output: Out
     problem, options = call.problem, call.options
     show_plan("decode", lambda: _plan_latent(problem, options, call.passed))
     lists = block_inputs(args, "kv", output.written[0], args.query)
-    subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask])
+    subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask, *call.readers])
     constants = latent.constants(problem, options)
+    name = "latent_paged" if constants.PAGE_SIZE else "latent"
 
     def emit(statistics: Sequence[Any], shares: Output) -> Any:
         inputs = [args.query, args.key, *statistics, *lists]
-        return emit_kernel(call, "latent", inputs, shares, constants, subgraphs, None)
+        return emit_kernel(call, name, inputs, shares, constants, subgraphs, None)
 
     return emit_shares(call, constants.SPLITS, output, emit)
 

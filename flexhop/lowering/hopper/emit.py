@@ -13,7 +13,7 @@ from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.portable.emit import decode_grid
 from flexhop.templates import hopper
 
-Name = Literal["forward", "latent", "backward"]
+Name = Literal["forward", "latent", "latent_paged", "backward"]
 
 
 def _grid(
@@ -41,7 +41,9 @@ def _row_grid(
     return decode_grid(batch, heads, length, width, meta, cdiv=cdiv, min=min)
 
 
-_GRIDS = {"forward": _grid, "latent": _row_grid, "backward": _key_grid}
+_GRIDS = {
+    "forward": _grid, "latent": _row_grid, "latent_paged": _row_grid, "backward": _key_grid,
+}  # fmt: skip
 
 
 @functools.cache

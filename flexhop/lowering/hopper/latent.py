@@ -77,6 +77,7 @@ class LatentConstants:
     EXP_SCALE: float
     SPLITS: int
     RETURN_MAX: bool
+    PAGE_SIZE: int
     LN_2: float
 
 
@@ -91,9 +92,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
             f"of such views it supports {_FIRST // 2 + 1} to {_FIRST} columns of up to "
             f"{_FIRST + _REST}, not {problem.value_head_dim} of {problem.head_dim}"
         )
-    if problem.cache is not None:
-        how = "paged" if problem.cache.page_size else "converted by a mod"
-        yield f"it copies contiguous keys unchanged, but these keys are {how}"
+    yield from _cache_obstacles(problem)
     if problem.bulk_obstacle:
         yield problem.bulk_obstacle
     if problem.dropout_p > 0.0:
@@ -106,6 +105,17 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     if options.prescale_qk:
         yield "it does not support prescale_qk"
     yield from filter(None, [versions.obstacle()])
+
+
+def _cache_obstacles(problem: Problem) -> Iterator[str]:
+    """Why the kernel cannot read keys from a cache; empty if there is none."""
+    cache = problem.cache
+    if cache is None:
+        return
+    if cache.changes or (cache.key_dtype, cache.value_dtype) != (problem.dtype, problem.dtype):
+        yield f"it reads keys unchanged, but these are converted from {cache.key_dtype}"
+    if cache.page_size % _KEYS:
+        yield f"it reads pages of multiples of {_KEYS} keys, not of {cache.page_size}"
 
 
 def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
@@ -146,6 +156,7 @@ def constants(problem: Problem, options: KernelOptions) -> LatentConstants:
         "QK_REST": _REST,
         "V_HALF": _FIRST // 2,
         "SPLITS": num_splits(problem, options),
+        "PAGE_SIZE": problem.cache.page_size if problem.cache is not None else 0,
     }
     names = [field.name for field in dataclasses.fields(LatentConstants)]
     return LatentConstants(**{name: {**decode, **own}[name] for name in names})

@@ -6,6 +6,9 @@ from flexhop.templates import join
 from flexhop.templates.portable import BLOCKS, LISTS
 
 _SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
+_LATENT = (
+    "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/weigh", "hopper/latent/follow",
+)  # fmt: skip
 KERNELS = {
     "forward": (
         "hopper/forward/kernel", "hopper/forward/memory", "hopper/forward/produce",
@@ -15,10 +18,8 @@ KERNELS = {
         "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
         *_SHARED, "mods/mods",
     ),
-    "latent": (
-        "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/weigh",
-        "hopper/latent/follow", *_SHARED, "mods/mods",
-    ),
+    "latent": (*_LATENT, "hopper/latent/dense", *_SHARED, "mods/mods"),
+    "latent_paged": (*_LATENT, "hopper/latent/pages", *_SHARED, "mods/mods"),
     "backward": (
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
         "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",
