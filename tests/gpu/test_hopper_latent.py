@@ -9,6 +9,7 @@ import torch
 
 import flexhop
 from flexhop import KernelOptions
+from flexhop.flash import flash_attn_varlen_func
 from tests.budgets import assert_within_budget, dense_attention, evaluate_mask_mod
 
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -176,6 +177,35 @@ def test_pages(masked, page, splits):
     )
     assert_within_budget(out, gold.out, reference.out, name="out")
     assert_within_budget(aux.lse, gold.lse, reference.lse, name="lse")
+
+
+def test_packed_sequences():
+    """Masks as ranges of keys, with a sequence that has no keys and one with more queries."""
+    queries, keys = (0, 130, 135, 300), (0, 200, 200, 420)
+    query = torch.randn(queries[-1], 16, 576, device="cuda", dtype=torch.bfloat16)
+    latent = torch.randn(keys[-1], 1, 576, device="cuda", dtype=torch.bfloat16)
+    cu_q, cu_k = (torch.tensor(c, device="cuda", dtype=torch.int32) for c in (queries, keys))
+    call = torch.compile(
+        lambda q, kv: flash_attn_varlen_func(
+            q, kv, kv[..., :512], cu_q, cu_k, 165, 220, causal=True, softmax_scale=0.05
+        ),
+        fullgraph=True,
+    )
+    out = call(query, latent)
+    for q_from, q_to, k_from, k_to in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        q = query[None, q_from:q_to].transpose(1, 2)
+        k = latent[None, k_from:k_to].transpose(1, 2)
+        q_idx = torch.arange(q.size(2), device="cuda")[:, None]
+        visible = torch.arange(k.size(2), device="cuda") <= q_idx + k.size(2) - q.size(2)
+        if k.size(2) == 0:
+            assert not out[q_from:q_to].any()
+            continue
+        gold, reference = (
+            dense_attention(a, b, b[..., :512], None, visible, 0.05).out
+            for a, b in ((q.double(), k.double()), (q, k))
+        )
+        found = out[None, q_from:q_to].transpose(1, 2)
+        assert_within_budget(found, gold, reference, name="out")
 
 
 def test_a_growing_cache():

@@ -27,7 +27,9 @@ def test_a_step_of_latent_attention(architecture, product):
     query = torch.zeros(2, HEADS, 1, DIMS[0], dtype=torch.bfloat16)
     latent = torch.zeros(2, 1, 8192, DIMS[0], dtype=torch.bfloat16)
     generated = generate_code(
-        lambda q, kv: flexhop.flex_attention(q, kv, kv[..., : DIMS[1]], enable_gqa=True),
+        lambda q, kv: flexhop.flex_attention(
+            q, kv, kv[..., : DIMS[1]], enable_gqa=True, kernel_options={"backend": "triton"}
+        ),
         query, latent, capability=(architecture // 10, architecture % 10),
     )  # fmt: skip
     kernel = generated.kernel_with("attend_share")

@@ -40,8 +40,7 @@ class LatentTile:
     def words(self) -> str:
         """For reports."""
         return (
-            f"{self.block_m} rows x {self.block_n} keys, 9 warps (1 loads), "
-            f"{self.num_slots} slots"
+            f"{self.block_m} rows x {self.block_n} keys, 9 warps (1 loads), {self.num_slots} slots"
         )
 
 

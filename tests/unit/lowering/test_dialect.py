@@ -472,7 +472,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
         "mask_reads_per_element",
         "cache",  # such calls have an operator of their own, without gradients
-        "value_is_key",  # they may read it twice
+        "value_is_key",
         "tangents",  # likewise: flexhop_attention_derivative
     }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(Problem)} - {"mods", "grad"}

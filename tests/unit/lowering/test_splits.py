@@ -102,7 +102,7 @@ def test_a_user_chooses_the_shares():
     options = KernelOptions(splits=7)
     assert kernels.num_splits(step(), options) == 7
     assert kernels.constants("decode", step(), options, Tile(16, 64))["SPLITS"] == 7
-    assert kernels.combine_constants(step(), options).SPLITS_ROUNDED == 8
+    assert kernels.combine_constants(step(), options, 7).SPLITS_ROUNDED == 8
 
 
 def test_a_row_may_see_nothing_in_one_share():

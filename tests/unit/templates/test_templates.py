@@ -14,7 +14,7 @@ import jinja2
 import pytest
 import torch
 
-from flexhop.lowering.hopper import add_order, bits
+from flexhop.lowering.hopper import add_order, bits, latent
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.portable import kernels
@@ -147,6 +147,8 @@ def _free_names(text: str) -> set[str]:
 def _constants(kernel: str) -> set[str]:
     classes = {
         "hopper_forward": hopper.HopperForwardConstants,
+        "hopper_latent": latent.LatentConstants,
+        "hopper_latent_paged": latent.LatentConstants,
         "hopper_backward": hopper_grad.HopperBackwardConstants,
         "mask_bits": bits.MaskBitsConstants,
         "add_order": add_order.AddOrderConstants,
