@@ -20,7 +20,11 @@ pytestmark = [
 
 
 class Call(NamedTuple):
-    """Sizes of a call. block: of the mask. splits: as in KernelOptions."""
+    """Sizes of a call. block: of the mask. splits: as in KernelOptions.
+
+    value: whether it is a view of key's columns that the compiled function makes ("inside"), one
+    that its caller makes ("outside"), or a tensor of its own ("apart").
+    """
 
     batch: int = 2
     heads: int = 64
@@ -33,6 +37,7 @@ class Call(NamedTuple):
     block: int = 128
     splits: int | None = None
     scale: float = 192**-0.5
+    value: str = "inside"
 
 
 def draw(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,19 +57,26 @@ def check(call: Call, query, latent, score_mod=None, mask_mod=None) -> Any:
         visible = evaluate_mask_mod(mask_mod, torch.empty(sizes, device="cuda"))
         block_mask = flexhop.create_block_mask(mask_mod, *sizes, "cuda", BLOCK_SIZE=call.block)
     options = KernelOptions(backend="hopper", splits=call.splits)
+    value = latent[..., : call.value_width]
+    if call.value == "apart":
+        value = torch.randn_like(value)
 
-    def attend(query, latent):
+    def attend(query, latent, value):
+        if call.value == "inside":
+            value = latent[..., : call.value_width]
         return flexhop.flex_attention(
-            query, latent, latent[..., : call.value_width], score_mod, block_mask, call.scale,
+            query, latent, value, score_mod, block_mask, call.scale,
             enable_gqa=True, return_aux=flexhop.AuxRequest(lse=True, max_scores=True),
             kernel_options=options,
         )  # fmt: skip
 
-    out, aux = torch.compile(attend, fullgraph=True)(query, latent)
+    out, aux = torch.compile(attend, fullgraph=True)(query, latent, value)
     gold, reference = (
-        dense_attention(q, k, k[..., : call.value_width], score_mod, visible, call.scale)
-        for q, k in ((query.double(), latent.double()), (query, latent))
-    )
+        dense_attention(*operands, score_mod, visible, call.scale)
+        for operands in (
+            [tensor.double() for tensor in (query, latent, value)], (query, latent, value),
+        )
+    )  # fmt: skip
     assert_within_budget(out, gold.out, reference.out, name="out")
     assert_within_budget(aux.lse, gold.lse, reference.lse, name="lse")
     assert_within_budget(aux.max_scores, gold.largest, reference.largest, name="max_scores")
@@ -85,6 +97,13 @@ def check(call: Call, query, latent, score_mod=None, mask_mod=None) -> Any:
         Call(width=576, value_width=448),
         Call(width=520, value_width=264, keys=130),
         Call(scale=-0.05),
+        Call(heads=128, keys=5000, value="outside"),
+        Call(heads=128, keys=5000, value="apart"),
+        Call(heads=16, queries=3, value="outside", splits=1),
+        Call(heads=16, queries=3, value="apart", splits=1),
+        Call(batch=1, heads=64, keys=65, splits=7, value="apart"),
+        Call(batch=1, heads=96, width=576, value_width=328, keys=1, value="apart"),
+        Call(batch=1, heads=16, queries=300, keys=300, dtype=torch.float16, value="apart"),
     ],
     ids=str,
 )
@@ -128,7 +147,7 @@ def test_score_mods(score):
 
 def test_layouts():
     """Queries whose heads are neighbours, a part of a longer cache, and one cache for a batch."""
-    call = Call(heads=96, queries=2, keys=500)
+    call = Call(heads=96, queries=2, keys=500, value="outside")
     query, latent = draw(call)
     by_position = query.transpose(1, 2).contiguous().transpose(1, 2)
     longer = torch.cat([latent, torch.full_like(latent, torch.nan)], 2)
@@ -139,7 +158,8 @@ def test_layouts():
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("page", [64, 192])
 @pytest.mark.parametrize("masked", [False, True])
-def test_pages(masked, page, splits):
+@pytest.mark.parametrize("is_view", [False, True])
+def test_pages(is_view, masked, page, splits):
     """Sequences of several lengths, an empty one among them; rows behind the last key are NaN."""
     call = Call(batch=4, heads=32, queries=2, keys=page * 8)
     query, latent = draw(call)
@@ -157,15 +177,15 @@ def test_pages(masked, page, splits):
         mask_mod, None, None, call.queries, call.keys, "cuda"
     )
     attend = torch.compile(
-        lambda q, kv, pages, lengths: flexhop.flex_attention(
-            q, kv, kv[..., :512], None, block_mask, call.scale, enable_gqa=True,
+        lambda q, kv, v, pages, lengths: flexhop.flex_attention(
+            q, kv, kv[..., :512] if is_view else v, None, block_mask, call.scale, enable_gqa=True,
             page_table=flexhop.PageTable(pages, page, lengths),
             return_aux=flexhop.AuxRequest(lse=True),
             kernel_options=KernelOptions(backend="hopper", splits=splits),
         ),
         fullgraph=True,
     )  # fmt: skip
-    out, aux = attend(query, pages, table, count)
+    out, aux = attend(query, pages, pages[..., :512].clone(), table, count)
     index = torch.arange(call.keys, device="cuda")
     visible = (index < count[:, None])[:, None, None]
     if mask_mod is not None:

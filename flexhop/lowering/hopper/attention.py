@@ -107,7 +107,7 @@ def _emit_latent(call: KernelCall, args: AttentionArgs | CachedArgs, output: Out
     name = "latent_paged" if constants.PAGE_SIZE else "latent"
 
     def emit(statistics: Sequence[Any], shares: Output) -> Any:
-        inputs = [args.query, args.key, *statistics, *lists]
+        inputs = [args.query, args.key, args.value, *statistics, *lists]
         return emit_kernel(call, name, inputs, shares, constants, subgraphs, None)
 
     return emit_shares(call, constants.SPLITS, output, emit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from flexhop.lowering.hopper import versions
 from flexhop.lowering.hopper.constants import ELEMENTS
@@ -53,9 +54,10 @@ class LatentConstants:
     NUM_SLOTS: int
     REGISTERS: int
     ELEMENT: str
-    QK_FIRST: int
+    HALF: int
     QK_REST: int
-    V_HALF: int
+    VALUE_IS_KEY: bool
+    WAITS_FOR_SCORES: bool
     SPARSE_Q_BLOCK_SIZE: int
     SPARSE_KV_BLOCK_SIZE: int
     TILES_PER_KV_BLOCK: int
@@ -84,12 +86,14 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the kernel does not support a call with wide heads, most general reason first."""
     if problem.dtype not in ELEMENTS:
         yield f"it supports bfloat16 and float16, not {problem.dtype}"
-    if not problem.value_is_key:
-        yield "it supports heads above 256 columns only if value is a view of key's first columns"
-    if problem.head_dim > _FIRST + _REST or not _FIRST // 2 < problem.value_head_dim <= _FIRST:
+    if (
+        not _FIRST < problem.head_dim <= _FIRST + _REST
+        or not _FIRST // 2 < problem.value_head_dim <= _FIRST
+    ):
         yield (
-            f"of such views it supports {_FIRST // 2 + 1} to {_FIRST} columns of up to "
-            f"{_FIRST + _REST}, not {problem.value_head_dim} of {problem.head_dim}"
+            f"of heads above 256 columns it supports {_FIRST + 1} to {_FIRST + _REST} with values "
+            f"of {_FIRST // 2 + 1} to {_FIRST}, not {problem.head_dim} and "
+            f"{problem.value_head_dim}"
         )
     yield from _cache_obstacles(problem)
     if problem.bulk_obstacle:
@@ -147,13 +151,14 @@ def programs(problem: Problem, options: KernelOptions) -> int:
 def constants(problem: Problem, options: KernelOptions) -> LatentConstants:
     """Constants of the kernel: those of decode that it shares, and its own."""
     decode = dataclasses.asdict(kernels.decode_constants(problem, options, _TILE))
-    own = {
+    own: dict[str, Any] = {
         "NUM_SLOTS": _SLOTS,
         "REGISTERS": _REGISTERS,
         "ELEMENT": ELEMENTS[problem.dtype],
-        "QK_FIRST": _FIRST,
+        "HALF": _FIRST // 2,
         "QK_REST": _REST,
-        "V_HALF": _FIRST // 2,
+        "VALUE_IS_KEY": problem.value_is_key,
+        "WAITS_FOR_SCORES": splits.row_tiles(problem, _ROWS) > 1,
         "SPLITS": num_splits(problem, options),
         "PAGE_SIZE": problem.cache.page_size if problem.cache is not None else 0,
     }

@@ -28,6 +28,7 @@ __all__ = [
     "LatentMemory",
     "LatentResults",
     "LatentShare",
+    "LatentSources",
     "Order",
 ]
 
@@ -125,15 +126,26 @@ class ForwardWalk(NamedTuple):
     q_start: Any
 
 
+class LatentSources(NamedTuple):
+    """Tensor descriptors that the producer reads: of a half of the columns of keys, of the rest
+    behind both halves, and of a half of the columns of values."""
+
+    half: Any
+    rest: Any
+    v: Any
+
+
 class LatentMemory(NamedTuple):
-    """Shared memory. first, rest: the pieces of queries and keys. p: the weights of a tile.
+    """Shared memory. left, right, rest: columns of queries and keys. p: the weights of a tile.
 
     factors: of rows: what the sums before a tile count after it; at the end, the sums of weights.
     """
 
-    q_first: Any
+    q_left: Any
+    q_right: Any
     q_rest: Any
-    k_first: Any
+    k_left: Any
+    k_right: Any
     k_rest: Any
     p: Any
     factors: Any
@@ -142,12 +154,18 @@ class LatentMemory(NamedTuple):
 class LatentBarriers(NamedTuple):
     """What is there to be read, and what has been read and may be overwritten.
 
-    ready, free: of the slots of keys. p_ready, p_free: of p and factors.
+    left_ready, right_ready, left_free, right_free: of the slots of keys; the rest goes with the
+    left half. values_ready: of slots whose keys are replaced by values. scored: scores of a tile,
+    which leave its keys to be values. p_ready, p_free: of p and factors.
     """
 
     q_ready: Any
-    ready: Any
-    free: Any
+    left_ready: Any
+    right_ready: Any
+    left_free: Any
+    right_free: Any
+    values_ready: Any
+    scored: Any
     p_ready: Any
     p_free: Any
 
@@ -167,7 +185,7 @@ class LatentShare(NamedTuple):
     block of the mask's queries, the first row of its rows, and how many of its queries there are.
     partial, full, num_partial, num_blocks: as in ForwardBlocks. start, masked_end, end: tiles of
     the share, and where those end that need the mask. limit: end of the keys; 0 if the share is
-    empty.
+    empty. apart: whether values are not the first columns of keys.
     """
 
     b: Any
@@ -184,6 +202,7 @@ class LatentShare(NamedTuple):
     masked_end: Any
     end: Any
     limit: Any
+    apart: Any
 
 
 class BackwardSources(NamedTuple):

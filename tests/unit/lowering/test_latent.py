@@ -45,6 +45,7 @@ def choose(call, options=AUTO):
         {"blocks": MaskBlocks(100, 192, False, per_head=True), "query_len": 100},
         {"has_score_mod": True, "reads_per_element": True, "score_cost": 50.0},
         {"kv_batch_shared": True, "returns_max": True},
+        {"value_is_key": False},
         {"cache": PAGES, "key_len_varies": True},
     ],
 )
@@ -55,9 +56,9 @@ def test_it_serves(facts):
 @pytest.mark.parametrize(
     ("facts", "options", "reason"),
     [
-        ({"value_is_key": False}, AUTO, "only if value is a view of key's first columns"),
-        ({"value_head_dim": 576}, AUTO, "not 576 of 576"),
-        ({"value_head_dim": 256}, AUTO, "not 256 of 576"),
+        ({"value_head_dim": 576}, AUTO, "not 576 and 576"),
+        ({"value_head_dim": 256}, AUTO, "not 576 and 256"),
+        ({"head_dim": 512, "value_head_dim": 520}, AUTO, "not 512 and 520"),
         ({"dtype": torch.float32}, AUTO, "it supports bfloat16 and float16"),
         ({"bulk_obstacle": "rows of key do"}, AUTO, "rows of key do"),
         ({"dropout_p": 0.1}, AUTO, "it does not support dropout"),
@@ -77,7 +78,7 @@ def test_it_leaves_the_rest_to_the_portable_kernel(facts, options, reason):
 def test_who_demands_it_gets_it_or_a_reason():
     demanded = KernelOptions(backend="hopper")
     assert choose(step(query_heads=8), demanded) == ("hopper", "")
-    with pytest.raises(OptionConflictError, match="not 256 of 576"):
+    with pytest.raises(OptionConflictError, match="not 576 and 256"):
         choose(step(value_head_dim=256), demanded)
 
 
@@ -88,6 +89,12 @@ def test_shares_fill_the_multiprocessors(facts, count):
     (made,) = plan("forward", step(**facts), AUTO)
     assert made.constants["SPLITS"] == count
     assert made.programs == count * facts.get("batch", 64) * (1 if "query_heads" in facts else 2)
+
+
+@pytest.mark.parametrize(("heads", "waits"), [(16, False), (64, False), (65, True), (128, True)])
+def test_the_second_consumer_waits_if_products_bound_the_time(heads, waits):
+    """Programs of one key head share what they read; a single one is bound by reads."""
+    assert latent.constants(step(query_heads=heads), AUTO).WAITS_FOR_SCORES == waits
 
 
 def test_what_a_program_holds_fits():
