@@ -65,6 +65,7 @@ class LatentConstants:
     HAS_RANGES: bool
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
+    CHECK_Q: bool
     CHECK_KV: bool
     QK_HEAD_DIM: int
     V_HEAD_DIM: int
@@ -155,6 +156,7 @@ def constants(problem: Problem, options: KernelOptions) -> LatentConstants:
         "NUM_SLOTS": _SLOTS,
         "REGISTERS": _REGISTERS,
         "ELEMENT": ELEMENTS[problem.dtype],
+        "CHECK_Q": True,  # rows of a tile may be none
         "HALF": _FIRST // 2,
         "QK_REST": _REST,
         "VALUE_IS_KEY": problem.value_is_key,

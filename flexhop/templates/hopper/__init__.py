@@ -16,7 +16,7 @@ KERNELS = {
         "hopper/forward/line",
         "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
         "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
-        "hopper/positions", *_SHARED, "mods/mods",
+        *_SHARED, "mods/mods",
     ),
     "latent": (*_LATENT, "hopper/latent/dense", *_SHARED, "mods/mods"),
     "latent_paged": (*_LATENT, "hopper/latent/pages", *_SHARED, "mods/mods"),
@@ -24,8 +24,7 @@ KERNELS = {
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
         "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",
         "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
-        "hopper/backward/order", "hopper/spans", "hopper/positions", *_SHARED, "mods/mods",
-        "mods/mod_grads",
+        "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),
 }  # fmt: skip
 # In portable Triton: kernels that run before one of those above.
