@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,11 @@ __all__ = ["guard_aligned_strides", "guard_at_most"]
 
 
 def guard_aligned_strides(tensors: Sequence[Any]) -> None:
-    """Guard strides that are multiples of 16 or of 8, so that kernels can rely on it.
+    """Guard strides that are multiples of 16, so that kernels can rely on it.
 
-    Triton asks for 16, the tensor memory accelerator for 8 of two bytes. Inductor tells only facts
-    that are certain. A symbol of its own, such as the stride of a cache slice, is not, and rows
-    would be read element by element. Strides that follow from lengths get no guard: they would
-    recompile as lengths change.
+    Inductor tells Triton only facts that are certain. A symbol of its own, such as the stride of a
+    cache slice, is not, and rows would be read element by element. Strides that follow from
+    lengths get no guard: they would recompile as lengths change.
     """
     for tensor in tensors:
         lengths = sympy.sympify(list(tensor.get_size()))
@@ -29,9 +27,8 @@ def guard_aligned_strides(tensors: Sequence[Any]) -> None:
         for stride in tensor.get_stride():
             if not inductor.is_constant(stride) and not stride.free_symbols & known:
                 # ShapeEnv drops stale answers for the first form; the second is what is queried.
-                # Nothing concludes that multiples of 16 are multiples of 8.
-                for factor, modulo in itertools.product((16, 8), (Mod, sympy.Mod)):
-                    V.graph.sizevars.guard_or_false(sympy.Eq(modulo(stride, factor), 0))
+                for modulo in (Mod, sympy.Mod):
+                    V.graph.sizevars.guard_or_false(sympy.Eq(modulo(stride, 16), 0))
 
 
 def guard_at_most(value: Any, limit: int) -> bool:

@@ -145,14 +145,18 @@ def test_score_mods(score):
     check(call, *draw(call), score_mod=mods[score], mask_mod=causal)
 
 
-def test_layouts():
+@pytest.mark.parametrize("layout", ["by position", "part of a cache", "one for a batch"])
+def test_layouts(layout):
     """Queries whose heads are neighbours, a part of a longer cache, and one cache for a batch."""
     call = Call(heads=96, queries=2, keys=500, value="outside")
     query, latent = draw(call)
-    by_position = query.transpose(1, 2).contiguous().transpose(1, 2)
-    longer = torch.cat([latent, torch.full_like(latent, torch.nan)], 2)
-    check(call, by_position, longer[:, :, : call.keys])
-    check(call, query, latent[:1])
+    if layout == "by position":
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "part of a cache":
+        latent = torch.cat([latent, torch.full_like(latent, torch.nan)], 2)[:, :, : call.keys]
+    else:
+        latent = latent[:1]
+    check(call, query, latent)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
