@@ -113,7 +113,8 @@ def test_portable_gradients_of_small_blocks_have_few_warps():
     }
     found = {key: table_tile(key[1], small(key[0], key[0], **table)) for key in expected}
     assert found == expected
-    assert table_tile("grad_query", small(64, 64)).num_stages == 3
+    others = [small(32, 32, has_score_mod=True), small(32, 32, is_key_multiple=lambda n: n < 9)]
+    assert [table_tile("grad_query", call) for call in others] == [Tile(128, 64, 8, 3)] * 2
 
 
 def test_words_of_small_tiles():
