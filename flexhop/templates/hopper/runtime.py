@@ -50,7 +50,8 @@ def _as_scores(memory: Any, _semantic: Any = None) -> Any:
 @builtin
 def as_parts(memory: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Shared memory as parts of 16 bits per element, [parts, *one], one behind the other."""
-    sizes = [gl._unwrap_if_constexpr(size) for size in gl._unwrap_if_constexpr(shape)]
+    # Constants of a kernel are wrapped, one by one or all together.
+    sizes = [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
     return _semantic.memdesc_reinterpret(memory, memory.dtype, sizes, layout)
 
 
