@@ -88,7 +88,9 @@ def test_kernels_of_small_blocks_do_not_spill_and_fit():
         results = dict(zip(CALLS, pool.map(build, CALLS), strict=True))
     for call, found in results.items():
         assert found.notes == [], call
-        assert found.steps == [0] * (4 if call.has_mods else 2), call
+        assert found.steps[:2] == [0, 0], call
+        # With a mask, both mods, grouped heads and keys behind the end; as in test_compiled.py.
+        assert max(found.steps) <= (4 if call.has_mods else 0), call
         assert call.has_mods or found.spills == 0, call
         facts = problem(
             head_dim=call.width, value_head_dim=call.width, kv_heads=8 // call.group,
