@@ -72,12 +72,16 @@ def _select(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     for item, size in zip(indices, sizes, strict=True):
         place = place * size + item + (item < 0) * size
     rows = tensor.flatten(0, count - 1) if count > 1 else tensor
-    # Only aten.index supports symbolic sizes. If it is differentiated twice, Inductor's C++ loses
-    # the second derivative, so only tensors without a gradient are read with it.
-    is_symbolic = any(isinstance(size, torch.SymInt) for size in tensor.shape)
-    if is_symbolic and not (tensor.requires_grad or is_batchedtensor(tensor)):
+    if _has_symbols(rows) or _has_symbols(place):
         return torch.ops.aten.index.Tensor(rows, [place])
     return rows.index_select(0, place.reshape(1)).squeeze(0)
+
+
+def _has_symbols(tensor: Tensor) -> bool:
+    """Whether a tensor has symbolic sizes, perhaps in a dimension that a vmap hides."""
+    while is_batchedtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:

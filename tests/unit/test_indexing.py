@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop.compat.indexing import IndexMode
@@ -37,6 +38,27 @@ def test_reads_what_plain_indexing_reads(name):
         )
     expected = [[read(TABLE, h, i) for i in range(LENGTH)] for h in range(HEADS)]
     assert torch.equal(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("is_fixed", [True, False], ids=["fixed", "any length"])
+@pytest.mark.parametrize("name", READS)
+def test_reads_by_any_number_of_positions(name, is_fixed):
+    """As the definition is lowered under dynamic shapes, a chunk of queries at a time."""
+    learned = TABLE.clone().requires_grad_()
+
+    def reads(heads, positions, *tables):
+        def read(h, i):
+            return READS[name](*tables or [learned], h, i % 3)
+
+        with IndexMode():
+            of_heads = torch.vmap(torch.vmap(read, in_dims=(None, 0)), in_dims=(0, None))
+            return of_heads(heads, positions)
+
+    given = [torch.arange(HEADS, dtype=torch.int32), torch.arange(LENGTH)]
+    given += [] if is_fixed else [learned]
+    graph = make_fx(reads, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
+    given[1] = torch.arange(LENGTH - 4)
+    assert torch.equal(graph(*given), reads(*given))
 
 
 @pytest.mark.parametrize("name", READS)
