@@ -161,6 +161,19 @@ def _truncate(values: Tensor) -> Tensor:
     return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
+class RoundedGradient(torch.autograd.Function):
+    """Scores as they are, and their gradient in 16 bits, as tensor cores multiply it."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
 # How plain PyTorch rounds in between, see dense_attention.
 Formula = Literal["plain", "fused", "online"]
 
@@ -211,8 +224,8 @@ def dense_attention(
         scale: multiplies the products before score_mod.
         truncates: see Budget.
         formula: "fused": products of 16-bit matrices stay in fp32, as in one kernel; only the
-            weights and out are rounded. "online": the same, with weights that are rounded before
-            they are divided by their sum, which a kernel knows last.
+            weights, out and the gradients of scores are rounded. "online": the same, with weights
+            that are rounded before they are divided by their sum, which a kernel knows last.
         factors: of dropout: 0 for weights that are dropped, else 1 / (1 - p); they multiply the
             weights after the sums of rows.
     """
@@ -225,6 +238,8 @@ def dense_attention(
     )
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = product(query, key.transpose(-1, -2)).to(wide) * scale
+    if not is_plain:
+        scores = RoundedGradient.apply(scores, query.dtype)
     if score_mod is not None:
         scores = evaluate_score_mod(score_mod, scores)
     scores = torch.where(visible, scores.to(wide), -INF)

@@ -104,6 +104,10 @@ def trigonometric(s, b, h, q, k):
     return torch.cos(s) * torch.sin(s) + torch.tan(b.to(s.dtype))
 
 
+def steep(score, b, h, q_idx, kv_idx):
+    return -0.3 * (score + 0.05 * (q_idx - kv_idx)) ** 3
+
+
 def soft_cap(s, b, h, q, k):
     return 5.0 * torch.tanh(s / 5.0)
 
@@ -236,6 +240,9 @@ SCORES = [
     Case("none_333", shape=Shape(heads=1, kv_heads=1, q_len=333, kv_len=333)),
     Case("times_two", score=plain(lambda s, b, h, q, k: s * 2), shape=ODD, dtype=BF16),
     Case("squared", score=plain(lambda s, b, h, q, k: s * s), shape=ODD, max_scores=True),
+    # One ulp of the product is a thousand of the score; forward and backward must have the same one.
+    Case("steep", score=plain(steep), shape=Shape(2, 4, 2, 65, 65, 48, 16), scale=1.0,
+         mask=plain(and_masks(causal, window(2)))),
     Case("score_causal", score=plain(lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)),
          options=SMALL_TILES),
     Case("score_inverse_causal", dtype=FP16,

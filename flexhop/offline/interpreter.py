@@ -217,10 +217,14 @@ def _dot(original: Callable[..., Any]) -> Callable[..., Any]:
     def dot(self: Any, a: TensorHandle, b: TensorHandle, c: TensorHandle, *rest: Any) -> Any:
         if a.dtype.scalar.primitive_bitwidth == 8 and a.dtype.scalar.is_floating():
             return original(self, a, b, c, *rest)
-        dtype = c.data.dtype
+        # A GPU adds exact fp32 products in the order of the columns, in every tile alike: backward
+        # finds the scores of forward. BLAS has an order per shape; fp64 makes it immaterial.
+        dtype = np.float64 if a.dtype.scalar == tl.float32 else c.data.dtype
         # Casting first lets numpy use BLAS.
         left, right = (_widen(x).data.astype(dtype, copy=False) for x in (a, b))
-        return TensorHandle(left @ right + c.data, c.dtype.scalar)
+        return TensorHandle(
+            (left @ right + c.data).astype(c.data.dtype, copy=False), c.dtype.scalar
+        )
 
     return dot
 

@@ -19,6 +19,8 @@ from tests.fuzz.oracle import compute, loss_of, truncates
 from tests.fuzz.plan import Plan
 from tests.fuzz.problem import Problem, make_call, make_problem
 
+ORDERS = 24  # of sums, in which a problem is computed if its result may be held against luck
+
 
 def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "eager") -> None:
     """Forward and backward against fp64.
@@ -82,12 +84,23 @@ def judge(problem: Problem, found: dict[str, Tensor]) -> None:
     if plan.dtype in (torch.bfloat16, torch.float16):
         others = [compute(problem, None, "fused"), compute(problem, None, "online")]
     captured = (*plan.learned, "sinks")
+    reordered: list[dict[str, Tensor]] = []
     for name, actual in found.items():
-        assert_within_budget(
-            actual, gold[name], reference[name], *(other[name] for other in others), name=name,
-            captured=name in captured, unseen=gold.get(f"unseen_{name}"),
-            budget=TF32 if truncates(problem) else None,
-        )  # fmt: skip
+
+        def compare(*references: dict[str, Tensor], name: str = name, actual: Tensor = actual):
+            assert_within_budget(
+                actual, gold[name], reference[name], *(other[name] for other in references),
+                name=name, captured=name in captured, unseen=gold.get(f"unseen_{name}"),
+                budget=TF32 if truncates(problem) else None,
+            )  # fmt: skip
+
+        try:
+            compare(*others)
+        except AssertionError:
+            # Sums of few numbers, or one sum: plain PyTorch may be exact by luck. It is as far off
+            # as it is in the worst of several orders.
+            reordered = reordered or [compute(problem, None, order=n + 1) for n in range(ORDERS)]
+            compare(*others, *reordered)
 
 
 def compile_offline(

@@ -101,38 +101,75 @@ def _window(problem: Problem, rows: int, keys: int) -> Tensor:
     return visible[None, None]
 
 
-def compute(problem: Problem, dtype: torch.dtype | None, formula: Formula = "plain") -> Parts:
+class Order(NamedTuple):
+    """Another order of the same sums: of columns of query and key, columns of value, and keys."""
+
+    columns: Tensor
+    value_columns: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, part: Segment, number: int) -> Order:
+        """A random order; number 0 is that of the operands."""
+        sizes = (part.query.size(3), part.value.size(3), part.key.size(2))
+        if not number:
+            return cls(*(torch.arange(n, device=part.query.device) for n in sizes))
+        generator = torch.Generator().manual_seed(number)
+        return cls(*(torch.randperm(n, generator=generator).to(part.query.device) for n in sizes))
+
+    def apply(self, part: Segment) -> Segment:
+        """The same rows and keys, in this order; mods still see the numbers of before."""
+        key = part.key[..., self.keys, :][..., self.columns]
+        value = part.value[..., self.keys, :][..., self.value_columns]
+        visible = part.visible.expand(*part.visible.shape[:-1], part.key.size(2))[..., self.keys]
+        return part._replace(
+            query=part.query[..., self.columns], key=key, value=value, visible=visible
+        )
+
+
+def compute(
+    problem: Problem, dtype: torch.dtype | None, formula: Formula = "plain", order: int = 0
+) -> Parts:
     """Results and gradients by name, in the dtype; None is that of the problem.
 
     Names are those of Problem.leaves, and "out", "lse", "max_scores". "unseen_" before a name:
-    which rows of it must be exactly 0.
+    which rows of it must be exactly 0. order: 0, or the number of another order of all sums.
     """
     copied = copy_problem(problem, dtype)
     plan, parts = copied.plan, segments(copied)
     is_short = dtype is None and truncates(problem)
-    dense = [_attend(copied, part, formula, is_short) for part in parts]
-    leaves = [(d.out.detach(), d.lse.detach()) for d in dense]
+    orders = [Order.of(part, order) for part in parts]
+    dense = [
+        _attend(copied, part, formula, is_short, turned)
+        for part, turned in zip(parts, orders, strict=True)
+    ]
+    places = [turned.value_columns.argsort() for turned in orders]
+    leaves = [
+        (d.out.detach()[..., at], d.lse.detach()) for d, at in zip(dense, places, strict=True)
+    ]
     for out, lse in leaves:
         out.requires_grad_(), lse.requires_grad_()
     with_sinks = [_add_sinks(out, lse, copied.sinks) for out, lse in leaves]
     found = _joined(copied, parts, dense, with_sinks)
     if plan.is_differentiated:
         _loss(copied, found["out"], found["lse"]).backward()
-        for part, (out, lse) in zip(dense, leaves, strict=True):
+        for part, (out, lse), turned in zip(dense, leaves, orders, strict=True):
             assert out.grad is not None
-            dense_backward(
-                part, out.grad, lse.grad if plan.lse or copied.sinks is not None else None
-            )
+            grad_lse = lse.grad if plan.lse or copied.sinks is not None else None
+            dense_backward(part, out.grad[..., turned.value_columns], grad_lse)
     for name, leaf in copied.leaves().items():
         found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _attend(problem: Problem, part: Segment, formula: Formula, is_short: bool) -> Dense:
-    """Attention of one segment; is_short: with TF32 products."""
+def _attend(
+    problem: Problem, part: Segment, formula: Formula, is_short: bool, order: Order
+) -> Dense:
+    """Attention of one segment, in an order; is_short: with TF32 products."""
     plan, shape = problem.plan, problem.plan.shape
     score_mod, mask_mod = problem.score_mod(), problem.mask_mod()
     has_keys = part.key.size(2) > 0
+    part = order.apply(part)
     if not has_keys:  # without a largest score: one key that nobody sees
         blank = [t.new_zeros(*t.shape[:2], 1, t.size(3)) for t in (part.key, part.value)]
         hidden = torch.zeros(1, 1, part.query.size(2), 1, dtype=torch.bool, device=problem.device)
@@ -142,27 +179,29 @@ def _attend(problem: Problem, part: Segment, formula: Formula, is_short: bool) -
     visible = part.visible.expand(size)
     if mask_mod is not None:
         like = torch.empty(size, device=problem.device)
-        visible = visible & evaluate_mask_mod(_from(mask_mod, part.first, 0), like)
+        visible = visible & evaluate_mask_mod(_from(mask_mod, part.first, 0, order), like)
     factors = None
     if plan.dropout:
-        kept = _kept(problem, part) if has_keys else visible
-        factors = kept.to(torch.float32) / (1 - plan.dropout)
+        kept = _kept(problem, part) if has_keys else visible[..., :0]
+        factors = kept[..., order.keys].to(torch.float32) / (1 - plan.dropout)
     query, scale = part.query, 1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale
     if formula != "plain" and dict(plan.options).get("prescale_qk"):
         query, scale = query * scale, 1.0  # the option rounds the product
     return dense_attention(
         query, part.key, part.value,
-        None if score_mod is None else _from(score_mod, part.first, 1), visible, scale,
+        None if score_mod is None else _from(score_mod, part.first, 1, order), visible, scale,
         formula=formula, factors=factors, truncates=is_short,
     )  # fmt: skip
 
 
-def _from(mod: Callable[..., Any], first: int, place: int) -> Callable[..., Any]:
-    """A mod whose batches count from `first`."""
+def _from(mod: Callable[..., Any], first: int, place: int, order: Order) -> Callable[..., Any]:
+    """A mod whose batches count from `first`, of keys in an order."""
+    keys = order.keys.int()
 
     def counted(*args: Any) -> Any:
         values = list(args)
         values[place] = values[place] + first
+        values[-1] = keys[values[-1]]
         return mod(*values)
 
     return counted

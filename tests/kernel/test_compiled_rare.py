@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -211,3 +212,19 @@ def test_fp64_reads_8_bit_floats():
 
     for kernel in generate_code(call, query, cache).kernels:
         compile_kernel(kernel, 90, dict.fromkeys(kernel.constexprs, 16))
+
+
+def test_the_kernels_of_forward_and_backward_find_the_same_scores_in_fp32():
+    """Triton would begin the products of forward alone with what a mod adds to them."""
+
+    def call(query, key, value):
+        def steep(score, b, h, q_idx, kv_idx):
+            return (score + 0.05 * (q_idx - kv_idx)) ** 3
+
+        return flexhop.flex_attention(query, key, value, steep, scale=1.0)
+
+    inputs = operands(1, 2, 70, 32, learned="qkv", dtype=torch.float32)
+    generated = generate_code(call, *inputs, grad=True)
+    for kernel in generated.templates:
+        added_last = re.compile(r"fma\.rn\.f32\s+%\w+, %\w+, 0f3D4CCCCD")  # 0.05
+        assert added_last.search(compile_kernel(kernel, 90).ptx)

@@ -32,6 +32,7 @@ class KeyConstants:
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
+    SUBTRACT_FIRST: bool
     FLOAT32_PRECISION: str
     OFFSET_DTYPE: str
 
@@ -106,6 +107,8 @@ class DecodeCombineConstants:
     V_HEAD_DIM_ROUNDED: int
     RETURN_MAX: bool
     OFFSET_DTYPE: str
+    EXP_SCALE: float
+    SUBTRACT_FIRST: bool
     LN_2: float
 
 
@@ -118,7 +121,6 @@ class GradQueryConstants(SharedConstants):
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool
     BRANCH_FOR_MASK: bool
-    SUBTRACT_FIRST: bool
     LSE_SCALE: float
 
 
@@ -134,7 +136,6 @@ class GradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
-    SUBTRACT_FIRST: bool
     LSE_SCALE: float
 
 
@@ -146,7 +147,6 @@ class JvpGradQueryConstants(SharedConstants):
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
-    SUBTRACT_FIRST: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
     HAS_K_DOT: bool
@@ -166,7 +166,6 @@ class JvpGradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
-    SUBTRACT_FIRST: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
     HAS_K_DOT: bool

@@ -94,6 +94,7 @@ def combine_constants(
 ) -> DecodeCombineConstants:
     """Constants of the kernel that combines `count` splits."""
     rounded, width = 1 << (count - 1).bit_length(), round_head_dim(problem.value_head_dim)
+    exponents = _prescaled(exponent(problem), options)
     return DecodeCombineConstants(
         SPLITS=count,
         SPLITS_ROUNDED=rounded,
@@ -103,7 +104,9 @@ def combine_constants(
         V_HEAD_DIM_ROUNDED=width,
         RETURN_MAX=problem.returns_max,
         OFFSET_DTYPE="tl.int64" if problem.large_output else "tl.int32",
-        LN_2=_ln_2(problem, options, _prescaled(exponent(problem), options)),
+        LN_2=_ln_2(problem, options, exponents),
+        EXP_SCALE=exponents["EXP_SCALE"],
+        SUBTRACT_FIRST=exponents["SUBTRACT_FIRST"],
     )
 
 
@@ -140,7 +143,6 @@ def grad_query_constants(
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
         BRANCH_FOR_MASK=branches_for_mask(problem, options),
-        SUBTRACT_FIRST=is_float32(problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
 
@@ -161,7 +163,6 @@ def grad_key_value_constants(
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
         CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
         BRANCH_FOR_MASK=True,
-        SUBTRACT_FIRST=is_float32(problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
 

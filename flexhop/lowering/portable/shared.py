@@ -23,6 +23,7 @@ def exponent(problem: Problem) -> dict[str, Any]:
     return {
         "SCALE_SCORES": scale_scores,
         "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
+        "SUBTRACT_FIRST": is_float32(problem),
     }
 
 

@@ -6,7 +6,7 @@ from flexhop.templates import join
 
 _CACHED = ("portable/cache/keys", "portable/cache/sums", "portable/cache/halves")
 LISTS = ("portable/lists", "portable/ranges")
-BLOCKS = (*LISTS, "portable/tile", "portable/sections", "mods/mods")
+BLOCKS = (*LISTS, "portable/tile", "portable/weights", "portable/sections", "mods/mods")
 _BY_QUERY = ("portable/key_blocks", *BLOCKS)
 _BY_KEY = ("portable/query_blocks", *BLOCKS)
 _ATTEND = ("portable/attend", "portable/keys", *_BY_QUERY)
@@ -22,7 +22,7 @@ KERNELS = {
     ),
     "cached_forward": ("portable/forward", *_CACHED_ATTEND),
     "cached_decode": ("portable/decode", *_CACHED_ATTEND),
-    "decode_combine": ("portable/decode_combine",),
+    "decode_combine": ("portable/decode_combine", "portable/weights"),
     "jvp_grad_query": (
         "portable/jvp_grad_query", "portable/push_grad_tile", *_BY_QUERY, *_BENT,
     ),
