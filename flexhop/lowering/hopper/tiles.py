@@ -112,8 +112,7 @@ def _small_tile(problem: Problem, blocks: MaskBlocks) -> HopperTile:
     width = wider(problem)
     is_shared = not (blocks.per_head or problem.mods.mask_uses_head)
     packed = ROWS // blocks.q_size if ROWS % blocks.q_size == 0 else 1
-    # A score_mod would get a column of heads, which Triton 3.6 does not compile.
-    if not is_shared or problem.group % packed or problem.mods.has_score_mod:
+    if not is_shared or problem.group % packed:
         packed = 1
     spreads = is_shared and problem.group % (2 * packed) == 0
     longest = 128 if width <= 128 else 64

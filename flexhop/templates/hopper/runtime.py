@@ -51,7 +51,9 @@ def _as_scores(memory: Any, _semantic: Any = None) -> Any:
 def as_parts(memory: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Shared memory as parts of 16 bits per element, [parts, *one], one behind the other."""
     # Constants of a kernel are wrapped, one by one or all together.
-    sizes = [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
+    # A tuple of Triton 3.6 takes any name for a field, so it is not asked for one.
+    given = shape.value if isinstance(shape, gl.constexpr) else shape
+    sizes = [size.value if isinstance(size, gl.constexpr) else size for size in given]
     return _semantic.memdesc_reinterpret(memory, memory.dtype, sizes, layout)
 
 
