@@ -29,7 +29,7 @@ def compiled(queries: int, score_mod=None, block_mask=None, page: int = 0) -> Cu
         )
 
     generated = generate_code(attend, query, cache, tables, lengths, slopes, capability=(9, 0))
-    return compile_kernel(generated.kernel_with("weigh"), 90)
+    return compile_kernel(generated.kernel_with("attend_steps"), 90)
 
 
 @pytest.mark.slow
