@@ -153,8 +153,8 @@ def waits(case: Case, length: int, device: torch.device) -> bool:
     mode = torch.cuda.get_sync_debug_mode()
     from flexhop.block_mask import coverage
 
-    asked = coverage._may_wait  # pyright: ignore[reportPrivateUsage]
-    coverage._may_wait = lambda _: True  # pyright: ignore[reportPrivateUsage]
+    asked = coverage.may_wait  # pyright: ignore[reportPrivateUsage]
+    coverage.may_wait = lambda _: True  # pyright: ignore[reportPrivateUsage]
     torch.cuda.set_sync_debug_mode("error")
     try:
         create(case, length, device)
@@ -162,7 +162,7 @@ def waits(case: Case, length: int, device: torch.device) -> bool:
         return True
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-        coverage._may_wait = asked  # pyright: ignore[reportPrivateUsage]
+        coverage.may_wait = asked  # pyright: ignore[reportPrivateUsage]
     return False
 
 

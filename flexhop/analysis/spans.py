@@ -144,7 +144,9 @@ class _Finder:
         of_key: Tensor | None = None
         signs: list[int | None] = []
         room, is_far = abs(form.offset), 0
-        for atom, coefficient in form.terms.items():
+        # Positions first: their sum is the same for all contents of captured tensors.
+        given = set(self.forms.mod.inputs.values())
+        for atom, coefficient in sorted(form.terms.items(), key=lambda t: t[0] not in given):
             depends = self.forms.depends_on(atom)
             if depends >= {"q", "k"}:
                 raise _NoSpan
@@ -156,7 +158,7 @@ class _Finder:
                 reach = 0 if abs(coefficient) < HUGE // _FAR // 4 else _FAR
             room += reach
             if "k" not in depends:
-                of_query = of_query + coefficient * value
+                of_query = of_query + (value if coefficient == 1 else coefficient * value)
                 continue
             part = -coefficient * value
             of_key = part if of_key is None else of_key + part
@@ -180,7 +182,9 @@ class _Finder:
     def _divided(self, of_query: Tensor, slope: int) -> Span:
         """Keys for which of_query + slope * key >= 0: from a quotient on, or up to one."""
         lead = torch.broadcast_shapes(of_query.shape, (1, 1, self.queries))
-        quotient = torch.div(of_query, abs(slope), rounding_mode="floor").expand(lead)
+        quotient = of_query.expand(lead)
+        if abs(slope) > 1:
+            quotient = torch.div(quotient, abs(slope), rounding_mode="floor")
         if slope < 0:
             found = (quotient + 1).clamp(0, self.keys)
             return Span(torch.zeros_like(found), found, starts=True)

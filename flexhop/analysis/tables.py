@@ -48,11 +48,12 @@ class Tables:
 
     Args:
         block: block sizes of queries and keys, if boxes are aligned to them.
+        is_grid: whether the boxes are all blocks, in order.
     """
 
-    def __init__(self, block: tuple[int, int] | None = None) -> None:
+    def __init__(self, block: tuple[int, int] | None = None, *, is_grid: bool = False) -> None:
         self.made: dict[Any, Any] = {}
-        self.block = block
+        self.block, self.is_grid = block, is_grid
 
     def read(self, table: Tensor, indices: Sequence[Any], positions: Sequence[Any]) -> Interval:
         """Bounds of `table[indices]`.
@@ -169,8 +170,11 @@ class Tables:
             lengths = [held[axis].static[1] for axis in wide]
             key = (id(table), tuple(wide), reduce, *sizes, *lengths)
             if key not in self.made:
-                self.made[key] = (_tiled(table, held, wide, sizes, reduce), table)
-            found.append(entries_at(self.made[key][0], places))
+                tiled = _tiled(table, held, wide, sizes, reduce)
+                self.made[key] = (_widened(tiled), table)
+            is_whole = self.is_grid and len(held) == 1
+            tiled = self.made[key][0]
+            found.append(tiled.view_as(places[0]) if is_whole else entries_at(tiled, places))
         return as_interval(found[0], found[1], table)
 
     def _anywhere(self, table: Tensor, held: list[Interval], wide: list[int]) -> Interval:
@@ -256,6 +260,11 @@ def carried(table: Tensor) -> Tensor:
     if table.dtype == torch.bool:
         return table.to(torch.int8)
     return table.to(torch.int64) if is_int(table.dtype) and table.dtype != torch.int32 else table
+
+
+def _widened(table: Tensor) -> Tensor:
+    """A table in the dtype of intervals."""
+    return table.to(torch.int64) if is_int(table.dtype) else table
 
 
 def as_interval(low: Tensor, high: Tensor, table: Tensor) -> Interval:

@@ -11,6 +11,7 @@ unknown blocks synchronises; masks of the first kind never do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from flexhop.block_mask.scores import (
     CHUNK_ELEMENTS,
     MAPPED,
     Grid,
+    count_up,
     coverage_by_chunks,
 )
 from flexhop.compat.indexing import IndexMode
@@ -36,6 +38,24 @@ TRIAL = 256  # blocks in a trial
 MANY = 4096  # fewest blocks for a trial
 
 
+class Look(NamedTuple):
+    """What a mask's operators say: (some, every) if `rest` is None.
+
+    Otherwise they hold for all blocks but those that it lists.
+    """
+
+    some: Tensor
+    every: Tensor
+    rest: Rest | None = None
+
+
+class Rest(NamedTuple):
+    """Unknown blocks: [B, H, R, C] bool, or [U, 4] after `listed`; and how to settle them."""
+
+    unknown: Tensor
+    search: _Search
+
+
 def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
     """Whether each block is non-empty, and whether it is full: [B or 1, H or 1, R, C] bool each.
 
@@ -44,12 +64,18 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
         keep: the same, with its results checked.
         grid: the blocks.
     """
+    look = first_look(mask_mod, keep, grid)
+    return look[:2] if look.rest is None else settled(look, keep)
+
+
+def first_look(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> Look:
+    """The same, except perhaps for unknown blocks; may wait for the device in large grids."""
     probe = torch.empty(0, device=grid.device)
     if type(probe) is not Tensor or probe.is_meta:  # fake tensors hold no values to read
-        return coverage_by_chunks(keep, grid)
+        return Look(*coverage_by_chunks(keep, grid))
     mod = _traced(mask_mod, grid.device)
     if mod is None:
-        return coverage_by_chunks(keep, grid)
+        return Look(*coverage_by_chunks(keep, grid))
     forms = analysis.Forms(mod, sizes_of(grid))
     depends = forms.depends_on(mod.result)
     batch, heads = (grid.batch if "b" in depends else 1), (grid.heads if "h" in depends else 1)
@@ -57,9 +83,22 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
     forms.sizes |= sizes_of(reduced)
     span = analysis.find_span(forms, grid.device)
     if span is not None:
-        return blocks_of_span(span, reduced)
-    found = _searched(mod, keep, reduced)
-    return coverage_by_chunks(keep, reduced) if found is None else found
+        return Look(*blocks_of_span(span, reduced))
+    try:
+        return _Search(mod, keep, reduced).look()
+    except (analysis.OutOfRange, _WouldWait):
+        return Look(*coverage_by_chunks(keep, reduced))
+
+
+def settled(look: Look, keep: MaskMod) -> tuple[Tensor, Tensor]:
+    """(some, every) of all blocks."""
+    assert look.rest is not None
+    unknown, search = look.rest
+    try:
+        left = unknown if unknown.dtype != torch.bool else search.listed(unknown)
+        return search.settle_all(look.some, look.every, left) if len(left) else look[:2]
+    except (analysis.OutOfRange, _WouldWait):
+        return coverage_by_chunks(keep, search.grid)
 
 
 def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
@@ -70,15 +109,7 @@ def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
         return None
 
 
-def _searched(mod: Mod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """(some, every) by intervals; None if a read is out of range or the host may not wait."""
-    try:
-        return _Search(mod, keep, grid).find()
-    except (analysis.OutOfRange, _WouldWait):
-        return None
-
-
-def _may_wait(device: torch.device) -> bool:
+def may_wait(device: torch.device) -> bool:
     """Whether the host may synchronise: not in a CUDA graph, nor if the user forbids it."""
     if device.type != "cuda":
         return True
@@ -100,42 +131,43 @@ def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
     """
     shape = (grid.batch, grid.heads, grid.q_len)
     first, end = (t.expand(shape) for t in (span.first, span.end))
-    some = torch.empty(
-        (*shape[:2], grid.rows, grid.columns), dtype=torch.bool, device=first.device
-    )
-    every = torch.empty_like(some)
     step = max(1, CHUNK_ELEMENTS // (shape[0] * shape[1] * (grid.columns + 2)))
-    for row in range(0, grid.rows, step):
-        part = slice(row * grid.block[0], (row + step) * grid.block[0])
-        rows = slice(row, row + step)
-        some[:, :, rows], every[:, :, rows] = _rows_of_span(first[..., part], end[..., part], grid)
+    found = [
+        _rows_of_span(first[..., part], end[..., part], grid)
+        for part in (
+            slice(row * grid.block[0], (row + step) * grid.block[0])
+            for row in range(0, grid.rows, step)
+        )
+    ]
+    if len(found) == 1:
+        return found[0]
+    some, every = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
     return some, every
 
 
 def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The same for some rows of blocks and the ranges of their queries."""
-    (height, size), columns = grid.block, grid.columns
+    (height, size), columns, device = grid.block, grid.columns, first.device
     count = first.shape[-1]
-    place = torch.arange(count, device=first.device) // height
     rows = -(-count // height)
-    queries = (count - torch.arange(rows, device=first.device) * height).clamp(max=height)
-    is_some = end > first
-    begin = first // size
-    touched = begin, torch.where(is_some, (end + size - 1) // size, begin)
-    begin = (first + size - 1) // size
-    # The last block may be cut off: it counts as covered if its existing keys are.
-    stop = torch.where(is_some & (end == grid.kv_len), columns, end // size)
-    covered = begin, torch.maximum(begin, stop)
-    counts: list[Tensor] = []
-    for start, stop in (touched, covered):
-        shape = (*first.shape[:2], rows * (columns + 2))
-        marks = torch.zeros(shape, dtype=torch.int32, device=first.device)
-        for where, sign in ((start, 1), (stop, -1)):
-            where = place * (columns + 2) + where.clamp(max=columns + 1)
-            marks.scatter_add_(2, where, torch.full_like(where, sign, dtype=torch.int32))
-        marks = marks.unflatten(2, (rows, columns + 2))
-        counts.append(marks.cumsum(-1, dtype=torch.int32)[..., :columns])
-    return counts[0] > 0, counts[1] == queries[:, None]
+    end = torch.where(end > first, end, 0)
+    # Whether the queries of a row begin early enough and end late enough is a matter of two.
+    place = torch.arange(rows * height, device=device).clamp(max=count - 1)
+    last, least = (t[..., place] if rows * height > count else t for t in (first, end))
+    last = last.unflatten(-1, (rows, height)).amax(-1, keepdim=True)
+    least = least.unflatten(-1, (rows, height)).amin(-1, keepdim=True)
+    begin = torch.arange(columns, device=device) * size
+    every = (last <= begin) & (least >= (begin + size).clamp(max=grid.kv_len))
+    # Each query adds one at the first block that it touches, and subtracts one after the last.
+    start = first // size
+    stop = torch.maximum(start, (end + (size - 1)) // size)
+    row = torch.arange(count, device=device) // height * (columns + 2)
+    where = torch.cat([start + row, stop + row], -1)
+    signs = torch.ones(2 * count, dtype=torch.int32, device=device)
+    signs = torch.where(torch.arange(2 * count, device=device) < count, signs, -signs)
+    marks = torch.zeros((*first.shape[:2], rows * (columns + 2)), dtype=torch.int32, device=device)
+    marks = marks.scatter_add(-1, where, signs.expand_as(where)).unflatten(-1, (rows, -1))
+    return marks.cumsum(-1, dtype=torch.int32)[..., :columns] > 0, every
 
 
 # Intervals, then scores.
@@ -157,17 +189,18 @@ class _Search:
         self.tables = Tables(grid.block)
         self.boxes = Boxes(mod, grid)
         self.can_compute = analysis.can_compute(mod)
-        shape = (grid.batch, grid.heads, grid.rows, grid.columns)
-        self.some = torch.empty(shape, dtype=torch.bool, device=grid.device)
-        self.every = torch.empty_like(self.some)
+        self.shape = (grid.batch, grid.heads, grid.rows, grid.columns)
 
-    def find(self) -> tuple[Tensor, Tensor]:
-        """(some, every): [B, H, R, C] bool."""
+    def look(self) -> Look:
+        """Evaluate intervals."""
         few = FEW.get(self.grid.device.type, FEW["other"])
-        is_small = self.some.numel() <= few
-        left = self._one_grid() if is_small else self._two_grids()
-        if not len(left):
-            return self.some, self.every
+        return self._one_grid() if math.prod(self.shape) <= few else self._two_grids()
+
+    def settle_all(self, some: Tensor, every: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """Find (some, every) of the blocks that are left, [U, 4]."""
+        self.some, self.every = (
+            t.clone(memory_format=torch.contiguous_format) for t in (some, every)
+        )
         steps = (self._probe(2), self._parts(64), self._probe(16), self._parts(16), self._dense())
         for step in steps:
             if not len(left):
@@ -175,32 +208,61 @@ class _Search:
             left = self._settle(step, left, must=step is steps[-1])
         return self.some, self.every
 
-    def _one_grid(self) -> Tensor:
-        """Intervals over all blocks; returns the unknown ones, [U, 4]."""
-        found = self.boxes.over_grid(self.grid.block, self.tables)
-        self.some.copy_(found.maybe)
-        self.every.copy_(found.always)
+    def _one_grid(self) -> Look:
+        """Intervals over all blocks."""
+        found = self.boxes.over_grid(self.grid.block, Tables(self.grid.block, is_grid=True))
+        some, every = found.maybe.expand(self.shape), found.always.expand(self.shape)
         if found.is_decided:
-            return self._nothing()
-        unknown = (found.maybe & ~found.always & ~found.mixed).expand_as(self.some)
-        return self._listed(unknown)
+            return Look(some, every)
+        mixed = found.mixed
+        if self.mod.captures and self.can_compute:
+            kept = self._witnesses()
+            mixed = mixed | (kept != kept[..., :1]).any(-1)
+        unknown = ((found.maybe > found.always) > mixed).expand(self.shape)
+        return Look(some, every, Rest(unknown, self))
+
+    def _witnesses(self) -> Tensor:
+        """The mask at the corners of each block and at the ends of its diagonal."""
+        grid, device = self.grid, self.grid.device
+        row, column = (
+            torch.arange(grid.rows, device=device),
+            torch.arange(grid.columns, device=device),
+        )
+        q, last_q = ends_of(row[:, None] * grid.block[0], grid.block[0], grid.q_len)
+        k, last_k = ends_of(column * grid.block[1], grid.block[1], grid.kv_len)
+        first, last = torch.maximum(q, k), torch.minimum(last_q, last_k)
+        places = ((q, k), (q, last_k), (last_q, k), (last_q, last_k), (first, first), (last, last))
+        shape = (grid.rows, grid.columns)
+        queries = torch.stack([torch.clamp(a, q, last_q).expand(shape) for a, _ in places], -1)
+        keys = torch.stack([torch.clamp(b, k, last_k).expand(shape) for _, b in places], -1)
+        inputs = {
+            "b": count_up(grid.batch, device).view(-1, 1, 1, 1, 1),
+            "h": count_up(grid.heads, device).view(-1, 1, 1, 1),
+            "q": queries.to(torch.int32)[None, None],
+            "k": keys.to(torch.int32)[None, None],
+        }
+        with torch.no_grad():
+            values = analysis.Values(self.mod, inputs, device)
+            kept = values.compute(self.mod.operators, self.mod.result)
+        return kept.expand(*self.shape, len(places))
 
     def _nothing(self) -> Tensor:
         return torch.empty((0, 4), dtype=torch.int64, device=self.grid.device)
 
-    def _listed(self, flags: Tensor) -> Tensor:
-        if not _may_wait(self.grid.device):
+    def listed(self, flags: Tensor) -> Tensor:
+        """The marked blocks, [U, 4]. Waits for the device."""
+        if not may_wait(self.grid.device):
             raise _WouldWait
         return flags.nonzero()
 
-    def _two_grids(self) -> Tensor:
+    def _two_grids(self) -> Look:
         """The same with a coarse grid first: most blocks are settled many at a time."""
         grid, device = self.grid, self.grid.device
         large = (grid.block[0] * COARSE, grid.block[1] * COARSE)
         found = self.boxes.over_grid(large, Tables(large))
         rows, columns = -(-grid.rows // COARSE), -(-grid.columns // COARSE)
         shape = (grid.batch, grid.heads, rows, columns)
-        left = self._listed((found.maybe & ~found.always).expand(shape))
+        left = self.listed((found.maybe & ~found.always).expand(shape))
         padded = (*shape[:3], COARSE, columns, COARSE)
         maybe, always = (
             flag.expand(shape)[..., None, :, None].expand(padded).contiguous()
@@ -224,9 +286,11 @@ class _Search:
             flags = found.maybe & ~found.always & ~found.mixed & is_real
             n, i, j = flags.expand(len(part), COARSE, COARSE).nonzero().unbind(1)
             unknown.append(torch.stack([b[n], h[n], r[n] * COARSE + i, c[n] * COARSE + j], 1))
-        for target, flag in ((self.some, maybe), (self.every, always)):
-            target.copy_(flag.flatten(4, 5).flatten(2, 3)[..., : grid.rows, : grid.columns])
-        return torch.cat(unknown)
+        some, every = (
+            flag.flatten(4, 5).flatten(2, 3)[..., : grid.rows, : grid.columns]
+            for flag in (maybe, always)
+        )
+        return Look(some, every, Rest(torch.cat(unknown), self))
 
     # The remaining unknown blocks.
 

@@ -13,13 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.coverage import coverage
+from flexhop.block_mask.coverage import Look, coverage, first_look, may_wait, settled
 from flexhop.block_mask.fields import block_size_pair
 from flexhop.block_mask.graphed import Mask, graph_coverage
 from flexhop.block_mask.listing import all_lists, listed
 from flexhop.block_mask.lists import dense_to_lists
 from flexhop.block_mask.mask import BlockMask
 from flexhop.block_mask.operator import block_lists
+from flexhop.block_mask.remembered import Found, remembered
 from flexhop.block_mask.scores import (
     Grid,
     compiled_coverage,
@@ -160,7 +161,7 @@ def _block_mask(
         probe = torch.empty(0, device=grid.device)
         fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
     else:
-        fields = _lists(mask_mod, grid, sides, in_graph=False)
+        fields = _remembered_lists(mask_mod, grid, sides)
     lists = all_lists(fields, sides)
     lengths = (grid.q_len, grid.kv_len)
     return BlockMask(lengths, *lists, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
@@ -199,6 +200,36 @@ def _lists(
 
 
 block_lists.find = _lists
+
+
+def _has_unknown(unknown: Tensor) -> bool:
+    """Whether a block is unknown, or has to be taken for it because the host may not wait."""
+    if unknown.dtype != torch.bool:
+        return len(unknown) > 0
+    return not may_wait(unknown.device) or bool(unknown.any())
+
+
+def _remembered_lists(
+    mask_mod: MaskMod, grid: Grid, sides: tuple[bool, bool]
+) -> tuple[Tensor, ...]:
+    """The same, eagerly; waits for the device only if it has to know which blocks are unknown."""
+    keep = checked(mask_mod)
+    looks: list[Look] = []
+
+    def find() -> Found:
+        look = first_look(mask_mod, keep, grid)
+        if look.rest is not None and not look.rest.search.mod.captures:
+            look = Look(*settled(look, keep))  # the same for every call
+        looks.append(look)
+        lists = listed(look[:2], grid, sides, in_graph=False)
+        return Found(lists, None if look.rest is None else look.rest.unknown)
+
+    found = remembered(mask_mod, grid, sides, find)
+    if found.unknown is None or not _has_unknown(found.unknown):
+        return found.lists
+    look = looks[0] if looks else first_look(mask_mod, keep, grid)
+    covered = look[:2] if look.rest is None else settled(look, keep)
+    return listed(covered, grid, sides, in_graph=False)
 
 
 def checked(mask_mod: MaskMod) -> MaskMod:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.lists import dense_to_lists
-from flexhop.block_mask.scores import Grid, whole_blocks
+from flexhop.block_mask.lists import LISTED_AT_ONCE, dense_to_lists
+from flexhop.block_mask.scores import Grid, count_up, whole_blocks
+from flexhop.compat.recorded import copies
 
 
 def listed(
@@ -25,16 +26,45 @@ def listed(
 
     Returns:
         Counts and indices of partial blocks, and of full ones if they are separate; then the same
-        of the query side, if it is wanted.
+        of the query side, if it is wanted. Each has memory of its own.
     """
     some, every = covered
     separate, with_queries = sides
+    count = (1 + separate) * (1 + with_queries)
+    if not in_graph and count * some.numel() <= LISTED_AT_ONCE:
+        is_cut = grid.q_len % grid.block[0] or grid.kv_len % grid.block[1]
+        full = every & whole_blocks(grid) if is_cut else every
+        return copies(_at_once([some > full, full] if separate else [some], grid, with_queries))
     full = every & whole_blocks(grid)
     parts = [some & ~full, full] if separate else [some]
     if with_queries:
         parts += [part.mT for part in parts]
     lists = (t for part in parts for t in dense_to_lists(part, in_graph=in_graph))
     return tuple(_for_all(t, grid) for t in lists)
+
+
+def _at_once(parts: list[Tensor], grid: Grid, with_queries: bool) -> list[Tensor]:
+    """The lists of parts, [B', H', R, C] bool each, by few operators; they share memory."""
+    sides = [parts, [part.mT for part in parts]] if with_queries else [parts]
+    if with_queries and grid.rows == grid.columns:
+        sides = [[*sides[0], *sides[1]]]
+    found: list[Tensor] = []
+    for side in sides:
+        lead = (len(side), grid.batch, grid.heads)
+        lists = (t.expand(*lead, *t.shape[3:]) for t in _ordered(torch.stack(side)))
+        pairs = zip(*(t.contiguous().unbind() for t in lists), strict=True)
+        found += [t for pair in pairs for t in pair]
+    return found
+
+
+def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as `dense_to_lists`, by few operators and with int64 temporaries."""
+    counts = dense.sum(-1, dtype=torch.int32)
+    column = count_up(dense.shape[-1], dense.device)
+    ahead = dense.cumsum(-1)  # marks up to and including a column
+    place = torch.where(dense, ahead - 1, counts[..., None] + column - ahead)
+    order = torch.zeros(dense.shape, dtype=torch.int32, device=dense.device)
+    return counts, order.scatter(-1, place, column.expand_as(place))
 
 
 def all_lists(fields: Sequence[Tensor], sides: tuple[bool, bool]) -> list[Tensor | None]:

@@ -13,13 +13,13 @@ from flexhop.compat import hop
 from flexhop.compat.kept import remember
 from flexhop.compat.lift import Lifted, lift
 from flexhop.compat.wrapped import apart, is_bare
+from flexhop.mods.closures import Places, describe
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.autocast import wanted_dtype, without_autocast
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.call import Call, is_determinism_required, prepare
-from flexhop.ops.closures import Places, describe
 from flexhop.ops.eager_kernels import OPTION
 from flexhop.ops.examples import score_dtype
 from flexhop.ops.forward import attend_bare, attention, cast_operands
@@ -112,7 +112,7 @@ def _meet_cached(
 def _lifted(operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any]) -> Lifted:
     """Mods as graphs, and their captures.
 
-    Only mods that read more than names need Dynamo again (ops/closures.py).
+    Only mods that read more than names need Dynamo again (mods/closures.py).
     """
     device, dtype = query.device, score_dtype(query)
     described = describe(mods)

@@ -16,8 +16,8 @@ from flexhop import KernelOptions, create_block_mask, eager_kernels, flex_attent
 from flexhop.compat import alone
 from flexhop.errors import MaskCaptureGradError, ModArityError, RankError
 from flexhop.masks import causal
+from flexhop.mods.closures import describe
 from flexhop.ops import forward
-from flexhop.ops.closures import describe
 from flexhop.ops.forward import attention
 from tests.unit.ops.support import causal_mask, operands, quiet
 from tests.unit.ops.test_derivatives import DERIVATIVES, dense, flexible, inputs

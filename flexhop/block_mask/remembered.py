@@ -1,0 +1,93 @@
+"""Lists of masks that equal ones before: eager calls repeat only operators on captured tensors.
+
+The first call for a mask notes the operators that find its lists. Those that do not depend on a
+captured tensor become constants: for a mask without captured tensors, all of them. An equal mask
+is one whose code, numbers and functions are equal, and whose captured tensors have the same form
+(mods/closures.py); their contents are read again by every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexhop.block_mask.scores import Grid
+from flexhop.compat.recorded import Program, Recorder, can_record, surroundings
+from flexhop.mods.closures import Described, describe
+from flexhop.mods.functions import MaskMod
+
+MOST = 256  # masks
+LARGEST = 32 << 20  # bytes of constants of one mask
+TOGETHER = 128 << 20  # bytes of constants of all masks
+
+
+class _Known(NamedTuple):
+    """A program; None if the mask has to be analysed by every call."""
+
+    program: Program | None
+    lists: int  # how many of its results are lists
+    size: int
+
+
+_known: OrderedDict[Hashable, _Known] = OrderedDict()
+
+
+class Found(NamedTuple):
+    """Lists, and the unknown blocks, for which they need not hold: [B', H', R, C] bool."""
+
+    lists: tuple[Tensor, ...]
+    unknown: Tensor | None = None
+
+
+def remembered(
+    mask_mod: MaskMod, grid: Grid, sides: tuple[bool, bool], find: Callable[[], Found]
+) -> Found:
+    """The lists of a mask, in memory of their own: by what is known of equal masks, or `find`.
+
+    Args:
+        mask_mod, grid, sides: what the lists depend on, with captured tensors and surroundings.
+        find: analyses the mask.
+    """
+    described = describe((mask_mod,))
+    if described is None or not can_record(grid.device, described.tensors):
+        return find()
+    key = (described.key, grid, sides, surroundings(grid.device))
+    known = _known.get(key)
+    if known is None:
+        return _recorded(key, mask_mod, described, find)
+    with contextlib.suppress(KeyError):  # another thread may have dropped it
+        _known.move_to_end(key)
+    if known.program is None:
+        return find()
+    with torch.no_grad():
+        results = known.program(described.tensors)
+    return Found(results[: known.lists], *results[known.lists :])
+
+
+def forget() -> None:
+    """Drop everything that is remembered."""
+    _known.clear()
+
+
+def _recorded(
+    key: Hashable, mask_mod: MaskMod, described: Described, find: Callable[[], Found]
+) -> Found:
+    with torch.inference_mode(False), torch.no_grad(), Recorder(described.tensors) as recorder:
+        found = find()
+    rest = () if found.unknown is None else (found.unknown,)
+    program = recorder.program((*found.lists, *rest))
+    size = 0 if program is None else program.constant_bytes()
+    after = describe((mask_mod,))  # a mask that changes something is called each time
+    if size > LARGEST or after is None or after.key != described.key:
+        program, size = None, 0
+    if program is not None:
+        program.keep(len(found.lists))
+    _known[key] = _Known(program, len(found.lists), size)
+    while len(_known) > MOST or sum(known.size for known in _known.values()) > TOGETHER:
+        _known.popitem(last=False)
+    return found
