@@ -11,12 +11,14 @@ from flexhop.cache.paged import PagedAttention
 from flexhop.cache.pages import PageTable
 from flexhop.errors import FlexhopError
 from flexhop.mods.functions import and_masks, noop_mask, or_masks
+from flexhop.ops.certified import verified
+from flexhop.ops.checking import Verification
 from flexhop.ops.dropout_seed import dropout_mask, dropout_seed
 from flexhop.ops.eager_kernels import eager_kernels
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.plugin import install
 from flexhop.reports.explain import Report, explain
-from flexhop.reports.verify import Verification, verify
+from flexhop.reports.verify import verify
 from flexhop.sdpa import scaled_dot_product_attention
 from flexhop.sequences.nested_mask import create_nested_block_mask
 from flexhop.varlen import varlen_attention
@@ -54,6 +56,7 @@ __all__ = [
     "or_masks",
     "scaled_dot_product_attention",
     "varlen_attention",
+    "verified",
     "verify",
 ]
 

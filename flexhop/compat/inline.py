@@ -79,6 +79,8 @@ def separate(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
     flat, spec = _pytree.tree_flatten(tree)
     kinds = (torch.Tensor, torch.SymInt, torch.SymFloat)
     positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, kinds)]
+    # What `rebuild` keeps alive: it gets other values for the inputs.
+    flat = [None if isinstance(leaf, kinds) else leaf for leaf in flat]
 
     def rebuild(values: Sequence[Any]) -> Any:
         known = dict(zip(positions, values, strict=True))

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "Pushed",
@@ -29,6 +30,7 @@ __all__ = [
     "has_tangents",
     "is_forward_mode",
     "jvp",
+    "outside",
     "register_constant",
     "register_grad",
     "register_jvp",
@@ -39,6 +41,21 @@ _AUTOGRAD = (
     DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.AutogradMeta,
     DispatchKey.AutogradOther, DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView,
 )  # fmt: skip
+
+
+# As it is before anything is dispatched: this module is imported with flexhop.
+_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Dispatch as outside of all operators, without the modes around the caller.
+
+    Compiled code runs inside an autograd function, where torch.vmap does not work.
+    """
+    with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), _disable_current_modes():
+        yield
 
 
 @contextlib.contextmanager

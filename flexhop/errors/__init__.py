@@ -10,7 +10,7 @@ Order: operands, block masks, mods and their captures, kernel options, calls, wa
 
 from __future__ import annotations
 
-from flexhop.errors import base, mesh, notices
+from flexhop.errors import base, checks, mesh, notices
 
 FlexhopError = base.FlexhopError
 
@@ -382,6 +382,11 @@ PlanError = mesh.PlanError
 PlacementError = mesh.PlacementError
 RankDisagreementError = mesh.RankDisagreementError
 ShardedCallError = mesh.ShardedCallError
+
+NanWarning = checks.NanWarning
+UncheckedWarning = checks.UncheckedWarning
+WrongResultError = checks.WrongResultError
+WrongResultWarning = checks.WrongResultWarning
 
 EagerWarning = notices.EagerWarning
 FlexhopWarning = notices.FlexhopWarning

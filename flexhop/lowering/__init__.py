@@ -15,11 +15,13 @@ from flexhop.debug.progress import PROGRESS
 from flexhop.lowering import fallback
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
+from flexhop.lowering.certify import certifying
 from flexhop.lowering.derivative import lower_attention_derivative
 from flexhop.lowering.dialect import dialects
 from flexhop.lowering.forward import lower_attention
 from flexhop.lowering.mods.relative import lower_bounded
 from flexhop.lowering.open_blocks import lower_unknown_blocks
+from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.derivative import attention_derivative
@@ -34,9 +36,9 @@ def register() -> None:
     tanh.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
     inductor.register_lowering(BOUNDED, type_promotion_kind=None)(lower_bounded)
     for operator, lower in (
-        (attention, lower_attention),
-        (cached_attention, lower_cached_attention),
-        (attention_backward, lower_attention_backward),
+        (attention, certifying(AttentionArgs, lower_attention)),
+        (cached_attention, certifying(CachedArgs, lower_cached_attention)),
+        (attention_backward, certifying(BackwardArgs, lower_attention_backward)),
         (attention_derivative, lower_attention_derivative),
         (unknown_blocks, lower_unknown_blocks),
     ):

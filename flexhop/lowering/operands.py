@@ -25,6 +25,7 @@ from flexhop.options import KernelOptions
 # Options that flexhop itself adds on the wire (ops/call.py); the others are the user's.
 _OWN_OPTIONS = (
     "flexhop",
+    "verify",
     "return_max",
     "dropout_p",
     "dropout_groups",

@@ -17,6 +17,7 @@ from flexhop import errors, mods
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.ops.agreement import agree
 from flexhop.ops.autocast import wanted_dtype
+from flexhop.ops.certified import verify_option
 from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -95,7 +96,7 @@ def prepare(
     options = KernelOptions.of(call.kernel_options)
     _check_operands(query, key, value)
     _check_heads(query, key, value, call.enable_gqa)
-    wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint()}
+    wire: Wire = {**options.to_wire(), "flexhop": source_fingerprint(), **verify_option()}
     wire.pop("eager_kernels", None)  # compiled calls have kernels anyway; see ops/dispatch.py
     if call.return_max:
         wire["return_max"] = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,64 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.ops.args import AttentionArgs
+from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, operands_of
+from flexhop.ops.cached import cached_attention
+from flexhop.ops.checking import CallCheck, Verification, check_results, mod_texts, write_call
+from flexhop.ops.eager import accumulate_dtype
 from flexhop.ops.forward import attention
-from flexhop.ops.sampled import Saved, key_rows, query_rows, widened
+from flexhop.ops.sampled import key_length, some_places, whole_sample
+from flexhop.ops.subgraphs import trace_joint
 
-__all__ = ["CallCheck", "Verification", "verify"]
-
-# Error of a row in units of plain PyTorch's, and the roundings allowed on top (numerics.md).
-_FACTORS = {torch.float32: 32.0, torch.float64: 32.0}
-_LOW_FACTOR = 4.0
-_TF32_EPS = 2.0**-10
-
-
-@dataclasses.dataclass(frozen=True)
-class CallCheck:
-    """One attention call.
-
-    Args:
-        shape: query's [B, Hq, M, D] and key's [B or 1, Hkv, N, D], in words.
-        ratios: for out, lse and the gradients, the largest error of a sampled row divided by its
-            budget. Correct is at most 1. Infinite if a NaN or an infinity is misplaced.
-        worst: for each, the [batch, head, row] of that error.
-        origin: if a result is NaN, the operand that the first NaN came from.
-        reproducer: file that holds the call, if a ratio exceeds 1.
-    """
-
-    shape: str
-    ratios: dict[str, float]
-    worst: dict[str, tuple[int, ...]]
-    origin: str = ""
-    reproducer: Path | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether every error is within its budget."""
-        return all(ratio <= 1 for ratio in self.ratios.values())
-
-    def __str__(self) -> str:
-        parts = [f"{name} {ratio:.2f}" for name, ratio in self.ratios.items()]
-        words = f"{'correct' if self.ok else 'WRONG'}: {self.shape}; {', '.join(parts)} of budget"
-        if not self.ok:
-            name = max(self.ratios, key=self.ratios.__getitem__)
-            words += f"; worst: {name}{list(self.worst[name])}; reproducer: {self.reproducer}"
-        return words + (f"; {self.origin}" if self.origin else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """The result of `flexhop.verify`: one CallCheck per attention call, in order."""
-
-    calls: tuple[CallCheck, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every call is correct."""
-        return all(call.ok for call in self.calls)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.calls)) or "The function made no flex_attention call."
+__all__ = ["verify"]
 
 
 def verify(
@@ -86,8 +36,9 @@ def verify(
     Each call is compiled on its own, with the operands that the function passes, and runs forward
     and backward with random gradients. Sampled queries (out, lse, gradient) and sampled keys
     (gradients of key and value) are computed by the reference in fp64, on the same device, and in
-    plain PyTorch, whose error is the budget. Only the sampled rows of scores are stored. Calls
-    that read a cache have no gradient and are not checked.
+    plain PyTorch, whose error is the budget. Only the sampled rows of scores are stored.
+    Gradients of captured tensors are checked in calls of up to 2**24 scores. Calls that read a
+    cache have no gradient; their results are checked.
 
     Args:
         fn: a function or module, compiled or not.
@@ -115,16 +66,17 @@ def verify(
 class _Checking(fx.Interpreter):
     """Runs a graph and checks each attention call."""
 
-    def __init__(self, graph: fx.GraphModule, check: Callable[[AttentionArgs], Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, check: _Checker) -> None:
         super().__init__(graph)
         self.check = check
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one node."""
-        if target is attention:
-            given = AttentionArgs(*args)
+        kinds: dict[Any, type[Any]] = {attention: AttentionArgs, cached_attention: CachedArgs}
+        if target in kinds:
+            given = kinds[target](*args)
             # Graphs hold their own kind of dict, which Dynamo does not trace.
-            self.check(given._replace(options=dict(given.options)))
+            self.check.check(target, given._replace(options=dict(given.options)))
         return super().call_function(target, args, kwargs)
 
 
@@ -138,115 +90,77 @@ class _Checker:
     folder: Path | None
     found: list[CallCheck]
 
-    def __call__(self, args: AttentionArgs) -> None:
+    def check(self, operator: Any, args: Any) -> None:
         """Check a call of tensors and graphs."""
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed + len(self.found))
-            grad_out = torch.randn(
-                (*args.query.shape[:3], args.value.size(3)),
-                dtype=args.query.dtype, device=args.query.device,
-            )  # fmt: skip
-            places = [_sample(t.size(2), self.rows, t.device) for t in (args.query, args.key)]
-        actual = _run_compiled(args, grad_out, self.backend)
-        saved = Saved(actual["out"], actual["lse"], grad_out)
-        wide = Saved(*(t.double() for t in saved))
-        gold = _expected(widened(args), places, wide)
-        plain = _expected(args, places, saved)
-        ratios: dict[str, float] = {}
-        worst: dict[str, tuple[int, ...]] = {}
-        for name, expected in gold.items():
-            place = places[name in ("grad_key", "grad_value")]
-            sampled = actual[name].index_select(2, place)
-            ratio, at = _judge(sampled, expected, plain[name], args)
-            ratios[name], worst[name] = ratio, (*at[:2], int(place[at[2]]))
-        shape = f"{list(args.query.shape)} x {list(args.key.shape)} {args.query.dtype}"
-        check = CallCheck(shape, ratios, worst, _origin(args, actual["out"]))
+        generator = torch.Generator().manual_seed(self.seed + len(self.found))
+        call = _with_gradients(args, generator) if operator is attention else args
+        results = _run_compiled(operator, call, self.backend)
+        length = key_length(args)
+        rows, keys = (
+            some_places(n, self.rows, generator).to(args.query.device)
+            for n in (args.query.size(2), length)
+        )
+        sample = whole_sample(args, rows, keys)
+        forward = operands_of(AttentionArgs, call) if operator is attention else call
+        grads = {name: t for name, t in results.items() if name.startswith("grad")}
+        own = {name: t for name, t in results.items() if name not in grads}
+        check = check_results(forward, own, sample)
+        if grads:
+            call = call._replace(out=results["out"], lse=results["lse"])
+            check = _merged(check, check_results(call, grads, sample))
         if not check.ok:
-            check = dataclasses.replace(check, reproducer=self._write(args, grad_out, check))
+            path = write_call(call, results, check, self.folder, mod_texts(args))
+            check = dataclasses.replace(check, reproducer=path)
         self.found.append(check)
 
-    def _write(self, args: AttentionArgs, grad_out: Tensor, check: CallCheck) -> Path:
-        """Write everything that the call needs to a file for torch.load(...,
-        weights_only=False)."""
-        folder = self.folder or Path(tempfile.mkdtemp(prefix="flexhop_verify_"))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"call_{len(self.found)}.pt"
-        given: dict[str, Any] = args._asdict()
-        mods = {name: given[name].code for name in ("score_mod", "mask_mod")}
-        torch.save(
-            {
-                "operands": given, "grad_out": grad_out, "ratios": check.ratios,
-                "worst": check.worst, "mods": mods, "torch": torch.__version__,
-            },
-            path,
-        )  # fmt: skip
-        return path
+
+def _with_gradients(args: AttentionArgs, generator: torch.Generator) -> BackwardArgs:
+    """The call with its derivative, and random gradients of its results."""
+    joint = trace_joint(args.score_mod, args.query, args.score_captures)
+    query = args.query
+
+    def random(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=dtype).to(query.device)
+
+    nothing: Any = None
+    return operands_of(
+        BackwardArgs, args, score_mod=joint.score_mod, joint=joint.joint, sites=joint.sites,
+        score_captures=joint.captures, out=nothing, lse=nothing,
+        grad_out=random(*query.shape[:3], args.value.size(3), dtype=query.dtype),
+        grad_lse=random(*query.shape[:3], dtype=accumulate_dtype(query.dtype)),
+    )  # fmt: skip
 
 
-def _sample(length: int, count: int, device: torch.device) -> Tensor:
-    """Some positions in order: the first, the last, and random others."""
-    inner = torch.randperm(length)[: max(0, count - 2)]
-    return torch.cat([inner, torch.tensor([0, length - 1])]).unique().to(device)
-
-
-def _run_compiled(args: AttentionArgs, grad_out: Tensor, backend: str) -> dict[str, Tensor]:
+def _run_compiled(operator: Any, args: Any, backend: str) -> dict[str, Tensor]:
     """Results and gradients of the compiled call."""
-    leaves = [t.detach().requires_grad_() for t in (args.query, args.key, args.value)]
+    if operator is not attention:
+        out, lse, largest = torch.compile(
+            lambda given: operator(*given), backend=backend, fullgraph=True
+        )(args)
+        return {"out": out, "lse": lse, "max_scores": largest}
+    places = sorted(set(args.sites[::2]))
+    tensors = (args.query, args.key, args.value, *(args.score_captures[i] for i in places))
+    leaves = [t.detach().requires_grad_() for t in tensors]
 
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        operands = args._replace(query=query, key=key, value=value)
-        return attention(*operands)
+    def call(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Any:
+        captures = list(args.score_captures)
+        for place, tensor in zip(places, learned, strict=True):
+            captures[place] = tensor
+        given = operands_of(AttentionArgs, args, query=query, key=key, value=value)
+        return attention(*given._replace(score_captures=tuple(captures)))
 
-    out, lse, _ = torch.compile(call, backend=backend, fullgraph=True)(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    names = ("grad_query", "grad_key", "grad_value")
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads, strict=True))}
-
-
-def _expected(args: AttentionArgs, places: Sequence[Tensor], saved: Saved) -> dict[str, Tensor]:
-    queries, keys = places
-    return {**query_rows(args, queries, saved.grad_out), **key_rows(args, keys, saved)}
-
-
-def _judge(
-    actual: Tensor, gold: Tensor, plain: Tensor, args: AttentionArgs
-) -> tuple[float, tuple[int, ...]]:
-    """The largest error of a row in units of its budget, and its position."""
-    actual, gold, plain = (t.double().reshape(*t.shape[:3], -1) for t in (actual, gold, plain))
-    same = torch.isclose(actual, gold, rtol=0, atol=0, equal_nan=True)
-    misplaced = (~same & ~(actual.isfinite() & gold.isfinite())).any(-1)
-    error, usual = (
-        torch.where(gold.isfinite() & t.isfinite(), (t - gold).abs(), 0.0).amax(-1)
-        for t in (actual, plain)
-    )
-    dtype = args.query.dtype
-    size = torch.where(gold.isfinite(), gold.abs(), 0.0).amax(-1)
-    eps = 4 * torch.finfo(dtype).eps if dtype in _FACTORS else torch.finfo(dtype).eps
-    is_tf32 = dtype == torch.float32 and actual.device.type == "cuda"
-    granted = usual + usual.mean() + (_TF32_EPS if is_tf32 else eps) * size
-    ratio = error / (_FACTORS.get(dtype, _LOW_FACTOR) * granted + 1e-6)
-    ratio = torch.where(misplaced, float("inf"), ratio)
-    place = int(ratio.argmax())
-    return float(ratio.flatten()[place]), tuple(map(int, torch.unravel_index(
-        torch.tensor(place), ratio.shape)))  # fmt: skip
+    out, lse, largest = torch.compile(call, backend=backend, fullgraph=True)(*leaves)
+    found = {"out": out.detach(), "lse": lse.detach(), "max_scores": largest.detach()}
+    if not args.options.get("has_q_blocks", True):  # no backward pass is possible
+        return found
+    received = (args.grad_out, torch.where(lse.isfinite(), args.grad_lse, 0.0))
+    grads = torch.autograd.grad((out, lse), leaves, received)
+    names = ["grad_query", "grad_key", "grad_value", *(f"grad_capture_{n}" for n in places)]
+    return found | dict(zip(names, grads, strict=True))
 
 
-def _origin(args: AttentionArgs, out: Tensor) -> str:
-    """Which operand the first NaN of the output came from."""
-    bad = out.isnan().any(-1).nonzero()
-    if not len(bad):
-        return ""
-    b, h, row = bad[0].tolist()
-    head, batch = h * args.key.size(1) // args.query.size(1), min(b, args.key.size(0) - 1)
-    if not args.query[b, h, row].isfinite().all():
-        return f"the first NaN, out[{b}, {h}, {row}], comes from query[{b}, {h}, {row}]"
-    for name, tensor in (("key", args.key), ("value", args.value)):
-        rows = (~tensor[batch, head].isfinite()).any(-1).nonzero()
-        if len(rows):
-            source = f"{name}[{batch}, {head}, {int(rows[0])}]"
-            return f"the first NaN, out[{b}, {h}, {row}], comes from {source}"
-    for kind, captures in (("score_mod", args.score_captures), ("mask_mod", args.mask_captures)):
-        for n, value in enumerate(captures):
-            if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any():
-                return f"the first NaN, out[{b}, {h}, {row}], comes from capture {n} of {kind}"
-    return f"the first NaN, out[{b}, {h}, {row}], comes from score_mod, or from the kernel"
+def _merged(first: CallCheck, second: CallCheck) -> CallCheck:
+    return dataclasses.replace(
+        first, ratios=first.ratios | second.ratios, worst=first.worst | second.worst,
+        origin=first.origin or second.origin,
+    )  # fmt: skip

@@ -383,6 +383,12 @@ ERRORS = [
         (ValueError, NotImplementedError),
         "query is placed as (Shard(2),), but tokens stay whole. Redistribute it.",
     ),
+    (
+        errors.WrongResultError,
+        {"check": "WRONG: out 2.00 of budget"},
+        (AssertionError,),
+        "FLEXHOP_VERIFY found a wrong result. WRONG: out 2.00 of budget.",
+    ),
 ]
 
 WARNINGS = [
@@ -400,6 +406,27 @@ WARNINGS = [
         "A flexhop kernel failed to compile, so another one runs instead, perhaps more slowly. "
         "Please report this with the mod and the shapes: flexhop_forward with tiles of 64 x 32: "
         "RuntimeError: ptxas. FLEXHOP_STRICT=1 makes it an error.",
+    ),
+    (
+        errors.WrongResultWarning,
+        {"check": "WRONG: out 2.00 of budget"},
+        (UserWarning,),
+        "FLEXHOP_VERIFY found a wrong result. WRONG: out 2.00 of budget. Please report it with "
+        "that file. FLEXHOP_STRICT=1 makes it an error.",
+    ),
+    (
+        errors.NanWarning,
+        {"shape": "[1, 1, 8, 16]", "origin": "the first NaN comes from key[0, 0, 3]"},
+        (UserWarning,),
+        "FLEXHOP_VERIFY found a NaN in a call of [1, 1, 8, 16]: the first NaN comes from "
+        "key[0, 0, 3].",
+    ),
+    (
+        errors.UncheckedWarning,
+        {"shape": "[1, 1, 8, 16]"},
+        (UserWarning,),
+        "FLEXHOP_VERIFY did not check a call with a query of [1, 1, 8, 16]: there was not enough "
+        "memory. Leave some free, or unset FLEXHOP_VERIFY.",
     ),
     (
         errors.OptionIgnoredWarning,

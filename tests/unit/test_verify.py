@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import flexhop
-from flexhop import KernelOptions, create_block_mask, flex_attention
+from flexhop import KernelOptions, create_block_mask, flex_attention, varlen_attention
 from flexhop.ops import forward
 from tests.unit.ops.support import quiet
 
 pytestmark = quiet
 LENGTHS = (67, 45)
+BIAS = torch.tensor([0.0, 1.0, float("nan"), 0.0])
 
 
 def operands(dtype=torch.float32, heads=(4, 2), width=24):
@@ -44,6 +45,30 @@ def test_several_calls_with_dropout():
     assert len(found.calls) == 2 and found.ok, str(found)
 
 
+def test_packed_and_learned():
+    def model(q, k, v, bias):
+        packed = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, :45], k, v))
+        starts = torch.tensor([0, 40, 90], dtype=torch.int32)
+        return varlen_attention(
+            *packed, starts, enable_gqa=True, score_mod=lambda s, b, h, i, j: s * bias[h]
+        )
+
+    bias = torch.rand(4).requires_grad_()
+    found = flexhop.verify(model, *operands(), bias, backend="aot_eager")
+    (check,) = found.calls
+    assert check.ok and "grad_capture_0" in check.ratios, str(found)
+
+
+def test_caches():
+    q, k, v = operands(torch.bfloat16)
+    found = flexhop.verify(
+        flex_attention, q, k.half(), v.half(), enable_gqa=True, backend="aot_eager",
+        k_mod=lambda x, b, h, j: x * 0.5, v_mod=lambda x, b, h, j: x + h,
+    )  # fmt: skip
+    (check,) = found.calls
+    assert check.ok and {*check.ratios} == {"out", "lse"}, str(found)
+
+
 @pytest.mark.parametrize("field", [0, 1])
 def test_a_wrong_row_is_found_and_written(monkeypatch, tmp_path, field):
     plain = forward.attend
@@ -73,6 +98,21 @@ def test_where_a_nan_comes_from(name):
     tensors[("query", "key", "value").index(name)][1, 1, 5, 3] = float("nan")
     found = flexhop.verify(flex_attention, *tensors, enable_gqa=True, backend="aot_eager")
     assert found.ok and f"{name}[1, 1, 5]" in found.calls[0].origin
+
+
+@pytest.mark.parametrize(
+    ("mod", "words"),
+    [
+        (lambda s, b, h, i, j: torch.where((i == 7) & (j == 3), s.abs() / 0, s), "= [0, 0, 7, 3]"),
+        (lambda s, b, h, i, j: s + BIAS[h], "captured tensors that are not finite: 0"),
+        (lambda s, b, h, i, j: torch.sqrt(s - s) + s, "the derivative of score_mod"),
+    ],
+)
+def test_nans_of_mods(mod, words):
+    found = flexhop.verify(
+        flex_attention, *operands(), score_mod=mod, enable_gqa=True, backend="aot_eager"
+    )
+    assert words in found.calls[0].origin
 
 
 def test_options_pass_and_compiled_functions_are_unwrapped():

@@ -1,0 +1,36 @@
+"""What FLEXHOP_VERIFY found; flexhop.errors exports these classes too."""
+
+from __future__ import annotations
+
+from flexhop.errors.base import FlexhopError
+from flexhop.errors.notices import FlexhopWarning
+
+
+class WrongResultError(FlexhopError, AssertionError):
+    """FLEXHOP_VERIFY found a wrong result, and FLEXHOP_STRICT is set."""
+
+    message = "FLEXHOP_VERIFY found a wrong result. {check}."
+
+
+class WrongResultWarning(FlexhopWarning):
+    """FLEXHOP_VERIFY found a result that is too far from the reference."""
+
+    message = (
+        "FLEXHOP_VERIFY found a wrong result. {check}. Please report it with that file. "
+        "FLEXHOP_STRICT=1 makes it an error."
+    )
+
+
+class NanWarning(FlexhopWarning):
+    """FLEXHOP_VERIFY found a NaN."""
+
+    message = "FLEXHOP_VERIFY found a NaN in a call of {shape}: {origin}."
+
+
+class UncheckedWarning(FlexhopWarning):
+    """FLEXHOP_VERIFY had no memory for a check."""
+
+    message = (
+        "FLEXHOP_VERIFY did not check a call with a query of {shape}: there was not enough "
+        "memory. Leave some free, or unset FLEXHOP_VERIFY."
+    )

@@ -1,0 +1,54 @@
+"""Operators that check themselves at run time, if FLEXHOP_VERIFY requests it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flexhop.compat import inductor, inline
+from flexhop.ops.args import BackwardArgs
+from flexhop.ops.certified import OPTION, add_site
+
+
+def certifying(kind: type[Any], lower: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering that emits a check after the kernels, if the operator has the option.
+
+    Args:
+        kind: of the operator's operands.
+        lower: its lowering.
+    """
+
+    @functools.wraps(lower)
+    def certified(*operands: Any) -> Any:
+        args = kind(*operands)
+        results = lower(*operands)
+        if OPTION in args.options:
+            _emit_check(args, results)
+        return results
+
+    return certified
+
+
+def _emit_check(args: Any, results: Any) -> None:
+    fakes = type(args)(*inline.fake_operands())
+    positions, rebuild = inline.separate(fakes)
+    flat = inline.leaves(args)
+    values = [flat[i] for i in positions]
+    is_tensor = [inductor.is_ir(value) for value in values]
+    places = [i for i, yes in enumerate(is_tensor) if yes]
+    places += [i for i, yes in enumerate(is_tensor) if not yes]
+
+    def in_order(given: Sequence[Any]) -> Any:
+        """Operands from the tensors, then the sizes."""
+        by_place = dict(zip(places, given, strict=True))
+        return rebuild([by_place[i] for i in range(len(places))])
+
+    captured = sorted(set(args.sites[::2])) if isinstance(args, BackwardArgs) else []
+    site = add_site(str(args.options[OPTION]), type(args), in_order, captured)
+    given = [value for value in values if inductor.is_ir(value)]
+    tensors = inductor.realize([*inline.leaves(results), *given])
+    sizes = [value for value in values if not inductor.is_ir(value)]
+    inductor.call_at_run_time(torch.ops.flexhop.certify.default, tensors, sizes, site)
