@@ -204,18 +204,6 @@ def alone(value: Any) -> Any:
     return _realize(value)
 
 
-def call_at_run_time(
-    operator: Any, tensors: Sequence[Any], sizes: Sequence[Any], number: int
-) -> None:
-    """Call operator(tensors[0], tensors, sizes, number) -> () between kernels, from Python.
-
-    The operator's schema writes to its first argument, so the call stays where it is. A CUDA graph
-    would replay without Python, so this graph is not recorded in one.
-    """
-    ir.FallbackKernel.create(operator, tensors[0], list(tensors), list(sizes), number)
-    V.graph.disable_cudagraphs_reason = f"{operator} is called from Python"
-
-
 def contiguous(value: Any) -> Any:
     """`value` with contiguous storage."""
     return _realize(ir.ExternKernel.require_contiguous(value))

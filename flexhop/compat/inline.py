@@ -1,7 +1,8 @@
 """Inductor: lower a formula of plain PyTorch operators in place of one operator.
 
 The formula is traced as AOTAutograd would trace it, and its nodes are lowered one by one into the
-current graph. The names below are the same in torch 2.11 to 2.15.
+current graph. An operator can also be called as it is. The names below are the same in torch 2.11
+to 2.15.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils import _pytree
 from flexhop.compat import hop
 
 __all__ = [
+    "call_at_run_time",
     "decompose",
     "fake",
     "fake_operands",
@@ -247,6 +249,18 @@ def while_loop(
         fixed: tensors, ints and SymInts.
     """
     return torch.ops.higher_order.while_loop(condition, body, carried, tuple(fixed))
+
+
+def call_at_run_time(
+    operator: Any, tensors: Sequence[Any], sizes: Sequence[Any], number: int
+) -> None:
+    """Call operator(tensors[0], tensors, sizes, number) -> () between kernels, from Python.
+
+    The operator's schema writes to its first argument, so the call stays where it is. A CUDA graph
+    would replay without Python, so this graph is not recorded in one.
+    """
+    ir.FallbackKernel.create(operator, tensors[0], list(tensors), list(sizes), number)
+    V.graph.disable_cudagraphs_reason = f"{operator} is called from Python"
 
 
 def with_strides(value: Any, strides: Sequence[Any]) -> Any:

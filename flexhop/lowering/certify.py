@@ -51,4 +51,4 @@ def _emit_check(args: Any, results: Any) -> None:
     given = [value for value in values if inductor.is_ir(value)]
     tensors = inductor.realize([*inline.leaves(results), *given])
     sizes = [value for value in values if not inductor.is_ir(value)]
-    inductor.call_at_run_time(torch.ops.flexhop.certify.default, tensors, sizes, site)
+    inline.call_at_run_time(torch.ops.flexhop.certify.default, tensors, sizes, site)
