@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule
 
 from flexhop.compat.hop import Operator
+from flexhop.compat.repeated import merge_repeated
 
 __all__ = ["retry_graphs"]
 
@@ -34,6 +35,7 @@ def retry_graphs(recover: Recover) -> None:
     def compile_or_recover(graph: GraphModule, *args: Any, **keywords: Any) -> Any:
         if not _has_ours(graph):
             return compile_graph(graph, *args, **keywords)
+        merge_repeated(graph.graph)
         kept = copy.deepcopy(graph.graph)
 
         def again() -> Any:

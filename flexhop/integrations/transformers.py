@@ -30,6 +30,7 @@ from flexhop.integrations.transformers_masks import (
     block_mask,
     codes_of,
 )
+from flexhop.integrations.transformers_rows import STEP, block_lists, is_row, row_blocks
 from flexhop.mods import ScoreMod, softcap
 from flexhop.mods.captured import captured_tensors
 from flexhop.sdpa import causal_blocks, mask_score
@@ -113,7 +114,9 @@ def _compiled(key: Hashable) -> Callable[..., Tensor]:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **arguments: Any
     ) -> Tensor:
-        if block_mask is not None:
+        if isinstance(block_mask, tuple):
+            block_mask = row_blocks(*block_mask)
+        elif block_mask is not None:
             block_mask = BlocksOfAnyLength(block_mask, query.size(2), key.size(2))
         return flex_attention(query, key, value, block_mask=block_mask, **arguments)
 
@@ -176,7 +179,9 @@ def _attention(
     query, key, _ = operands
     biases = [arguments.get("position_bias")]
     blocks: Any = None if isinstance(mask, Tensor) else mask
-    if isinstance(mask, Tensor):
+    if isinstance(mask, Tensor) and is_row(mask, query):
+        blocks = _row(mask, key.size(2), is_lazy=attend is not flex_attention)
+    elif isinstance(mask, Tensor):
         biases.append(mask[..., : key.size(2)])
     elif mask is None and arguments.get("is_causal") and query.size(2) > 1:
         blocks = causal_blocks(query, key)
@@ -191,6 +196,27 @@ def _attention(
         dropout_p=arguments.get("dropout") or 0,
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _row(mask: Tensor, length: int, *, is_lazy: bool) -> Any:
+    """The keys that one query sees, as a block mask, or as the tensors to create it from."""
+    row = mask if mask.size(3) == length else mask[..., :length]
+    lists = block_lists(row) if torch.compiler.is_compiling() else _shared_lists(mask, row)
+    return (row, lists) if is_lazy else row_blocks(row, lists)
+
+
+def _shared_lists(mask: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The block lists of a row, computed once for all layers of a step.
+
+    Those of a user's tensor are computed anew, because it may be overwritten between steps.
+    """
+    known = mask.__dict__
+    if (lists := known.get(STEP)) is None:
+        lists = block_lists(row)
+        mark_dynamic(lists[1], (3,))
+        if STEP in known:
+            known[STEP] = lists
+    return lists
 
 
 def _score_mod(cap: float | None, biases: list[Tensor]) -> ScoreMod | None:

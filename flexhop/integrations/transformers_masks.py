@@ -11,11 +11,10 @@ from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from flexhop.block_mask import BlockMask, create_block_mask
-from flexhop.block_mask.lists import block_count
+from flexhop.integrations.transformers_rows import visible_keys
 from flexhop.mods import MaskMod, and_masks
 
 MaskFunction = Callable[..., Any]
-_BLOCK = 128
 
 
 def block_mask(
@@ -27,7 +26,7 @@ def block_mask(
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     **arguments: Any,
-) -> BlockMask | None:
+) -> BlockMask | Tensor | None:
     """The mask of a step, as transformers requests it.
 
     Args:
@@ -39,21 +38,24 @@ def block_mask(
             `allow_is_bidirectional_skip`. Others are for other implementations.
 
     Returns:
-        a BlockMask for [B, H, M, N]; None if every key is visible.
+        a BlockMask for [B, H, M, N]; for one query without gradient, the row of visible keys,
+        [B or 1, 1, 1, N] bool; None if every key is visible.
     """
     is_open = mask_function is bidirectional_mask_function and attention_mask is None
     if is_open and arguments.get("allow_is_bidirectional_skip", False):
         return None
     device = torch.device(arguments.get("device", "cpu"))
+    has_users_functions = bool(arguments.get("use_vmap", False))
+    is_row = q_length == 1 and not (has_users_functions or torch.is_grad_enabled())
+    if is_row and isinstance(kv_offset, int):
+        sizes, offsets = (batch_size, kv_length), (q_offset, kv_offset)
+        return visible_keys(mask_function, sizes, offsets, attention_mask, device)
     keep: MaskMod = mask_function
     if attention_mask is not None:
         keep = and_masks(keep, _padding(attention_mask, kv_length + kv_offset))
     has_offset = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0
     if has_offset:
         keep = _shifted(keep, _scalar(q_offset, device), _scalar(kv_offset, device))
-    has_users_functions = bool(arguments.get("use_vmap", False))
-    if q_length == 1 and not (has_users_functions or torch.is_grad_enabled()):
-        return _one_query(keep, batch_size, kv_length, device)
     is_shared = attention_mask is None and not has_users_functions
     is_shared = is_shared and not _depends_on_batch(mask_function, device)
     mask = create_block_mask(
@@ -76,30 +78,6 @@ def _depends_on_batch(mask_function: MaskFunction, device: torch.device) -> bool
     """
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     return mask_function(zero[:, None], zero, zero, zero).dim() > 1
-
-
-def _one_query(keep: MaskMod, batch_size: int, kv_length: int, device: torch.device) -> BlockMask:
-    """The mask of a decode step: all blocks up to the last visible one.
-
-    Takes a few operations instead of the many of `create_block_mask`, because decoding creates a
-    mask per token. transformers' own masks broadcast, so they can be evaluated for all keys at
-    once.
-    """
-    columns = max(block_count(kv_length, _BLOCK), 2)  # see _with_two_blocks
-    numbers = torch.arange(1, columns + 1, dtype=torch.int32, device=device)
-    batch = torch.arange(batch_size, dtype=torch.int32, device=device)[:, None]
-    keys = torch.arange(kv_length, dtype=torch.int32, device=device)
-    zero = torch.zeros((), dtype=torch.int32, device=device)
-    seen = keep(batch, zero, zero, keys).expand(batch_size, kv_length)
-    blocks = pad(seen, (0, columns * _BLOCK - kv_length)).unflatten(1, (columns, _BLOCK)).any(2)
-    return BlockMask.from_kv_blocks(
-        (blocks * numbers).amax(1).to(torch.int32)[:, None, None],
-        (numbers - 1).expand(batch_size, 1, 1, columns),
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=keep,
-        seq_lengths=(1, kv_length),
-        compute_q_blocks=False,
-    )
 
 
 def _padding(attention_mask: Tensor, positions: Any) -> MaskMod:
