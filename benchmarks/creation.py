@@ -1,14 +1,18 @@
 """How long block masks take to make, and whether they are those of PyTorch.
 
     python -m benchmarks.creation 8192 131072 [--compare] [--compiled 'causal;documents']
+    python -m benchmarks.creation 8192 --operators --device cpu --compare
 
-Times are the median of several calls, lists included, until the device has finished; memory is the
-growth of its peak, of which `lists` is the part that the mask keeps.
+`--operators` needs no GPU. It counts the operators of a call that would launch kernels, for the
+first call and for later ones, and takes the process time of a later one. Without it, times are the
+median of several calls with equal masks, lists included, until the device has finished. Memory is
+the growth of its peak, of which `lists` is the part that the mask keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -21,6 +25,8 @@ from torch.nn.attention import flex_attention as intree
 
 import flexhop
 from flexhop import masks, mods
+from flexhop.block_mask import remembered
+from flexhop.compat.stand_in import Watch
 
 LARGEST_COMPARED = 1 << 14  # PyTorch holds the whole mask eagerly
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -182,6 +188,41 @@ def report(name: str, case: Case, length: int, options: Any) -> None:
     print(row, flush=True)
 
 
+def operators(make: Callable[[], Any]) -> int:
+    """How many operators a call runs, without views and allocations."""
+    names: list[str] = []
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        aliases = [r.alias_info for r in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and "empty" not in str(func):
+            names.append(str(func))
+        return func(*args, **kwargs)
+
+    with Watch(run):
+        make()
+    return len(names)
+
+
+def report_operators(name: str, case: Case, length: int, options: Any) -> None:
+    """Print how many operators a mask takes, and the process time of a call."""
+    device = torch.device(options.device)
+    row = f"{name:22s}{length:9d}"
+    is_compared = options.compare and length <= LARGEST_COMPARED
+    for module in (flexhop, intree) if is_compared else (flexhop,):
+        make = functools.partial(create, case, length, device, module)
+        remembered.forget()
+        first, again = operators(make), operators(make)
+        times: list[float] = []
+        for _ in range(5 if module is flexhop else 2):
+            start = time.process_time()
+            make()
+            times.append(time.process_time() - start)
+        milliseconds = statistics.median(times) * 1e3
+        row += f"  {module.__name__.split('.')[0]}: {first:4d} {again:4d} {milliseconds:8.2f} ms"
+    print(row, flush=True)
+
+
 def report_compiled(name: str, case: Case, length: int, device: torch.device) -> None:
     """Print how long the compiled function takes, first and then."""
     torch.compiler.reset()
@@ -204,15 +245,17 @@ def main() -> None:
     parser.add_argument("lengths", type=int, nargs="+")
     parser.add_argument("--only", default="", help="names, separated by semicolons")
     parser.add_argument("--compare", action="store_true", help="with PyTorch, up to 16,384")
+    parser.add_argument("--operators", action="store_true", help="count them; needs no GPU")
     parser.add_argument("--compiled", default="", help="names, separated by semicolons")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    print(f"{'mask':22s}{'length':>9s}{'time':>13s}{'peak':>13s}{'lists':>13s}")
+    if not options.operators:
+        print(f"{'mask':22s}{'length':>9s}{'time':>13s}{'peak':>13s}{'lists':>13s}")
     for length in options.lengths:
         cases = make_cases(length, torch.device(options.device))
         for name, case in cases.items():
             if not options.only or name in options.only.split(";"):
-                report(name, case, length, options)
+                (report_operators if options.operators else report)(name, case, length, options)
         for name in filter(None, options.compiled.split(";")):
             report_compiled(name, cases[name], length, torch.device(options.device))
 

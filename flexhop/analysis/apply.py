@@ -199,8 +199,10 @@ def _occurs(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -
         return {"some": result.low, "miss": negate(result.low), "decided": True}
     operands = [lift(a) for a in args]
     some, miss, decided = False, False, False
+    is_whole = True  # some includes low, and miss includes not high
     if Trait.COMPARISON in traits:
         some, miss, decided = _compared(packet, result, operands)
+        is_whole = some is not False or miss is not False
     elif Trait.NOT in traits and operands[0].dtype == torch.bool:
         some, miss, decided = operands[0].miss, operands[0].some, operands[0].decided
     elif traits & (Trait.AND | Trait.OR) and all(a.dtype == torch.bool for a in operands):
@@ -210,7 +212,10 @@ def _occurs(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -
         c, a, b = operands
         some = either(both(c.low, a.some), both(negate(c.high), b.some))
         miss = either(both(c.low, a.miss), both(negate(c.high), b.miss))
-    if not decided:
+        is_whole = False
+    else:
+        is_whole = False
+    if not is_whole:
         some, miss = either(some, result.low), either(miss, negate(result.high))
     return {"some": some, "miss": miss, "decided": decided}
 

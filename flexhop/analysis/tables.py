@@ -48,12 +48,15 @@ class Tables:
 
     Args:
         block: block sizes of queries and keys, if boxes are aligned to them.
-        is_grid: whether the boxes are all blocks, in order.
+
+    `grid`, set by the caller: the Intervals of b, h, q and k if the boxes are all blocks in order,
+    each along its own axis.
     """
 
-    def __init__(self, block: tuple[int, int] | None = None, *, is_grid: bool = False) -> None:
+    def __init__(self, block: tuple[int, int] | None = None) -> None:
         self.made: dict[Any, Any] = {}
-        self.block, self.is_grid = block, is_grid
+        self.block = block
+        self.grid: list[Interval] = []
 
     def read(self, table: Tensor, indices: Sequence[Any], positions: Sequence[Any]) -> Interval:
         """Bounds of `table[indices]`.
@@ -172,10 +175,21 @@ class Tables:
             if key not in self.made:
                 tiled = _tiled(table, held, wide, sizes, reduce)
                 self.made[key] = (_widened(tiled), table)
-            is_whole = self.is_grid and len(held) == 1
             tiled = self.made[key][0]
-            found.append(tiled.view_as(places[0]) if is_whole else entries_at(tiled, places))
+            whole = self._along_axes(tiled, held)
+            found.append(entries_at(tiled, places) if whole is None else whole)
         return as_interval(found[0], found[1], table)
+
+    def _along_axes(self, tiled: Tensor, held: list[Interval]) -> Tensor | None:
+        """All tiles along the axes of the boxes, if the indices are those of the boxes."""
+        axes = [next((n for n, own in enumerate(self.grid) if own is i), -1) for i in held]
+        if not axes or axes != sorted(set(axes)) or axes[0] < 0:
+            return None
+        sizes = [1] * len(self.grid)
+        for axis, place in enumerate(axes):
+            sizes[place] = self.grid[place].low.numel()
+            tiled = tiled.narrow(axis, 0, sizes[place])
+        return tiled.reshape(sizes)
 
     def _anywhere(self, table: Tensor, held: list[Interval], wide: list[int]) -> Interval:
         """Reduce along whole axes."""

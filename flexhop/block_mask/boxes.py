@@ -49,8 +49,13 @@ class Boxes:
         q: tuple[Tensor, Tensor],
         k: tuple[Tensor, Tensor],
         tables: Tables,
+        *,
+        is_grid: bool = False,
     ) -> Found:
-        """Evaluate boxes: one batch and head each, and queries and keys between two bounds."""
+        """Evaluate boxes: one batch and head each, and queries and keys between two bounds.
+
+        is_grid: whether the boxes are all blocks, in order.
+        """
         inputs = {
             name: analysis.point(index, torch.int32, (0, self.bounds[name] - 1), name)
             for name, index in (("b", b), ("h", h))
@@ -58,6 +63,7 @@ class Boxes:
         for name, ends in (("q", q), ("k", k)):
             static, uses = (0, self.bounds[name] - 1), frozenset((name,))
             inputs[name] = Interval(*ends, torch.int32, False, static, uses, True, True)
+        tables.grid = [inputs[name] for name in analysis.INDICES] if is_grid else []
         found = analysis.evaluate_result(self.mod, inputs, tables)
         some = found.high if found.decided else found.some
         miss = ~found.low if isinstance(found.low, Tensor) else not found.low
@@ -78,7 +84,8 @@ class Boxes:
         )
         q = ends_of(row[:, None] * block[0], block[0], grid.q_len)
         k = ends_of(column * block[1], block[1], grid.kv_len)
-        return self.ask(b[:, None, None, None], h[:, None, None], q, k, tables)
+        inputs = (b[:, None, None, None], h[:, None, None], q, k)
+        return self.ask(*inputs, tables, is_grid=True)
 
 
 def sizes_of(grid: Grid) -> dict[str, Any]:

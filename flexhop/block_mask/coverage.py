@@ -21,6 +21,7 @@ from torch import Tensor
 from flexhop import analysis
 from flexhop.analysis import Mod, Tables
 from flexhop.block_mask.boxes import Boxes, ends_of, sizes_of
+from flexhop.block_mask.of_ranges import blocks_of_span
 from flexhop.block_mask.scores import (
     CHUNK_ELEMENTS,
     MAPPED,
@@ -34,26 +35,24 @@ from flexhop.mods.functions import MaskMod
 COARSE = 16  # side of a coarse block, in blocks
 FEW = {"cpu": 1 << 14, "other": 1 << 20}  # most blocks without a coarse grid
 PATIENCE = 0.05  # fraction of a trial's blocks that a step must settle to be applied to the rest
+AT_ONCE = {"cpu": 1 << 17, "other": 1 << 24}  # scores that are cheaper than another step
 TRIAL = 256  # blocks in a trial
 MANY = 4096  # fewest blocks for a trial
 
 
 class Look(NamedTuple):
-    """What a mask's operators say: (some, every) if `rest` is None.
+    """What a mask's operators say: (some, every), and for which blocks they are unknown.
 
-    Otherwise they hold for all blocks but those that it lists.
+    Args:
+        some, every: [B', H', R, C] bool.
+        unknown: [B', H', R, C] bool, or [U, 4] if they are listed; None if there are none.
+        search: settles the unknown blocks.
     """
 
     some: Tensor
     every: Tensor
-    rest: Rest | None = None
-
-
-class Rest(NamedTuple):
-    """Unknown blocks: [B, H, R, C] bool, or [U, 4] after `listed`; and how to settle them."""
-
-    unknown: Tensor
-    search: _Search
+    unknown: Tensor | None = None
+    search: _Search | None = None
 
 
 def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -65,7 +64,7 @@ def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tens
         grid: the blocks.
     """
     look = first_look(mask_mod, keep, grid)
-    return look[:2] if look.rest is None else settled(look, keep)
+    return look[:2] if look.unknown is None else settled(look, keep)
 
 
 def first_look(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> Look:
@@ -92,13 +91,22 @@ def first_look(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> Look:
 
 def settled(look: Look, keep: MaskMod) -> tuple[Tensor, Tensor]:
     """(some, every) of all blocks."""
-    assert look.rest is not None
-    unknown, search = look.rest
+    some, every, unknown, search = look
+    assert unknown is not None and search is not None
     try:
         left = unknown if unknown.dtype != torch.bool else search.listed(unknown)
-        return search.settle_all(look.some, look.every, left) if len(left) else look[:2]
+        return search.settle_all(some, every, left) if len(left) else (some, every)
     except (analysis.OutOfRange, _WouldWait):
         return coverage_by_chunks(keep, search.grid)
+
+
+def look_again(mask_mod: MaskMod, keep: MaskMod, grid: Grid, known: Look) -> Look:
+    """The first look at a mask, from its results for the same captured tensors."""
+    mod = _traced(mask_mod, grid.device)
+    if mod is None:
+        return first_look(mask_mod, keep, grid)
+    batch, heads = known.some.shape[:2]
+    return known._replace(search=_Search(mod, keep, grid._replace(batch=batch, heads=heads)))
 
 
 def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
@@ -118,56 +126,6 @@ def may_wait(device: torch.device) -> bool:
 
 class _WouldWait(Exception):
     """Unknown blocks would have to be listed, but the host may not synchronise."""
-
-
-# Ranges.
-
-
-def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(some, every), [B or 1, H or 1, R, C] bool, of a mask of ranges. Does not synchronise.
-
-    A query touches the blocks from its first key's to its last key's, and covers those between. It
-    adds one where they begin and subtracts one where they end; a running sum counts queries.
-    """
-    shape = (grid.batch, grid.heads, grid.q_len)
-    first, end = (t.expand(shape) for t in (span.first, span.end))
-    step = max(1, CHUNK_ELEMENTS // (shape[0] * shape[1] * (grid.columns + 2)))
-    found = [
-        _rows_of_span(first[..., part], end[..., part], grid)
-        for part in (
-            slice(row * grid.block[0], (row + step) * grid.block[0])
-            for row in range(0, grid.rows, step)
-        )
-    ]
-    if len(found) == 1:
-        return found[0]
-    some, every = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
-    return some, every
-
-
-def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The same for some rows of blocks and the ranges of their queries."""
-    (height, size), columns, device = grid.block, grid.columns, first.device
-    count = first.shape[-1]
-    rows = -(-count // height)
-    end = torch.where(end > first, end, 0)
-    # Whether the queries of a row begin early enough and end late enough is a matter of two.
-    place = torch.arange(rows * height, device=device).clamp(max=count - 1)
-    last, least = (t[..., place] if rows * height > count else t for t in (first, end))
-    last = last.unflatten(-1, (rows, height)).amax(-1, keepdim=True)
-    least = least.unflatten(-1, (rows, height)).amin(-1, keepdim=True)
-    begin = torch.arange(columns, device=device) * size
-    every = (last <= begin) & (least >= (begin + size).clamp(max=grid.kv_len))
-    # Each query adds one at the first block that it touches, and subtracts one after the last.
-    start = first // size
-    stop = torch.maximum(start, (end + (size - 1)) // size)
-    row = torch.arange(count, device=device) // height * (columns + 2)
-    where = torch.cat([start + row, stop + row], -1)
-    signs = torch.ones(2 * count, dtype=torch.int32, device=device)
-    signs = torch.where(torch.arange(2 * count, device=device) < count, signs, -signs)
-    marks = torch.zeros((*first.shape[:2], rows * (columns + 2)), dtype=torch.int32, device=device)
-    marks = marks.scatter_add(-1, where, signs.expand_as(where)).unflatten(-1, (rows, -1))
-    return marks.cumsum(-1, dtype=torch.int32)[..., :columns] > 0, every
 
 
 # Intervals, then scores.
@@ -201,16 +159,19 @@ class _Search:
         self.some, self.every = (
             t.clone(memory_format=torch.contiguous_format) for t in (some, every)
         )
-        steps = (self._probe(2), self._parts(64), self._probe(16), self._parts(16), self._dense())
+        dense = self._dense()
+        steps = [self._probe(2), self._parts(64), self._probe(16), self._parts(16), dense]
+        at_once = AT_ONCE.get(self.grid.device.type, AT_ONCE["other"])
         for step in steps:
+            step = dense if len(left) * dense.area <= at_once else step
+            left = self._settle(step, left, must=step is dense)
             if not len(left):
                 break
-            left = self._settle(step, left, must=step is steps[-1])
         return self.some, self.every
 
     def _one_grid(self) -> Look:
         """Intervals over all blocks."""
-        found = self.boxes.over_grid(self.grid.block, Tables(self.grid.block, is_grid=True))
+        found = self.boxes.over_grid(self.grid.block, self.tables)
         some, every = found.maybe.expand(self.shape), found.always.expand(self.shape)
         if found.is_decided:
             return Look(some, every)
@@ -219,7 +180,7 @@ class _Search:
             kept = self._witnesses()
             mixed = mixed | (kept != kept[..., :1]).any(-1)
         unknown = ((found.maybe > found.always) > mixed).expand(self.shape)
-        return Look(some, every, Rest(unknown, self))
+        return Look(some, every, unknown, self)
 
     def _witnesses(self) -> Tensor:
         """The mask at the corners of each block and at the ends of its diagonal."""
@@ -290,7 +251,7 @@ class _Search:
             flag.flatten(4, 5).flatten(2, 3)[..., : grid.rows, : grid.columns]
             for flag in (maybe, always)
         )
-        return Look(some, every, Rest(torch.cat(unknown), self))
+        return Look(some, every, torch.cat(unknown), self)
 
     # The remaining unknown blocks.
 

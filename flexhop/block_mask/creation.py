@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.coverage import Look, coverage, first_look, may_wait, settled
+from flexhop.block_mask.coverage import Look, coverage, first_look, look_again, may_wait, settled
 from flexhop.block_mask.fields import block_size_pair
 from flexhop.block_mask.graphed import Mask, graph_coverage
 from flexhop.block_mask.listing import all_lists, listed
@@ -88,7 +88,8 @@ def create_block_mask(
         raise BlockMaskFieldError(
             field="dq_kv_order", reason="dq_kv_order must be a bool for create_block_mask"
         )
-    _check_mask_mod(mask_mod)
+    if _compile:
+        _check_mask_mod(mask_mod)
     grid = _grid(B, H, (Q_LEN, KV_LEN), block_size_pair(BLOCK_SIZE), device)
     build = torch.compile(_block_mask) if _compile else _block_mask
     mask = build(mask_mod, grid, separate_full_blocks, compute_q_blocks)
@@ -217,18 +218,19 @@ def _remembered_lists(
     looks: list[Look] = []
 
     def find() -> Found:
+        _check_mask_mod(mask_mod)
         look = first_look(mask_mod, keep, grid)
-        if look.rest is not None and not look.rest.search.mod.captures:
+        if look.search is not None and not look.search.mod.captures:
             look = Look(*settled(look, keep))  # the same for every call
         looks.append(look)
         lists = listed(look[:2], grid, sides, in_graph=False)
-        return Found(lists, None if look.rest is None else look.rest.unknown)
+        return Found(lists, () if look.unknown is None else (*look[:2], look.unknown))
 
     found = remembered(mask_mod, grid, sides, find)
-    if found.unknown is None or not _has_unknown(found.unknown):
+    if not found.rest or not _has_unknown(found.rest[2]):
         return found.lists
-    look = looks[0] if looks else first_look(mask_mod, keep, grid)
-    covered = look[:2] if look.rest is None else settled(look, keep)
+    look = looks[0] if looks else look_again(mask_mod, keep, grid, Look(*found.rest))
+    covered = look[:2] if look.unknown is None else settled(look, keep)
     return listed(covered, grid, sides, in_graph=False)
 
 

@@ -38,10 +38,10 @@ _known: OrderedDict[Hashable, _Known] = OrderedDict()
 
 
 class Found(NamedTuple):
-    """Lists, and the unknown blocks, for which they need not hold: [B', H', R, C] bool."""
+    """Lists, and if some blocks may be unknown, the fields of a Look."""
 
     lists: tuple[Tensor, ...]
-    unknown: Tensor | None = None
+    rest: tuple[Tensor, ...] = ()
 
 
 def remembered(
@@ -66,7 +66,7 @@ def remembered(
         return find()
     with torch.no_grad():
         results = known.program(described.tensors)
-    return Found(results[: known.lists], *results[known.lists :])
+    return Found(results[: known.lists], results[known.lists :])
 
 
 def forget() -> None:
@@ -79,8 +79,7 @@ def _recorded(
 ) -> Found:
     with torch.inference_mode(False), torch.no_grad(), Recorder(described.tensors) as recorder:
         found = find()
-    rest = () if found.unknown is None else (found.unknown,)
-    program = recorder.program((*found.lists, *rest))
+    program = recorder.program((*found.lists, *found.rest))
     size = 0 if program is None else program.constant_bytes()
     after = describe((mask_mod,))  # a mask that changes something is called each time
     if size > LARGEST or after is None or after.key != described.key:

@@ -50,10 +50,11 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
 
     The stream is part of it: constants may be read there without waiting for another one.
     """
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    place = None if stream is None else (stream.device_index, stream.stream_id)
     kinds = {device.type, "cpu"}
     casts = tuple(torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
-    return stream, torch.get_default_dtype(), _device.CURRENT_DEVICE, casts
+    return place, torch.get_default_dtype(), _device.CURRENT_DEVICE, casts
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

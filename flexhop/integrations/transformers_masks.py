@@ -11,8 +11,10 @@ from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from flexhop.block_mask import BlockMask, create_block_mask
+from flexhop.compat.kept import remember
 from flexhop.integrations.transformers_rows import visible_keys
 from flexhop.mods import MaskMod, and_masks
+from flexhop.mods.closures import describe
 
 MaskFunction = Callable[..., Any]
 
@@ -76,8 +78,15 @@ def _depends_on_batch(mask_function: MaskFunction, device: torch.device) -> bool
     The shape of one score says it. Looking for tensors in closures would fail in a graph: Dynamo
     does not show the closure of a function that the graph itself made.
     """
+    described = None if torch.compiler.is_compiling() else describe((mask_function,))
+    if described is not None and described.key in _reads_batch:
+        return _reads_batch[described.key]
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    return mask_function(zero[:, None], zero, zero, zero).dim() > 1
+    found = mask_function(zero[:, None], zero, zero, zero).dim() > 1
+    return found if described is None else remember(_reads_batch, described.key, found, 256)
+
+
+_reads_batch: dict[Hashable, bool] = {}  # by mods.closures.describe
 
 
 def _padding(attention_mask: Tensor, positions: Any) -> MaskMod:

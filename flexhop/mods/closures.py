@@ -107,6 +107,8 @@ class _Reader:
             return kind, *[self.of(part) for part in (value.func, value.args, value.keywords)]
         if kind is types.MethodType:
             return kind, self.of(value.__func__), self.of(value.__self__)
+        if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
+            return value
         return self._object(kind, value)
 
     def _object(self, kind: type, value: Any) -> Hashable:
