@@ -180,9 +180,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.pages * PAGE < LONGEST:
         parser.error(f"--pages must be at least {LONGEST // PAGE}, for the longest sequence")
-    warnings.simplefilter("ignore", EagerWarning)  # this is a debugging run if there is no GPU
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # A debugging run if there is no GPU. On one, attention that is not compiled is a mistake.
+    warnings.simplefilter("ignore" if device == "cpu" else "error", EagerWarning)
     torch.manual_seed(0)
     dtype = torch.float8_e4m3fn if arguments.fp8 else torch.float32
     settings = Settings(Model().to(device), device, dtype, device == "cuda")

@@ -82,6 +82,23 @@ def visible(start: Tensor, is_window: bool) -> Callable[..., Tensor]:
     return mask_mod
 
 
+# PyTorch counts recompilations by function, up to eight. Each way of generating compiles up to six
+# times (two kinds of masks, one query or several), so each has its own function.
+def attend_without_cache(*operands: Any, **choices: Any) -> Any:
+    """flexhop.flex_attention."""
+    return flexhop.flex_attention(*operands, **choices)
+
+
+def attend_dense(*operands: Any, **choices: Any) -> Any:
+    """flexhop.flex_attention."""
+    return flexhop.flex_attention(*operands, **choices)
+
+
+def attend_pages(*operands: Any, **choices: Any) -> Any:
+    """flexhop.flex_attention."""
+    return flexhop.flex_attention(*operands, **choices)
+
+
 class Request(NamedTuple):
     """A prompt, how many tokens to add to it, and the step of the server at which it comes."""
 
@@ -107,18 +124,18 @@ class Settings:
         """What comes back from a cache."""
         return value.to(self.dtype).to(value.dtype)
 
-    def masks(self, start: Tensor, queries: int, keys: int, block: int = BLOCK) -> list[Any]:
+    def masks(self, start: Tensor, queries: int, keys: int) -> list[Any]:
         """A block mask for layers that see all, and one for those with a window."""
         sizes = start.size(0), None, queries, keys, self.device
         return [
-            flexhop.create_block_mask(visible(start, is_window), *sizes, BLOCK_SIZE=(128, block))
+            flexhop.create_block_mask(visible(start, is_window), *sizes, BLOCK_SIZE=(128, BLOCK))
             for is_window in (False, True)
         ]
 
 
 def without_cache(settings: Settings, request: Request) -> list[int]:
     """All positions again at every step."""
-    flex, device = settings.kernel(flexhop.flex_attention), settings.device
+    flex, device = settings.kernel(attend_without_cache), settings.device
     tokens = list(request.prompt)
     for _ in range(request.answer):
         masks = settings.masks(torch.zeros(1, device=device).int(), len(tokens), len(tokens))
@@ -136,7 +153,7 @@ def without_cache(settings: Settings, request: Request) -> list[int]:
 
 def dense(settings: Settings, request: Request) -> list[int]:
     """One cache of LONGEST positions: the prompt at once, then one token at a time."""
-    flex, device = settings.kernel(flexhop.flex_attention), settings.device
+    flex, device = settings.kernel(attend_dense), settings.device
     size = (2, 1, KV_HEADS, LONGEST, HEAD_DIM)
     caches = [torch.zeros(size, device=device) for _ in range(LAYERS)]
 
@@ -187,7 +204,7 @@ class Pages:
         self.caches = [
             torch.zeros(size, device=settings.device).to(settings.dtype) for _ in range(LAYERS)
         ]
-        self.flex = settings.kernel(flexhop.flex_attention)
+        self.flex = settings.kernel(attend_pages)
 
     def admit(self, slot: int, tokens: int) -> bool:
         """Reserve pages for the whole sequence."""
@@ -230,15 +247,20 @@ class Pages:
 
 
 class InTreePages:
-    """PyTorch's pages: masks and scores are converted to the order of the pages."""
+    """PyTorch's pages: masks and scores are converted to the order of the pages.
+
+    Its kernels on a GPU need blocks of 64 keys or more, and its pages are blocks: the same room is
+    divided into larger pages.
+    """
 
     in_graphs = False
 
     def __init__(self, settings: Settings, pages: int, slots: int) -> None:
         self.settings = settings
         module: Any = importlib.import_module("torch.nn.attention.experimental._paged_attention")
-        self.paged = module.PagedAttention(pages + 1, PAGE, slots + 1, settings.device)
-        size = (2, 1, KV_HEADS, (pages + 1) * PAGE, HEAD_DIM)
+        pages = pages * PAGE // BLOCK
+        self.paged = module.PagedAttention(pages + 1, BLOCK, slots + 1, settings.device)
+        size = (2, 1, KV_HEADS, (pages + 1) * BLOCK, HEAD_DIM)
         self.caches = [torch.zeros(size, device=settings.device) for _ in range(LAYERS)]
         self.flex = settings.kernel(in_tree.flex_attention)
         self.rows = self.paged.physical_to_logical
@@ -250,7 +272,7 @@ class InTreePages:
 
     def admit(self, slot: int, tokens: int) -> bool:
         """Reserve pages, if there are enough: its error is an assertion."""
-        if len(self.paged.empty_pages) * PAGE < tokens:
+        if len(self.paged.empty_pages) * BLOCK < tokens:
             return False
         self._reserve(slot, tokens)
         return True
@@ -267,7 +289,7 @@ class InTreePages:
         # Its mods take the number of a batch for that of a sequence: give it the rows of these.
         self.paged.physical_to_logical = self.rows[sequence]
         masks = []
-        for mask in self.settings.masks(position[:, 0], queries, LONGEST, PAGE):
+        for mask in self.settings.masks(position[:, 0], queries, LONGEST):
             tensors = mask.kv_num_blocks, mask.kv_indices
             full = mask.full_kv_num_blocks, mask.full_kv_indices
             theirs = in_tree.BlockMask.from_kv_blocks(

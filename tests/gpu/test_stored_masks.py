@@ -175,6 +175,33 @@ def test_a_replayed_graph_reads_new_ids():
         check(out, mod, operands)
 
 
+def test_a_replayed_graph_reads_a_mask_that_was_copied():
+    """`copy_` writes the lists and the captured ids of another mask where the graph reads them."""
+    operands = random_operands(1024, 128)
+    sources = [
+        flexhop.create_block_mask(
+            documents(random_ids(1024, documents=n)), None, None, 1024, 1024, "cuda"
+        )
+        for n in (3, 2, 9)
+    ]
+    static = sources[0].clone()
+    call = torch.compile(lambda *t: flexhop.flex_attention(*t, block_mask=static), fullgraph=True)
+    with torch.no_grad():
+        call(*operands)  # compiles
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call(*operands)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(*operands)
+    for source in sources[1:]:
+        static.copy_(source)
+        graph.replay()
+        check(out, source.mask_mod, operands)
+
+
 def test_a_hundred_passes_are_equal():
     mod, operands = documents(random_ids(1000)), random_operands(1000, 128)
     mask = flexhop.create_block_mask(mod, None, None, 1000, 1000, "cuda")

@@ -7,8 +7,49 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexhop.cache import paged
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuse operators that read or make tensors elsewhere than on the meta device.
+
+    Reading a value from that device, or a shape that depends on one, fails by itself.
+    """
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs, result)):
+            assert not isinstance(leaf, torch.Tensor) or leaf.is_meta, func
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_captured_step_reads_nothing_on_the_host(dtype, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import serving
+    import serving_caches
+
+    model = serving_caches.Model().to("meta")
+    settings = serving_caches.Settings(model, "meta", dtype, is_compiled=False)
+    cache = serving_caches.Pages(settings, 16, 2)
+    cache.flex = lambda query, *rest, **named: torch.empty_like(query)  # a kernel
+    cache.admit(0, 40)
+    engine = serving.Engine(settings, cache, 2)
+    monkeypatch.setattr(paged, "_is_capturing", lambda tensor: True)
+    with torch.no_grad(), OnDevice() as watch:
+        engine._step()
+    assert watch.count > 100
+    monkeypatch.setattr(paged, "_is_capturing", lambda tensor: False)
+    with torch.no_grad(), OnDevice(), pytest.raises((NotImplementedError, RuntimeError)):
+        engine._step()  # the check of positions, which is left out of graphs, would wait
 
 
 @pytest.mark.slow
