@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia.compiler import CUDABackend
 
 from flexhop.offline import generate_code
-from flexhop.offline.cubin import Cubin, compile_kernel, wrong_products
+from flexhop.offline.cubin import compile_kernel, wrong_products
 from flexhop.offline.interpret import Memory, interpret
 from tests.budgets import TF32, assert_within_budget
+from tests.compiler_stages import compile_to_llvm
 from tests.fuzz.oracle import compute, loss_of, truncates
 from tests.fuzz.plan import Plan
 from tests.fuzz.problem import Problem, make_call, make_problem
@@ -122,28 +119,10 @@ def compile_offline(
             capability=(architecture // 10, architecture % 10),
         )  # fmt: skip
         for kernel in generated.templates:
-            cubin = _compile(
-                lambda kernel=kernel, of=architecture: compile_kernel(kernel, of), level
-            )
-            assert cubin is None or not wrong_products(cubin), (kernel.name, wrong_products(cubin))
+            if level == "llvm":
+                compile_to_llvm(kernel, architecture)
+            if level == "cubin":
+                wrong = wrong_products(compile_kernel(kernel, architecture))
+                assert not wrong, (kernel.name, wrong)
             count += 1
     return count
-
-
-class _FarEnough(Exception):
-    """Triton has done its part."""
-
-
-def _compile(compiled: Callable[[], Cubin], level: str) -> Cubin | None:
-    if level == "text":
-        return None
-    with _stops_before_ptx() if level == "llvm" else contextlib.nullcontext():
-        with contextlib.suppress(_FarEnough):
-            return compiled()
-    return None
-
-
-@contextlib.contextmanager
-def _stops_before_ptx() -> Iterator[None]:
-    with mock.patch.object(CUDABackend, "make_ptx", side_effect=_FarEnough):
-        yield

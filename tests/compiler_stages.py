@@ -1,0 +1,41 @@
+"""Triton's compiler as far as a test needs it: machine code takes more than half of the time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from triton.backends.nvidia import compiler
+
+from flexhop.offline import Kernel
+from flexhop.offline.cubin import compile_kernel
+
+
+class _FarEnough(Exception):
+    """Triton has done its part: the next is NVIDIA's."""
+
+
+def compile_to_llvm(kernel: Kernel, architecture: int) -> None:
+    """Compile a kernel to optimised LLVM code, and no further."""
+    with _stops_before_ptx(), contextlib.suppress(_FarEnough):
+        compile_kernel(kernel, architecture)
+
+
+def shared_memory(kernel: Kernel, architecture: int) -> int:
+    """Bytes of shared memory of a kernel. Triton allocates them before LLVM optimises."""
+    unoptimised = mock.patch.object(compiler.llvm, "optimize_module")
+    with _stops_before_ptx() as make_ptx, unoptimised:
+        with contextlib.suppress(_FarEnough):
+            # Triton's cache would hand over the kernel, and make_ptx would not be called.
+            with mock.patch.dict("os.environ", TRITON_ALWAYS_COMPILE="1"):
+                compile_kernel(kernel, architecture)
+    (_, metadata, *_), _ = make_ptx.call_args
+    return metadata["shared"]
+
+
+@contextlib.contextmanager
+def _stops_before_ptx() -> Iterator[Any]:
+    with mock.patch.object(compiler.CUDABackend, "make_ptx", side_effect=_FarEnough) as make_ptx:
+        yield make_ptx
