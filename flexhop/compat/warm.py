@@ -22,7 +22,7 @@ from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
 from flexhop.compat import launcher
 
-__all__ = ["start_workers", "warm_workers"]
+__all__ = ["register_patterns", "start_workers", "warm_workers"]
 
 _NEEDED = (
     "triton.compiler.code_generator",
@@ -36,7 +36,8 @@ def start_workers() -> None:
     """Start Inductor's workers if they do not run; this returns before they do.
 
     Meanwhile, this process does what it would do for its first kernel: half a second of reading
-    Triton's files, which are part of every cache key, and imports.
+    Triton's files, which are part of every cache key, a quarter for the patterns that Inductor
+    looks for in every graph, and imports.
     """
     if get_compile_threads() <= 1:
         return
@@ -45,6 +46,16 @@ def start_workers() -> None:
         triton_key()
         for module in _NEEDED:
             import_module(module)
+    if torch.cuda.is_available():
+        register_patterns(torch.device("cuda", torch.cuda.current_device()))
+
+
+def register_patterns(device: torch.device) -> None:
+    """Register Inductor's patterns for graphs on a device; later calls find them registered."""
+    from torch._inductor.fx_passes import joint_graph, post_grad  # after the workers have begun
+
+    joint_graph.lazy_init(device)  # by position: the arguments are the key of a cache
+    post_grad.lazy_init()
 
 
 def warm_workers(*modules: str) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import compile_fx
+from torch._inductor.fx_passes import joint_graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop import lowering
@@ -118,3 +121,12 @@ def test_a_worker_has_what_a_kernel_imports() -> None:
         [sys.executable, "-c", text], capture_output=True, text=True, check=False
     )
     assert result.stdout.split() == ["set()", "True"], result.stderr
+
+
+def test_a_graph_finds_the_patterns_registered():
+    """Inductor asks by device: another spelling of it would register them once more."""
+    warm.register_patterns(torch.device("cpu"))
+    before = joint_graph.lazy_init.cache_info().misses
+    graph = make_fx(lambda x: x + 1)(torch.ones(2))
+    compile_fx._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+    assert joint_graph.lazy_init.cache_info().misses == before
