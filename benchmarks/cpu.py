@@ -104,11 +104,13 @@ def implementations(case: Case) -> dict[str, Callable[..., torch.Tensor]]:
     gqa = case.heads != case.kv_heads
     found: dict[str, Callable[..., torch.Tensor]] = {
         "flexhop": torch.compile(
-            lambda *x: flexhop.flex_attention(*x, score_mod, ours, enable_gqa=gqa)
+            lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, ours, enable_gqa=gqa)
         )
     }
     if case.step != "training":  # in-tree has no backward pass on a CPU
-        found["in-tree"] = torch.compile(lambda *x: in_tree(*x, score_mod, theirs, enable_gqa=gqa))
+        found["in-tree"] = torch.compile(
+            lambda q, k, v: in_tree(q, k, v, score_mod, theirs, enable_gqa=gqa)
+        )
     if case.kind == "causal":
         found["sdpa"] = lambda *x: sdpa(*x, is_causal=True)
     elif case.kind != "softcap":

@@ -104,7 +104,7 @@ def flow(attend: Attend) -> Callable[..., Any]:
     """Gradients of a loss on the output and its tangent, as MeanFlow without a detached target."""
 
     def loss(*x: Any, along: Any) -> Any:
-        out, moved = torch.func.jvp(attend, x, tuple(along))
+        out, moved = torch.func.jvp(attend, x, tuple(along))[:2]
         return (out - moved).float().square().sum()
 
     return lambda x, along: torch.func.grad(lambda *y: loss(*y, along=along), argnums=(0, 1, 2))(

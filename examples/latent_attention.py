@@ -177,7 +177,7 @@ def compare(layer: LatentAttention, device: str, *, compiled: bool) -> float:
 
 def main() -> None:
     """Train, decode, compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
     on_gpu = device == "cuda"

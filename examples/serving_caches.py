@@ -140,7 +140,9 @@ def without_cache(settings: Settings, request: Request) -> list[int]:
     for _ in range(request.answer):
         masks = settings.masks(torch.zeros(1, device=device).int(), len(tokens), len(tokens))
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, masks=masks) -> Tensor:
+        def attend(
+            layer: int, query: Tensor, key: Tensor, value: Tensor, masks: Any = masks
+        ) -> Tensor:
             key, value = settings.stored(key), settings.stored(value)
             mask = masks[has_window(layer)]
             return flex(query, key, value, block_mask=mask, enable_gqa=True)

@@ -105,8 +105,9 @@ class Tables:
         is_reduced = any(table.shape[axis] > LONG for axis in wide)
         return dataclasses.replace(found, tight=not is_reduced)
 
-    def log2(self, length: Number, _: int) -> Number:
-        """Floor of the binary logarithm of a bounded positive integer."""
+    def log2(self, length: Number, end: int) -> Number:
+        """Floor of the binary logarithm of a positive integer that is at most `end`."""
+        del end  # tables of graphs need it
         if not isinstance(length, Tensor):
             return max(1, int(length)).bit_length() - 1
         # The exponent of a double is exact for integers below 2^53.

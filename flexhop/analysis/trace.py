@@ -111,7 +111,8 @@ class _Tracer:
             raise Untraceable
         name = str(value.node.expr)
         if name not in self.symbols:
-            tensor = torch.full((), value, dtype=torch.int32, device=self.device)
+            number: Any = value  # torch.full takes symbols, its annotation does not
+            tensor = torch.full((), number, dtype=torch.int32, device=self.device)
             node = self.builder.capture(self._example((), torch.int32), tensor, self.device)
             node.meta["bounds"] = (-last, last)
             self.symbols[name] = node

@@ -14,7 +14,7 @@ import dataclasses
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Literal, TypeVar
 
 from flexhop.compat import machine_code, retry
@@ -124,7 +124,7 @@ def recover(error: Exception, again: Callable[[], R]) -> R:
 
 
 @contextlib.contextmanager
-def _in_stage(stage: Any) -> Iterator[list[str]]:
+def _in_stage(stage: Any) -> Generator[list[str], None, None]:
     before = _state.stage, _state.failures
     _state.stage, _state.failures = stage, []
     try:

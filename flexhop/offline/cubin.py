@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -175,8 +176,8 @@ def compile_source(
         attrs={_position(key): value for key, value in (attributes or {}).items()},
     )
     target = GPUTarget("cuda", architecture, 32)
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=target, options=options)
     return _inspect(compiled, architecture, log.getvalue())
 

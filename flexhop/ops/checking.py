@@ -92,8 +92,11 @@ def check_results(args: Args, results: Mapping[str, Tensor], sample: Sample) -> 
     ratios: dict[str, float] = {}
     worst: dict[str, tuple[int, ...]] = {}
     with without_autocast(args.query.device.type):
-        compared = _backward if isinstance(args, BackwardArgs) else _forward
-        for name, actual, gold, plain, places in compared(args, results, sample):
+        if isinstance(args, BackwardArgs):
+            found = _backward(args, results, sample)
+        else:
+            found = _forward(args, results, sample)
+        for name, actual, gold, plain, places in found:
             ratio, at = _judge(actual, gold, plain, args.query.dtype, axis=len(places))
             ratios[name] = ratio
             worst[name] = tuple(int(p[i]) for p, i in zip(places, at, strict=False)) or at

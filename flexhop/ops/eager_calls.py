@@ -34,25 +34,27 @@ _fixed: dict[Hashable, tuple[tuple[Any, ...], Places]] = {}
 def run_with_kernels(args: AttentionArgs, call: Call) -> Results:
     """Evaluate a call with kernels; see run_operator."""
     device = args.query.device.type
-    if wanted_dtype(device) is not None:
-        args = cast_operands(wanted_dtype(device), args)
+    if (dtype := wanted_dtype(device)) is not None:
+        args = cast_operands(dtype, args)
         with without_autocast(device):
             return run_with_kernels(args, call)
     scale, options = _choices(args, call, lambda: prepare(*args[:3], args.blocks, call))
     lifted = _lifted(attention, _meet, args.query, (args.score_mod, args.mask_mod))
+    (score_mod, mask_mod), (score_captures, mask_captures) = lifted.graphs, lifted.captures
     args = AttentionArgs(
-        args.query, args.key, args.value, *lifted.graphs, args.blocks, scale, options,
-        *lifted.captures, args.dropout_seed,
+        args.query, args.key, args.value, score_mod, mask_mod, args.blocks, scale, options,
+        score_captures, mask_captures, args.dropout_seed,
     )  # fmt: skip
     tensors = (*args[:3], *args.score_captures, *args.mask_captures, *args.blocks)
-    return attend_bare(args) if is_bare(tensors) else attention(*args)
+    out, lse, max_scores = attend_bare(args) if is_bare(tensors) else attention(*args)
+    return out, lse, max_scores
 
 
 def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
     """The same for a call that reads a cache."""
     device = args.query.device.type
-    if wanted_dtype(device) is not None:
-        args = cast_cached(wanted_dtype(device), args)
+    if (dtype := wanted_dtype(device)) is not None:
+        args = cast_cached(dtype, args)
         with without_autocast(device):
             return run_cached_with_kernels(args, call)
     has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)

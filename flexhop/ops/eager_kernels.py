@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _ENTERED = _Entered()
 
 
 @contextlib.contextmanager
-def eager_kernels(enabled: bool = True) -> Iterator[None]:
+def eager_kernels(enabled: bool = True) -> Generator[None, None, None]:
     """Run fused kernels for attention outside torch.compile.
 
         with flexhop.eager_kernels():

@@ -114,7 +114,7 @@ def _gradients(
     )  # fmt: skip
     grad_query, grad_key, grad_value, captured = backward_of_call(operands)
     if "sum_groups" in args.options:
-        captured = [sum_over_all(grad, args.options["sum_groups"]) for grad in captured]
+        captured = [sum_over_all(grad, str(args.options["sum_groups"])) for grad in captured]
     by_position = dict(zip(sorted(set(sites[::2])), captured, strict=True))
     grad_captures = (by_position.get(i) for i in range(len(args.score_captures)))
     return (grad_query, grad_key, grad_value, *grad_captures)

@@ -52,7 +52,7 @@ def _of_gradient(args: BackwardArgs, name: str, at: tuple[int, ...]) -> str:
         part, _, head = _row(args, at)
         scores = score_rows(part, torch.tensor(at[2:], device=part.key.device))
         elements = (scores.raw, torch.ones_like(scores.raw))
-        outputs = _joint(part, elements, scores.index)
+        outputs = _joint(part, elements, scores.places)
         key = _first((~outputs.isfinite() & scores.visible)[0, head, 0])
         if key is not None:
             return f"the derivative of score_mod at [b, h, q_idx, kv_idx] = {[*at, *key]}"
@@ -69,9 +69,9 @@ def _row(args: Any, at: tuple[int, ...]) -> tuple[Part, tuple[int, int], int]:
     batch, head, _ = at
     group = args.query.size(1) // args.key.size(1)
     device = args.query.device
-    one = (torch.tensor([i], device=device) for i in (batch, head // group))
+    batches, heads = (torch.tensor([i], device=device) for i in (batch, head // group))
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    part = take_part(args, Sample(*one, nothing, nothing), wide=True)
+    part = take_part(args, Sample(batches, heads, nothing, nothing), wide=True)
     is_shared = args.key.size(0) == 1 and not getattr(args, "pages", ())
     return part, (0 if is_shared else batch, head // group), head % group
 
@@ -93,8 +93,8 @@ def _of_row(args: Any, at: tuple[int, ...]) -> str:
         return f"{place}, which gives {float(modified[key])}{_captured(args)}"
     is_bad = ~part.value[0, head].isfinite().all(-1)
     seen, hidden = _first(is_bad & visible), _first(is_bad)
-    if seen is not None or hidden is not None:
-        rows = seen if seen is not None else hidden
+    rows = hidden if seen is None else seen
+    if rows is not None:
         return f"value{[batch, kv_head, *rows]}" + (", as v_mod decodes it" if is_cached else "")
     return "the kernel: the reference has numbers here"
 

@@ -93,7 +93,7 @@ class _Scores(NamedTuple):
     raw: Tensor  # [b, h, m, n] scaled products
     modified: Tensor  # after score_mod, -inf if hidden
     visible: Tensor
-    index: tuple[Tensor, ...]  # b, h, q_idx, kv_idx, int32
+    places: tuple[Tensor, ...]  # b, h, q_idx, kv_idx, int32
 
 
 def take_part(args: Call | CachedArgs, sample: Sample, *, wide: bool) -> Part:
@@ -160,7 +160,7 @@ def _query_part(part: Part, rows: Tensor) -> dict[str, Tensor]:
     args, scores = part.args, score_rows(part, rows)
     weights, total, lse = softmax_rows(scores.modified)
     weights = weights / total[..., None]
-    drops = (args.dropout_seed, args.options, scores.index)
+    drops = (args.dropout_seed, args.options, scores.places)
     out = drop(weights, *drops).to(part.dtype) @ part.value
     if not isinstance(args, BackwardArgs):
         return {"out": out, "lse": lse, "max_scores": scores.modified.amax(-1)}
@@ -177,7 +177,7 @@ def _grad_scores(part: Part, scores: _Scores, grad_modified: Tensor) -> Tensor:
     """Gradients of the unscaled products."""
     args: Any = part.args
     elements = (scores.raw, grad_modified)
-    outputs = over_elements(args.joint, 1, elements, scores.index, args.score_captures)
+    outputs = over_elements(args.joint, 1, elements, scores.places, args.score_captures)
     grad = outputs[0].to(scores.raw.dtype)
     return torch.where(scores.visible, grad, 0.0) * args.scale
 
@@ -209,7 +209,7 @@ def _key_part(part: Part, places: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     delta = (grad_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     if args.grad_lse is not None:
         delta = delta - part.rows_of(args.grad_lse, places[0]).to(wide)[..., None]
-    drops = (args.dropout_seed, args.options, scores.index)
+    drops = (args.dropout_seed, args.options, scores.places)
     grad_weights = drop((grad_out @ part.value.mT).to(wide), *drops)
     grad = _grad_scores(part, scores, weights * (grad_weights - delta))
     pairs = ((grad, query), (drop(weights, *drops), grad_out))
