@@ -197,7 +197,7 @@ def _occurs(packet: Any, traits: Trait, result: Interval, args: Sequence[Any]) -
     """Whether a box is known to contain True, and to contain False."""
     if result.is_point:
         return {"some": result.low, "miss": negate(result.low), "decided": True}
-    operands = [lift(a) for a in args]
+    operands = [lift(a) for a in args if not isinstance(a, torch.dtype)]  # of a conversion
     some, miss, decided = False, False, False
     is_whole = True  # some includes low, and miss includes not high
     if Trait.COMPARISON in traits:

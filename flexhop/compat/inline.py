@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
 from flexhop.compat import hop
+from flexhop.compat.inductor import empty
 
 __all__ = [
     "call_at_run_time",
@@ -254,13 +255,20 @@ def while_loop(
 def call_at_run_time(
     operator: Any, tensors: Sequence[Any], sizes: Sequence[Any], number: int
 ) -> None:
-    """Call operator(tensors[0], tensors, sizes, number) -> () between kernels, from Python.
+    """Call operator(marked, tensors, sizes, number) -> () between kernels, from Python.
 
-    The operator's schema writes to its first argument, so the call stays where it is. A CUDA graph
-    would replay without Python, so this graph is not recorded in one.
+    The operator's schema writes to its first argument, so nothing drops the call. This is an empty
+    tensor of its own: what reads `tensors` later may still be fused. A CUDA graph would replay
+    without Python, so this graph is not recorded in one.
     """
-    ir.FallbackKernel.create(operator, tensors[0], list(tensors), list(sizes), number)
+    marked = empty([0], None, torch.float32, tensors[0].get_device())
+    ir.FallbackKernel.create(operator, _realized(marked), list(tensors), list(sizes), number)
     V.graph.disable_cudagraphs_reason = f"{operator} is called from Python"
+
+
+def _realized(value: Any) -> Any:
+    value.realize()
+    return value
 
 
 def with_strides(value: Any, strides: Sequence[Any]) -> Any:

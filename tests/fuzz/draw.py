@@ -20,6 +20,16 @@ WIDE = (48, 64, 64, 72, 80, 96, 128, 128, 192, 256)
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FAMILIES: tuple[Family, ...] = ("dense",) * 9 + ("packed",) * 3 + ("paged", "cached", "nested")
 LAYOUTS = ("contiguous", "bshd", "column", "padded", "offset", "expanded")
+BLOCKS = [(128, 128)] * 4 + [
+    (64, 64),
+    (32, 32),
+    (16, 16),
+    (20, 20),
+    (48, 16),
+    (16, 64),
+    (256, 256),
+]
+BLOCKS += [(128, 32), (32, 128), (96, 96), (256, 64), (64, 256), (192, 48)]
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
@@ -42,7 +52,7 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         how=r.choice(["and", "and", "or", "not", "where", "product"]), scores=scores,
         learned=tuple(n for s in scores for n in SCORES[s].learned if r.random() < 0.6),
         train=r.choice(["qkv"] * 8 + ["q", "k", "v", "qk", "kv", "qv", ""]),
-        block_size=r.choice([(128, 128)] * 3 + [(64, 64), (32, 32), (20, 20), (48, 16), (16, 64)]),
+        block_size=r.choice(BLOCKS),
         listed=r.random() < 0.1,
         by_batch=r.random() < 0.8 or bool(BY_BATCH & {*masks}),
         by_head=r.random() < 0.8 or bool(BY_HEAD & {*masks}),

@@ -57,6 +57,33 @@ POSITIONS: dict[str, Entry] = {
     "clamped": Entry(
         lambda c: lambda b, h, q, k: k // 8 - torch.clamp(q // 8 - 1, 0, 9) < 3
     ),
+    "le": Entry(lambda c: lambda b, h, q, k: k.le(q)),
+    "difference": Entry(lambda c: lambda b, h, q, k: q.sub(k) >= 0),
+    "signs": Entry(lambda c: lambda b, h, q, k: torch.sign(q - k) >= 0),
+    "squares": Entry(lambda c: lambda b, h, q, k: (q - k) ** 2 < 300),
+    "bool_product": Entry(lambda c: lambda b, h, q, k: (q >= k) * (q - k < 21)),
+    "exclusive": Entry(lambda c: lambda b, h, q, k: torch.logical_xor(q % 4 == 0, k % 3 == 0)),
+    "fmod": Entry(lambda c: lambda b, h, q, k: torch.fmod(q - k, 3) != 1),
+    "extremes": Entry(
+        lambda c: lambda b, h, q, k: torch.minimum(q, k) // 12 == torch.maximum(q, k) // 12
+    ),
+    "real_floors": Entry(
+        lambda c: lambda b, h, q, k: torch.floor(q.float() * 0.3) >= torch.floor(k.float() * 0.3)
+    ),
+    "streaming": Entry(lambda c: lambda b, h, q, k: (k < 4) | ((q >= k) & (q - k < 16))),
+    "chunked": Entry(lambda c: lambda b, h, q, k: (q // 16 == k // 16) & (k <= q)),
+    "neighbours": Entry(
+        lambda c: lambda b, h, q, k: (
+            (((q // 8).clamp(2, 5) - k // 8).abs() <= 2)
+            & (((q % 8).clamp(2, 5) - k % 8).abs() <= 2)
+        )
+    ),
+    "shifted_windows": Entry(
+        lambda c: lambda b, h, q, k: (
+            ((q // 8 + 2) // 4 == (k // 8 + 2) // 4) & ((q % 8 + 2) // 4 == (k % 8 + 2) // 4)
+        )
+    ),
+    "bits_of_heads": Entry(lambda c: lambda b, h, q, k: ((q & k & (h + 1)) == 0) | (q == k)),
     "nothing": Entry(lambda c: lambda b, h, q, k: q < 0),
     "everything": Entry(lambda c: lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool)),
     "constant": Entry(lambda c: lambda b, h, q, k: b.new_ones((), dtype=torch.bool)),
@@ -137,6 +164,55 @@ CAPTURES: dict[str, Entry] = {
         lambda c: lambda b, h, q, k: c.place_of[q] >= c.place_of[k],
         lambda s, r: {"place_of": r.uniform(span(s)).argsort()},
     ),
+    "lengths": Entry(
+        lambda c: lambda b, h, q, k: (q < c.rows_used[b]) & (k < c.keys_used[b]),
+        lambda s, r: {
+            "rows_used": r.integers(s.q_len + 1, s.batch),
+            "keys_used": r.integers(s.kv_len + 1, s.batch).to(torch.int16),
+        },
+    ),
+    "prefix_of_document": Entry(
+        lambda c: lambda b, h, q, k: (
+            (c.section[q] == c.section[k])
+            & ((q >= k) | (k - c.section_start[c.section[k]] < c.section_prefix[c.section[k]]))
+        ),
+        lambda s, r: {
+            "section": r.documents(5, span(s)),
+            "section_start": r.integers(span(s), 5).sort().values,
+            "section_prefix": r.integers(9, 5).long(),
+        },
+    ),
+    "begins": Entry(
+        lambda c: lambda b, h, q, k: (k >= c.begin_of[q]) & (k <= q),
+        lambda s, r: {"begin_of": r.integers(span(s), s.q_len).sort().values},
+    ),
+    "tree": Entry(
+        lambda c: lambda b, h, q, k: (k < 9) | c.ancestors[q % 8, k % 8],
+        lambda s, r: {"ancestors": r.flags(8, 8)},
+    ),
+    "sparse_blocks": Entry(
+        lambda c: lambda b, h, q, k: (q // 16 == k // 16) | c.block_flags[h, q // 16, k // 16],
+        lambda s, r: {"block_flags": r.flags(s.heads, s.q_len // 16 + 1, s.kv_len // 16 + 1)},
+    ),
+    "times": Entry(
+        lambda c: lambda b, h, q, k: c.times[q] - c.times[k] > -0.2,
+        lambda s, r: {"times": r.uniform(span(s)).sort().values},
+    ),
+    "bytes": Entry(
+        lambda c: lambda b, h, q, k: c.bytes[k] > c.levels[q],
+        lambda s, r: {
+            "bytes": r.integers(9, s.kv_len).to(torch.uint8),
+            "levels": r.integers(7, s.q_len).to(torch.int8),
+        },
+    ),
+    "double_bound": Entry(
+        lambda c: lambda b, h, q, k: q * 0.5 + c.bound >= k,
+        lambda s, r: {"bound": r.uniform(1)[0].double() * 30},
+    ),
+    "padding_and_causal": Entry(
+        lambda c: lambda b, h, q, k: c.attended[b, k].bool() & (k <= q + c.past),
+        lambda s, r: {"attended": r.integers(2, s.batch, s.kv_len, dtype=torch.int64), "past": 3},
+    ),
     "offset": Entry(lambda c: lambda b, h, q, k: q + c.shift >= k, lambda s, r: {"shift": 7}),
     "slope": Entry(
         lambda c: lambda b, h, q, k: (q - k) * c.slope < 10.0, lambda s, r: {"slope": 0.37}
@@ -149,6 +225,18 @@ CAPTURES: dict[str, Entry] = {
 
 MASKS = POSITIONS | CAPTURES
 BY_BATCH = frozenset(
-    {"by_batch", "documents", "documents_by_row", "prefix", "prefix_causal", "expanded", "keys"}
+    {
+        "lengths",
+        "padding_and_causal",
+        "by_batch",
+        "documents",
+        "documents_by_row",
+        "prefix",
+        "prefix_causal",
+        "expanded",
+        "keys",
+    }
 )
-BY_HEAD = frozenset({"heads", "by_head", "head_choice", "table_of_heads", "expanded", "wrapped"})
+BY_HEAD = frozenset(
+    {"heads", "by_head", "head_choice", "table_of_heads", "expanded", "wrapped"}
+) | {"bits_of_heads", "sparse_blocks"}

@@ -181,9 +181,8 @@ def _attend(
         like = torch.empty(size, device=problem.device)
         visible = visible & evaluate_mask_mod(_from(mask_mod, part.first, 0, order), like)
     factors = None
-    if plan.dropout:
-        kept = _kept(problem, part) if has_keys else visible[..., :0]
-        factors = kept[..., order.keys].to(torch.float32) / (1 - plan.dropout)
+    if plan.dropout and has_keys:
+        factors = _kept(problem, part)[..., order.keys].to(torch.float32) / (1 - plan.dropout)
     query, scale = part.query, 1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale
     if formula != "plain" and dict(plan.options).get("prescale_qk"):
         query, scale = query * scale, 1.0  # the option rounds the product

@@ -14,6 +14,14 @@ import torch.nn.functional as F
 from tests.fuzz.functions import Entry
 from tests.fuzz.masks import span
 
+
+def log_bucket(distance):
+    """A bucket of a distance: exact below 4, logarithmic to 48; no bound is a whole number."""
+    far = distance.abs()
+    log = (torch.log(far.clamp(min=1).float() / 3.9) / math.log(48 / 3.9) * 4).to(torch.int32)
+    return torch.where(far < 4, far, (4 + log).clamp(max=7)) + torch.where(distance > 0, 8, 0)
+
+
 BIASES: dict[str, Entry] = {
     "alibi": Entry(
         lambda c: lambda s, b, h, q, k: s + c.slopes[h] * (k - q),
@@ -135,6 +143,69 @@ BIASES: dict[str, Entry] = {
         lambda s, r: {"points": r.normal(span(s), 2)},
         ("points",),
     ),
+    "log_bias": Entry(
+        lambda c: lambda s, b, h, q, k: (
+            s - c.strength_of[h].abs() * torch.log1p(c.rate_of[h].abs() * (q - k).abs())
+        ),
+        lambda s, r: {"strength_of": r.normal(s.heads), "rate_of": 0.2 + r.uniform(s.heads)},
+        ("strength_of", "rate_of"),
+    ),
+    "log_buckets": Entry(
+        lambda c: lambda s, b, h, q, k: s + c.by_log[log_bucket(k - q), h],
+        lambda s, r: {"by_log": r.normal(16, s.heads)},
+        ("by_log",),
+    ),
+    "window_bias": Entry(
+        lambda c: lambda s, b, h, q, k: (
+            s + c.window_bias[q // 8 % 8 - k // 8 % 8 + 7, q % 8 - k % 8 + 7, h]
+        ),
+        lambda s, r: {"window_bias": r.normal(15, 15, s.heads)},
+        ("window_bias",),
+    ),
+    "scalable": Entry(
+        lambda c: lambda s, b, h, q, k: s * (c.growth[h] * torch.log(q + 2.0)),
+        lambda s, r: {"growth": r.uniform(s.heads) * 0.4},
+        ("growth",),
+    ),
+    "learned_cap": Entry(
+        lambda c: lambda s, b, h, q, k: c.cap * torch.tanh(s / c.cap),
+        lambda s, r: {"cap": 4.0 + r.uniform(1)[0]},
+        ("cap",),
+    ),
+    "mixture": Entry(
+        lambda c: lambda s, b, h, q, k: torch.lerp(s, c.target[h, k % 5].to(s.dtype), 0.3),
+        lambda s, r: {"target": r.normal(s.heads, 5)},
+        ("target",),
+    ),
+    "three_reads": Entry(
+        lambda c: lambda s, b, h, q, k: s + c.thrice[q] + c.thrice[k] - c.thrice[(q + k) // 2],
+        lambda s, r: {"thrice": r.normal(span(s))},
+        ("thrice",),
+    ),
+    "distances_in_space": Entry(
+        lambda c: lambda s, b, h, q, k: s - 0.1 * ((c.space[q] - c.space[k]) ** 2).sum(-1),
+        lambda s, r: {"space": r.normal(span(s), 3)},
+        ("space",),
+    ),
+    "attended_keys": Entry(
+        lambda c: lambda s, b, h, q, k: torch.where(c.attend[b, k], s, float("-inf")),
+        lambda s, r: {"attend": r.flags(s.batch, s.kv_len)},
+    ),
+    "added_mask": Entry(
+        lambda c: lambda s, b, h, q, k: s + c.added[b, 0, q, k],
+        lambda s, r: {"added": -30.0 * r.flags(s.batch, 1, s.q_len, s.kv_len).float()},
+    ),
+    "bytes": Entry(
+        lambda c: lambda s, b, h, q, k: s - 0.05 * c.byte_bias[q] + c.short_bias[k] * 0.1,
+        lambda s, r: {
+            "byte_bias": r.integers(9, s.q_len).to(torch.uint8),
+            "short_bias": r.integers(9, s.kv_len).to(torch.int16),
+        },
+    ),
+    "gated_heads": Entry(
+        lambda c: lambda s, b, h, q, k: torch.where(c.is_local[h], s - (q - k).abs() * 0.1, s),
+        lambda s, r: {"is_local": r.flags(s.heads)},
+    ),
     "detached": Entry(
         lambda c: lambda s, b, h, q, k: s + c.kept_back[h].detach() * 0.5 + c.kept_back[h],
         lambda s, r: {"kept_back": r.normal(s.heads)},
@@ -161,6 +232,34 @@ FUNCTIONS: dict[str, Entry] = {
     "logaddexp": Entry(lambda c: lambda s, b, h, q, k: torch.logaddexp(s, s * 0.5)),
     "minimum": Entry(lambda c: lambda s, b, h, q, k: torch.minimum(s, 1.0 - s)),
     "negative": Entry(lambda c: lambda s, b, h, q, k: -s / 3),
+    "elu": Entry(lambda c: lambda s, b, h, q, k: F.elu(s) + 0.1 * s),
+    "mish": Entry(lambda c: lambda s, b, h, q, k: F.mish(s)),
+    "log_sigmoid": Entry(lambda c: lambda s, b, h, q, k: F.logsigmoid(s)),
+    "softsign": Entry(lambda c: lambda s, b, h, q, k: F.softsign(s) * 3.0),
+    "hardswish": Entry(lambda c: lambda s, b, h, q, k: F.hardswish(s)),
+    "hardtanh": Entry(lambda c: lambda s, b, h, q, k: F.hardtanh(s, -1.5, 2.5)),
+    "tanhshrink": Entry(lambda c: lambda s, b, h, q, k: F.tanhshrink(s)),
+    "gelu_tanh": Entry(lambda c: lambda s, b, h, q, k: F.gelu(s, approximate="tanh")),
+    "arcs": Entry(lambda c: lambda s, b, h, q, k: torch.atan(s) * 2.0 + torch.asinh(s)),
+    "hyperbolic": Entry(lambda c: lambda s, b, h, q, k: torch.sinh(s * 0.3) + torch.cosh(s * 0.2)),
+    "erfc": Entry(lambda c: lambda s, b, h, q, k: torch.erfc(s) * -2.0),
+    "hypot": Entry(lambda c: lambda s, b, h, q, k: torch.hypot(s, torch.ones_like(s)) + s * 0.5),
+    "signed_root": Entry(
+        lambda c: lambda s, b, h, q, k: torch.sign(s) * torch.sqrt(s.abs() + 1.0)
+    ),
+    "copysign": Entry(lambda c: lambda s, b, h, q, k: torch.copysign(s, (q - k) + 0.5)),
+    "powers": Entry(lambda c: lambda s, b, h, q, k: torch.pow(1.3, s) + s**2 * 0.05),
+    "without_nan": Entry(lambda c: lambda s, b, h, q, k: torch.nan_to_num(s) * 0.9),
+    "addcmul": Entry(
+        lambda c: lambda s, b, h, q, k: torch.addcmul(s, s, torch.cos(0.1 * (q - k)), value=0.3)
+    ),
+    "half_detached": Entry(lambda c: lambda s, b, h, q, k: s + 0.3 * s.detach()),
+    "branches": Entry(
+        lambda c: lambda s, b, h, q, k: torch.where(
+            q > k, s, torch.where(q == k, s * 0.5 + 1.0, torch.where(h % 2 == 0, s - 0.3, -s))
+        )
+    ),
+    "head_scale": Entry(lambda c: lambda s, b, h, q, k: s * (h + 1) / 4 - b),
     "hidden": Entry(lambda c: lambda s, b, h, q, k: s.masked_fill(q + 40 < k, -math.inf)),
     "branch": Entry(lambda c: lambda s, b, h, q, k: torch.where(q >= k, s + 0.7, s * 0.5)),
     "flag": Entry(lambda c: lambda s, b, h, q, k: s + (q >= k).to(s.dtype)),

@@ -101,3 +101,30 @@ def test_random_case(seed: int):
         case = dataclasses.replace(case, options=None)  # a user's tile must divide the blocks
     inputs = make_inputs(case, seed=seed)
     assert_case(case, inputs, interpreted(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "options"),
+    [(40, 50, {}), (1, 50, {"splits": 1}), (1, 300, {"splits": 3})],
+    ids=["forward", "decode", "shares"],
+)
+def test_the_largest_score_of_a_row_with_a_nan(queries, keys, options):
+    """It is a NaN, and an infinity stays one."""
+    torch.manual_seed(0)
+    query, *pair = (torch.randn(1, 2, n, 32) for n in (queries, keys, keys))
+
+    def mod(score, b, h, q_idx, kv_idx):
+        is_odd = (q_idx == 0) & (kv_idx == 3)
+        return torch.where(is_odd, torch.where(h == 0, float("nan"), float("inf")), score)
+
+    def call(query, key, value):
+        return flexhop.flex_attention(
+            query, key, value, score_mod=mod,
+            return_aux=flexhop.AuxRequest(max_scores=True),
+            kernel_options=KernelOptions(backend="triton", **options),
+        )[1].max_scores  # fmt: skip
+
+    expected = (query @ pair[0].mT / 32**0.5).amax(-1)
+    expected[0, :, 0] = torch.tensor([float("nan"), float("inf")])
+    found = interpret(call, query, *pair).result
+    torch.testing.assert_close(found, expected, equal_nan=True)

@@ -164,6 +164,14 @@ def test_conversions_and_choices(data):
     check(aten.clamp.default, [a, [low], [high]], [found[0], low, high])
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
+def test_a_conversion_in_a_lowered_graph(dtype):
+    """`keep[b, kv_idx].bool()`: Inductor's graphs pass the dtype by position."""
+    convert = torch.ops.prims.convert_element_type.default
+    result = apply(convert, dtype, (Interval(0, 1, torch.int64), dtype), {})
+    assert (result.low, result.high, result.dtype) == (0, 1, dtype)
+
+
 def test_what_has_no_rule_is_unknown():
     q = Interval(0, 5, torch.int32, False, (0, 5), frozenset("q"), True, True)
     found = apply(aten.bincount.default, torch.int64, [q], {})
