@@ -75,10 +75,15 @@ class Boxes:
             return value
         return torch.full((), value, dtype=torch.bool, device=self.grid.device)
 
-    def over_grid(self, block: tuple[int, int], tables: Tables) -> Found:
-        """Evaluate all blocks of one size: flags that broadcast to [B, H, rows, columns]."""
+    def over_grid(
+        self, block: tuple[int, int], tables: Tables, counts: tuple[int, int] | None = None
+    ) -> Found:
+        """Evaluate all blocks of one size: flags that broadcast to [B, H, rows, columns].
+
+        counts: rows and columns, if they are not those that cover the lengths.
+        """
         grid, device = self.grid, self.grid.device
-        rows, columns = -(-grid.q_len // block[0]), -(-grid.kv_len // block[1])
+        rows, columns = counts or (-(-grid.q_len // block[0]), -(-grid.kv_len // block[1]))
         row, column, b, h = (
             self.count(n, device).long() for n in (rows, columns, grid.batch, grid.heads)
         )

@@ -28,7 +28,7 @@ from flexhop.block_mask.scores import (
     evaluate_mod,
     whole_blocks,
 )
-from flexhop.compat.symbols import is_symbolic
+from flexhop.compat.symbols import is_exporting, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
     ModLoweringError,
@@ -155,10 +155,11 @@ def _block_mask(
     mask_mod: MaskMod, grid: Grid, separate_full_blocks: bool, compute_q_blocks: bool
 ) -> BlockMask:
     is_open = is_symbolic(grid.q_len) or is_symbolic(grid.kv_len)
-    if torch.compiler.is_compiling() and (is_open or not torch.compiler.is_dynamo_compiling()):
+    is_traced = torch.compiler.is_dynamo_compiling() and not (is_open and is_exporting())
+    if torch.compiler.is_compiling() and not is_traced:
         return _by_every_score(mask_mod, grid, separate_full_blocks, compute_q_blocks)
     sides = (separate_full_blocks, compute_q_blocks)
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced:
         probe = torch.empty(0, device=grid.device)
         fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
     else:
@@ -171,7 +172,7 @@ def _block_mask(
 def _by_every_score(
     mask_mod: MaskMod, grid: Grid, separate_full_blocks: bool, compute_q_blocks: bool
 ) -> BlockMask:
-    """For graphs with symbolic lengths, and graphs that do not come from Dynamo."""
+    """For exported graphs with symbolic lengths, and graphs that do not come from Dynamo."""
     some, every = compiled_coverage(checked(mask_mod), grid)
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if separate_full_blocks:

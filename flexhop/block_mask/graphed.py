@@ -15,10 +15,11 @@ from torch import Tensor
 
 from flexhop import analysis
 from flexhop.block_mask.boxes import Boxes, sizes_of
-from flexhop.block_mask.scores import Grid, compiled_coverage, hidden_count
+from flexhop.block_mask.scores import Grid, compiled_coverage, existing_blocks, hidden_count
 from flexhop.block_mask.unknown import EVERY, NONE, SOME, UNKNOWN, unknown_blocks
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.compat.sizes import bound_of
+from flexhop.compat.symbols import is_symbolic
 from flexhop.mods.functions import MaskMod
 
 _UNBOUNDED = 2**31  # one more than the largest int32: positions are int32
@@ -62,12 +63,16 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
     if span is not None:
         return _blocks_of_span(span, reduced)
     tables = analysis.GraphTables(grid.block, (grid.q_len, grid.kv_len))
-    found = Boxes(mod, reduced, bounds, hidden_count).over_grid(grid.block, tables)
-    shape = (batch, heads, grid.rows, grid.columns)
-    always, maybe, mixed = (flag.expand(shape) for flag in found[:3])
+    counts = (grid.rows, grid.columns)
+    found = Boxes(mod, reduced, bounds, hidden_count).over_grid(grid.block, tables, counts)
+    always, maybe, mixed = (flag.expand(batch, heads, *counts) for flag in found[:3])
+    is_open = is_symbolic(grid.q_len) or is_symbolic(grid.kv_len)
+    if is_open:
+        maybe = maybe & existing_blocks(grid)  # there is room for more
     if found.is_decided:
         return maybe, always
-    if mask.captures is None:
+    has_symbols = any(isinstance(c, torch.SymInt) for c in mask.captures or ())
+    if mask.captures is None or (is_open and not has_symbols):  # vmap refuses a symbol
         return compiled_coverage(keep, reduced)
     states = torch.where(always, EVERY, torch.where(mixed, SOME, UNKNOWN))
     states = torch.where(maybe, states, NONE).to(torch.int8)
@@ -76,7 +81,9 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
     sizes, sources = (batch, heads, grid.q_len, grid.kv_len), source_fingerprint()
     operands = (mask.function, sizes, grid.block, sources, mask.captures)
     (states,) = unknown_blocks(states, lengths, *operands)
-    return states != NONE, states == EVERY
+    some = states != NONE
+    # The operator may evaluate the mask in any block, also in those that do not exist.
+    return some & existing_blocks(grid) if is_open else some, states == EVERY
 
 
 def _blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:

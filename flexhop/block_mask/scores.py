@@ -58,6 +58,11 @@ def whole_blocks(grid: Grid) -> Tensor:
     return _first_blocks(grid, grid.q_len // grid.block[0], grid.kv_len // grid.block[1])
 
 
+def existing_blocks(grid: Grid) -> Tensor:
+    """[R, C] bool: blocks with a query and a key; others are listed if a length is symbolic."""
+    return _first_blocks(grid, *map(block_count, (grid.q_len, grid.kv_len), grid.block))
+
+
 def _first_blocks(grid: Grid, rows: int, columns: int) -> Tensor:
     """[R, C] bool: the first rows and columns of blocks."""
     is_row = count_up(grid.rows, grid.device) < rows
@@ -90,8 +95,7 @@ def compiled_coverage(keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
     count = kept.sum((4, 5), dtype=torch.int32 if area < 2**31 else torch.int64)
     some, every = count > 0, count == area
     if is_symbolic(grid.q_len) or is_symbolic(grid.kv_len):
-        rows, columns = map(block_count, (grid.q_len, grid.kv_len), grid.block)
-        some = some & _first_blocks(grid, rows, columns)
+        some = some & existing_blocks(grid)
     return some, every
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_symbolic"]
+__all__ = ["is_exporting", "is_symbolic"]
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is tracing; `torch.compiler.is_exporting` is constant in Dynamo's
+    traces (2.11 to 2.13)."""
+    return torch.compiler._is_exporting_flag
 
 
 def is_symbolic(size: int) -> bool:

@@ -73,6 +73,33 @@ def test_stretches_look_at_no_score(name, monkeypatch):
     assert largest <= 64 * 4096  # vectors of positions, and grids of blocks; not 4096 ** 2
 
 
+@pytest.mark.parametrize("name", ["by head", "dilated"])
+def test_symbolic_lengths(name, monkeypatch):
+    """One graph for all lengths; its lists have room for one block more."""
+    torch._dynamo.reset()
+    if name == "by head":  # ranges are found without evaluating a score
+        monkeypatch.setattr(graphed, "compiled_coverage", no_scores)
+    create = torch.compile(create_block_mask, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ((300, 300), (257, 130), (129, 640), (512, 512)):
+        arguments = (NAMED[name], 1, 3, *lengths, "cpu", 64)
+        found, expected = create(*arguments), create_block_mask(*arguments)
+        assert found.kv_indices.shape[-1] == expected.kv_indices.shape[-1] + 1
+        for blocks in ("kv", "full_kv", "q", "full_q"):
+            counts, indices = (f"{blocks}_num_blocks", f"{blocks}_indices")
+            count = getattr(expected, counts)
+            rest = getattr(found, counts)[..., count.shape[-1] :]
+            assert torch.equal(getattr(found, counts)[..., : count.shape[-1]], count)
+            assert not rest.any()
+            rows = (listed_of(getattr(m, indices), count) for m in (found, expected))
+            assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+
+
+def listed_of(indices, count):
+    """The listed blocks of every row that `count` has."""
+    rows = indices[..., : count.shape[-1], :].flatten(0, -2)
+    return [row[:n] for row, n in zip(rows, count.flatten().tolist(), strict=True)]
+
+
 def elements_of(mask, length: int) -> int:
     """The most elements that a tensor has in the graph of a mask in blocks of 64."""
     sizes: list[int] = []
