@@ -11,7 +11,7 @@ import torch
 from tests.case_inputs import Shape
 from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
 from tests.fuzz.plan import Family, Plan
-from tests.fuzz.scores import IGNORING, SCORES
+from tests.fuzz.scores import HIDING, IGNORING, SCORES
 
 LENGTHS = (1, 2, 7, 16, 17, 31, 33, 37, 48, 63, 64, 65, 70)
 LONG = (100, 127, 128, 129, 200, 257, 513, 1024, 1030, 1281)
@@ -80,10 +80,14 @@ def _shape(r: random.Random, large: bool) -> Shape:
 
 
 def _scores(r: random.Random) -> tuple[str, ...]:
-    """Names of score_mods; one that ignores its score comes first, or it would hide others."""
+    """Names of score_mods; one that ignores its score comes first, or it would hide others.
+
+    Those that hide keys come last: others would make NaN of an infinity.
+    """
     names = r.sample(sorted(SCORES), r.choice([0, 1, 1, 2, 3]))
     ignoring = [n for n in names if n in IGNORING][:1]
-    return (*ignoring, *(n for n in names if n not in IGNORING))
+    names = [n for n in names if n not in IGNORING]
+    return (*ignoring, *sorted(names, key=lambda name: name in HIDING))
 
 
 def _layouts(r: random.Random) -> tuple[str, ...]:

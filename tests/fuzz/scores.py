@@ -297,3 +297,4 @@ IGNORING: dict[str, Entry] = {
 }  # fmt: skip
 
 SCORES = BIASES | FUNCTIONS | IGNORING
+HIDING = frozenset({"hidden", "attended_keys"})
