@@ -60,15 +60,16 @@ class Boxes:
             name: analysis.point(index, torch.int32, (0, self.bounds[name] - 1), name)
             for name, index in (("b", b), ("h", h))
         }
-        for name, ends in (("q", q), ("k", k)):
+        for name, (low, high) in (("q", q), ("k", k)):
             static, uses = (0, self.bounds[name] - 1), frozenset((name,))
-            inputs[name] = Interval(*ends, torch.int32, False, static, uses, True, True)
+            inputs[name] = Interval(low, high, torch.int32, False, static, uses, True, True)
         tables.grid = [inputs[name] for name in analysis.INDICES] if is_grid else []
         found = analysis.evaluate_result(self.mod, inputs, tables)
         some = found.high if found.decided else found.some
         miss = ~found.low if isinstance(found.low, Tensor) else not found.low
         mixed = some & (miss if found.decided else found.miss)
-        return Found(*map(self._flag, (found.low, found.high, mixed)), found.decided)
+        always, maybe, mixed = map(self._flag, (found.low, found.high, mixed))
+        return Found(always, maybe, mixed, found.decided)
 
     def _flag(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):

@@ -164,9 +164,10 @@ def _block_mask(
         fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
     else:
         fields = _remembered_lists(mask_mod, grid, sides)
-    lists = all_lists(fields, sides)
+    counts, indices, *others = all_lists(fields, sides)
+    assert counts is not None and indices is not None  # the others may be omitted
     lengths = (grid.q_len, grid.kv_len)
-    return BlockMask(lengths, *lists, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
+    return BlockMask(lengths, counts, indices, *others, BLOCK_SIZE=grid.block, mask_mod=mask_mod)
 
 
 def _by_every_score(
@@ -196,7 +197,7 @@ def _lists(
     mask: MaskMod | Mask, grid: Grid, sides: tuple[bool, bool], *, in_graph: bool
 ) -> tuple[Tensor, ...]:
     """The lists of a mask. sides: whether to list full blocks, and the query side."""
-    find = graph_coverage if in_graph else coverage
+    find: Callable[..., tuple[Tensor, Tensor]] = graph_coverage if in_graph else coverage
     covered = find(mask, checked(mask), grid)
     return listed(covered, grid, sides, in_graph=in_graph)
 
@@ -230,7 +231,8 @@ def _remembered_lists(
     found = remembered(mask_mod, grid, sides, find)
     if not found.rest or not _has_unknown(found.rest[2]):
         return found.lists
-    look = looks[0] if looks else look_again(mask_mod, keep, grid, Look(*found.rest))
+    some, every, unknown = found.rest
+    look = looks[0] if looks else look_again(mask_mod, keep, grid, Look(some, every, unknown))
     covered = look[:2] if look.unknown is None else settled(look, keep)
     return listed(covered, grid, sides, in_graph=False)
 

@@ -210,7 +210,7 @@ def _shared_lists(mask: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
 
     Those of a user's tensor are computed anew, because it may be overwritten between steps.
     """
-    known = mask.__dict__
+    known = vars(mask)
     if (lists := known.get(STEP)) is None:
         lists = block_lists(row)
         mark_dynamic(lists[1], (3,))
