@@ -52,9 +52,14 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     place = None if stream is None else (stream.device_index, stream.stream_id)
-    kinds = {device.type, "cpu"}
-    casts = tuple(torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
+    casts = tuple(map(_cast_dtype, (device.type, "cpu")))
     return place, torch.get_default_dtype(), _device.CURRENT_DEVICE, casts
+
+
+def _cast_dtype(kind: str) -> torch.dtype | None:
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None  # "meta" has no autocast, and cannot answer the second question
+    return torch.get_autocast_dtype(kind)
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
