@@ -182,7 +182,8 @@ def _attend(
         visible = visible & evaluate_mask_mod(_from(mask_mod, part.first, 0, order), like)
     factors = None
     if plan.dropout and has_keys:
-        factors = _kept(problem, part)[..., order.keys].to(torch.float32) / (1 - plan.dropout)
+        wide = torch.promote_types(part.query.dtype, torch.float32)
+        factors = _kept(problem, part)[..., order.keys].to(wide) / (1 - plan.dropout)
     query, scale = part.query, 1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale
     if formula != "plain" and dict(plan.options).get("prescale_qk"):
         query, scale = query * scale, 1.0  # the option rounds the product
