@@ -16,6 +16,7 @@ from torch._C import _TorchDispatchModeKey
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexhop.compat.autocast import wanted_dtype
 from flexhop.compat.stand_in import is_plain
 from flexhop.compat.wrapped import is_transformed
 
@@ -52,14 +53,8 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     place = None if stream is None else (stream.device_index, stream.stream_id)
-    casts = tuple(map(_cast_dtype, (device.type, "cpu")))
+    casts = tuple(map(wanted_dtype, (device.type, "cpu")))
     return place, torch.get_default_dtype(), _device.CURRENT_DEVICE, casts
-
-
-def _cast_dtype(kind: str) -> torch.dtype | None:
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None  # "meta" has no autocast, and cannot answer the second question
-    return torch.get_autocast_dtype(kind)
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexhop.compat.autocast import wanted_dtype
 from flexhop.distributed.exchange import receive_keys, send_keys
 from flexhop.distributed.heads import gather_heads, gather_tokens
 from flexhop.distributed.places import Places, global_mask_mod, global_score_mod
@@ -53,10 +54,9 @@ def attend_view(
 
 def _cast(args: AttentionArgs) -> AttentionArgs:
     """Apply autocast to the operands before they are sent."""
-    device = args.query.device.type
-    if not torch.is_autocast_enabled(device):
+    dtype = wanted_dtype(args.query.device.type)
+    if dtype is None:
         return args
-    dtype = torch.get_autocast_dtype(device)
     query, key, value = (t.to(dtype) for t in args[:3])
     return args._replace(query=query, key=key, value=value)
 

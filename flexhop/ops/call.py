@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
+from flexhop.compat.autocast import wanted_dtype
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.ops.agreement import agree
-from flexhop.ops.autocast import wanted_dtype
 from flexhop.ops.certified import verify_option
 from flexhop.options import KernelOptions
 

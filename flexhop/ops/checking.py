@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexhop.compat.autocast import without_autocast
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
-from flexhop.ops.autocast import without_autocast
 from flexhop.ops.nan_origin import find_origin
 from flexhop.ops.sampled import Sample, captured_gradients, key_rows, query_rows, take_part
 

@@ -15,10 +15,10 @@ from torch import Tensor
 import flexhop
 from flexhop import errors
 from flexhop.compat import hop
+from flexhop.compat.autocast import wanted_dtype, without_autocast
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, AttentionDoor, CachedArgs, CachedDoor
-from flexhop.ops.autocast import wanted_dtype, without_autocast
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.autocast import wanted_dtype, without_autocast
 from flexhop.compat.kept import remember
 from flexhop.compat.lift import Lifted, lift
 from flexhop.compat.wrapped import apart, is_bare
 from flexhop.mods.closures import Places, describe
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, CachedArgs
-from flexhop.ops.autocast import wanted_dtype, without_autocast
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.call import Call, is_determinism_required, prepare
