@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexhop.compat import inductor, inline
-from flexhop.ops.args import BackwardArgs
+from flexhop.ops.args import BackwardArgs, learned_captures
 from flexhop.ops.certified import OPTION, add_site
 
 
@@ -46,7 +46,7 @@ def _emit_check(args: Any, results: Any) -> None:
         by_place = dict(zip(places, given, strict=True))
         return rebuild([by_place[i] for i in range(len(places))])
 
-    captured = sorted(set(args.sites[::2])) if isinstance(args, BackwardArgs) else []
+    captured = learned_captures(args.sites) if isinstance(args, BackwardArgs) else []
     site = add_site(str(args.options[OPTION]), type(args), in_order, captured)
     given = [value for value in values if inductor.is_ir(value)]
     tensors = inductor.realize([*inline.leaves(results), *given])

@@ -199,6 +199,11 @@ class Site(NamedTuple):
     indices: tuple[int, ...]  # positions of its indices among the joint graph's outputs
 
 
+def learned_captures(sites: tuple[int, ...]) -> list[int]:
+    """Positions of the captured tensors that get a gradient, from the flat `sites` operand."""
+    return sorted(set(sites[::2]))
+
+
 def unpack_sites(sites: tuple[int, ...]) -> tuple[Site, ...]:
     """Read the flat `sites` operand: outputs are [grad_score, values..., indices...]."""
     pairs = list(zip(sites[::2], sites[1::2], strict=True))

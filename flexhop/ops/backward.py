@@ -11,7 +11,7 @@ from torch import Tensor
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.wrapped import is_bare
-from flexhop.ops.args import BackwardArgs
+from flexhop.ops.args import BackwardArgs, learned_captures
 from flexhop.ops.derivative import (
     differentiate,
     of_backward,
@@ -57,7 +57,7 @@ def _fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
             dtype=args.score_captures[i].dtype,
             device=args.query.device,
         )
-        for i in sorted(set(args.sites[::2]))
+        for i in learned_captures(args.sites)
     )
     return query, key, value, captured
 

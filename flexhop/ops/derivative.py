@@ -15,7 +15,13 @@ from torch import Tensor
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import MaskCaptureGradError
-from flexhop.ops.args import AttentionArgs, BackwardArgs, DerivativeArgs, operands_of
+from flexhop.ops.args import (
+    AttentionArgs,
+    BackwardArgs,
+    DerivativeArgs,
+    learned_captures,
+    operands_of,
+)
 from flexhop.ops.derive import as_derivative, derive, result_like, signature_of
 from flexhop.ops.eager_kernels import OPTION, run_alone
 from flexhop.ops.examples import index_examples, score_dtype, score_examples
@@ -238,7 +244,7 @@ def of_backward(args: BackwardArgs) -> DerivativeArgs:
     """The backward pass as a derivative; there, its out and lse are functions of the inputs."""
     given = (0,) if args.grad_lse is None else (0, 1)
     directions = [args.grad_out] if args.grad_lse is None else [args.grad_out, args.grad_lse]
-    wanted = (0, 1, 2, *(3 + i for i in sorted(set(args.sites[::2]))))
+    wanted = (0, 1, 2, *(3 + i for i in learned_captures(args.sites)))
     base = operands_of(AttentionArgs, args)
     return as_derivative(base, (Step("vjp", given, wanted).word(),), directions)
 

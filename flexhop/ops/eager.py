@@ -24,6 +24,7 @@ from flexhop.ops.args import (
     DerivativeArgs,
     RangeTensors,
     Site,
+    learned_captures,
     read_blocks,
     unpack_sites,
 )
@@ -295,14 +296,9 @@ def zero_totals(args: BackwardArgs) -> Totals:
     )
     captured = tuple(
         torch.zeros(args.score_captures[i].shape, dtype=dtype, device=args.query.device)
-        for i in _differentiable(args)
+        for i in learned_captures(args.sites)
     )
     return grad_key, grad_value, captured
-
-
-def _differentiable(args: BackwardArgs) -> list[int]:
-    """Positions of the captures that get a gradient."""
-    return sorted(set(args.sites[::2]))
 
 
 def cast_gradients(
@@ -310,7 +306,7 @@ def cast_gradients(
     captured: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Gradients in the dtypes of their tensors."""
-    likes = [args.score_captures[i] for i in _differentiable(args)]
+    likes = [args.score_captures[i] for i in learned_captures(args.sites)]
     return (
         grad_query.to(args.query.dtype),
         grad_key.to(args.key.dtype),
@@ -351,7 +347,7 @@ def grad_rows(
 def _add_captured(
     args: BackwardArgs, captured: tuple[Tensor, ...], outputs: tuple[Tensor, ...], visible: Tensor
 ) -> tuple[Tensor, ...]:
-    totals = dict(zip(_differentiable(args), captured, strict=True))
+    totals = dict(zip(learned_captures(args.sites), captured, strict=True))
     for site in unpack_sites(args.sites):
         totals[site.capture] = _scatter(totals[site.capture], site, outputs, visible)
     return tuple(totals.values())

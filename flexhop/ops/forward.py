@@ -11,7 +11,13 @@ from torch import Tensor
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
-from flexhop.ops.args import AttentionArgs, AttentionDoor, BackwardArgs, operands_of
+from flexhop.ops.args import (
+    AttentionArgs,
+    AttentionDoor,
+    BackwardArgs,
+    learned_captures,
+    operands_of,
+)
 from flexhop.ops.backward import backward_of_call
 from flexhop.ops.call import check_gradients
 from flexhop.ops.derivative import push_attention
@@ -115,7 +121,7 @@ def _gradients(
     grad_query, grad_key, grad_value, captured = backward_of_call(operands)
     if "sum_groups" in args.options:
         captured = [sum_over_all(grad, str(args.options["sum_groups"])) for grad in captured]
-    by_position = dict(zip(sorted(set(sites[::2])), captured, strict=True))
+    by_position = dict(zip(learned_captures(sites), captured, strict=True))
     grad_captures = (by_position.get(i) for i in range(len(args.score_captures)))
     return (grad_query, grad_key, grad_value, *grad_captures)
 

@@ -19,6 +19,7 @@ from flexhop.ops.args import (
     BlockTensors,
     CachedArgs,
     RangeTensors,
+    learned_captures,
     operands_of,
     read_blocks,
 )
@@ -235,7 +236,7 @@ def captured_gradients(args: BackwardArgs, *, wide: bool) -> dict[str, Tensor]:
             changes[name] = tuple(_widened(value, True) for value in getattr(args, name))
         args = args._replace(**changes)
     found = attend_backward(args)[3]
-    places = sorted(set(args.sites[::2]))
+    places = learned_captures(args.sites)
     return {f"grad_capture_{n}": grad for n, grad in zip(places, found, strict=True)}
 
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, operands_of
+from flexhop.ops.args import (
+    AttentionArgs,
+    BackwardArgs,
+    CachedArgs,
+    learned_captures,
+    operands_of,
+)
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.checking import CallCheck, Verification, check_results, mod_texts, write_call
 from flexhop.ops.eager import accumulate_dtype
@@ -138,7 +144,7 @@ def _run_compiled(operator: Any, args: Any, backend: str) -> dict[str, Tensor]:
             lambda given: operator(*given), backend=backend, fullgraph=True
         )(args)
         return {"out": out, "lse": lse, "max_scores": largest}
-    places = sorted(set(args.sites[::2]))
+    places = learned_captures(args.sites)
     tensors = (args.query, args.key, args.value, *(args.score_captures[i] for i in places))
     leaves = [t.detach().requires_grad_() for t in tensors]
 
