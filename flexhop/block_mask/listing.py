@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.lists import LISTED_AT_ONCE, dense_to_lists
-from flexhop.block_mask.scores import Grid, count_up, whole_blocks
+from flexhop.block_mask.lists import LISTED_AT_ONCE, dense_to_lists, order_by_running_sums
+from flexhop.block_mask.scores import Grid, whole_blocks
 from flexhop.compat.recorded import copies
 
 
@@ -51,20 +51,13 @@ def _at_once(parts: list[Tensor], grid: Grid, with_queries: bool) -> list[Tensor
     found: list[Tensor] = []
     for side in sides:
         lead = (len(side), grid.batch, grid.heads)
-        lists = (t.expand(*lead, *t.shape[3:]) for t in _ordered(torch.stack(side)))
+        dense = torch.stack(side)
+        counts = dense.sum(-1, dtype=torch.int32)
+        ordered = (counts, order_by_running_sums(dense, counts))
+        lists = (t.expand(*lead, *t.shape[3:]) for t in ordered)
         pairs = zip(*(t.contiguous().unbind() for t in lists), strict=True)
         found += [t for pair in pairs for t in pair]
     return found
-
-
-def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `dense_to_lists`, by few operators and with int64 temporaries."""
-    counts = dense.sum(-1, dtype=torch.int32)
-    column = count_up(dense.shape[-1], dense.device)
-    ahead = dense.cumsum(-1)  # marks up to and including a column
-    place = torch.where(dense, ahead - 1, counts[..., None] + column - ahead)
-    order = torch.zeros(dense.shape, dtype=torch.int32, device=dense.device)
-    return counts, order.scatter(-1, place, column.expand_as(place))
 
 
 def all_lists(fields: Sequence[Tensor], sides: tuple[bool, bool]) -> list[Tensor | None]:

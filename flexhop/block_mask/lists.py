@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexhop.compat.symbols import is_symbolic
 
-# Entries of lists to create at once: about 24 bytes of temporaries each.
+# Entries of lists to create at once: about 20 bytes of temporaries each.
 LISTED_AT_ONCE = 4 * 1024 * 1024
 
 
@@ -133,22 +133,27 @@ def dense_to_lists(dense: Tensor, *, in_graph: bool = False) -> tuple[Tensor, Te
     """
     num_blocks = dense.sum(-1, dtype=torch.int32)
     if in_graph or torch.compiler.is_compiling() or dense.numel() <= LISTED_AT_ONCE:
-        return num_blocks, _order_by_running_sums(dense, num_blocks)
+        return num_blocks, order_by_running_sums(dense, num_blocks)
     order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
     step = max(1, LISTED_AT_ONCE * dense.shape[-2] // dense.numel())
     for row in range(0, dense.shape[-2], step):
         rows = slice(row, row + step)
-        order[..., rows, :] = _order_by_running_sums(dense[..., rows, :], num_blocks[..., rows])
+        order[..., rows, :] = order_by_running_sums(dense[..., rows, :], num_blocks[..., rows])
     return num_blocks, order
 
 
-def _order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
-    """The indices of `dense_to_lists`: a column's place is the number of marks before it."""
+def order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
+    """The indices of `dense_to_lists`: a column's place is the number of marks before it.
+
+    Args:
+        dense: [..., R, C] bool; temporaries take about 20 bytes of each entry.
+        num_blocks: [..., R] int32, marks per row.
+    """
     column = torch.arange(dense.shape[-1], device=dense.device, dtype=torch.int32)
     ahead = dense.cumsum(-1, dtype=torch.int32)  # marks up to and including a column
     place = torch.where(dense, ahead - 1, num_blocks[..., None] + column - ahead)
-    order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
-    return order.scatter_(-1, place.long(), column.expand_as(place))
+    columns = column.expand_as(place)
+    return columns.scatter(-1, place.long(), columns)  # every place is written
 
 
 def transpose_lists(num_blocks: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:
