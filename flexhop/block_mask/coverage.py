@@ -177,35 +177,46 @@ class _Search:
             return Look(some, every)
         mixed = found.mixed
         if self.mod.captures and self.can_compute:
-            kept = self._witnesses()
-            mixed = mixed | (kept != kept[..., :1]).any(-1)
+            mixed = mixed | self._witnessed()
         unknown = ((found.maybe > found.always) > mixed).expand(self.shape)
         return Look(some, every, unknown, self)
 
-    def _witnesses(self) -> Tensor:
-        """The mask at the corners of each block and at the ends of its diagonal."""
-        grid, device = self.grid, self.grid.device
-        row, column = (
-            torch.arange(grid.rows, device=device),
-            torch.arange(grid.columns, device=device),
+    def _witnessed(self) -> Tensor:
+        """Whether scores of each block differ: at its corners, and at the ends of its diagonal.
+
+        Returns [B' or 1, H' or 1, R, C] bool.
+        """
+        grid, block, device = self.grid, self.grid.block, self.grid.device
+        row = count_up(grid.rows, device)[:, None] * block[0]
+        column = count_up(grid.columns, device) * block[1]
+        q, last_q = ends_of(row, block[0], grid.q_len)
+        k, last_k = ends_of(column, block[1], grid.kv_len)
+        # Queries and keys stay apart: what a mask reads by one of them is small.
+        kept = self._kept(
+            torch.stack([q, last_q], -1)[..., None], torch.stack([k, last_k], -1)[:, None]
         )
-        q, last_q = ends_of(row[:, None] * grid.block[0], grid.block[0], grid.q_len)
-        k, last_k = ends_of(column * grid.block[1], grid.block[1], grid.kv_len)
-        first, last = torch.maximum(q, k), torch.minimum(last_q, last_k)
-        places = ((q, k), (q, last_k), (last_q, k), (last_q, last_k), (first, first), (last, last))
-        shape = (grid.rows, grid.columns)
-        queries = torch.stack([torch.clamp(a, q, last_q).expand(shape) for a, _ in places], -1)
-        keys = torch.stack([torch.clamp(b, k, last_k).expand(shape) for _, b in places], -1)
+        differ = kept.any((-1, -2)) > kept.all((-1, -2))
+        if block[0] == block[1]:  # the ends of the diagonal are corners
+            return differ
+        ends = torch.stack([torch.maximum(q, k), torch.minimum(last_q, last_k)], -1)
+        queries = ends.clamp(q[..., None], last_q[..., None])
+        diagonal = self._kept(queries, ends.clamp(k[..., None], last_k[..., None]))
+        return differ | (diagonal != kept[..., :1, 0]).any(-1)
+
+    def _kept(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The mask at int32 positions of each block: [B' or 1, H' or 1, R, C, ...]."""
+        device = self.grid.device
+        shape = torch.broadcast_shapes(queries.shape, keys.shape)
         inputs = {
-            "b": count_up(grid.batch, device).view(-1, 1, 1, 1, 1),
-            "h": count_up(grid.heads, device).view(-1, 1, 1, 1),
-            "q": queries.to(torch.int32)[None, None],
-            "k": keys.to(torch.int32)[None, None],
+            "b": count_up(self.grid.batch, device).view(-1, *[1] * (1 + len(shape))),
+            "h": count_up(self.grid.heads, device).view(-1, *[1] * len(shape)),
+            "q": queries[None, None],
+            "k": keys[None, None],
         }
         with torch.no_grad():
             values = analysis.Values(self.mod, inputs, device)
             kept = values.compute(self.mod.operators, self.mod.result)
-        return kept.expand(*self.shape, len(places))
+        return kept.expand(*kept.shape[: kept.dim() - len(shape)], *shape)
 
     def _nothing(self) -> Tensor:
         return torch.empty((0, 4), dtype=torch.int64, device=self.grid.device)
