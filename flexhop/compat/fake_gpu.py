@@ -274,7 +274,7 @@ def compile_graphs(
             return compile_graph(graph, inputs, keywords)
 
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        with inductor_config.patch(config):
+        with inductor_config.patch(config), fake_methods.claims_gpu():
             return inductor.compile_fx(graph, list(inputs), inner_compile=inner)
 
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Tensor methods that initialise CUDA before they check the kind of tensor.
+"""Tensor methods that initialise CUDA before they check the kind of tensor, or that name a CPU.
 
 They replace PyTorch's while code is generated for an absent GPU (fake_gpu.py). Names are the same
 in torch 2.11 to 2.15.
@@ -6,12 +6,16 @@ in torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Slices", "copy", "invert"]
+__all__ = ["Slices", "claims_gpu", "copy", "invert"]
 
 
 def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -67,3 +71,15 @@ def _keeps(item: Any) -> bool:
 def invert(values: torch.Tensor) -> torch.Tensor:
     """Invert each bit, or each bool."""
     return torch.ops.aten.bitwise_not.default(values)
+
+
+@contextlib.contextmanager
+def claims_gpu() -> Iterator[None]:
+    """Let fake tensors say that they are on a GPU, to decompositions that ask.
+
+    `log_sigmoid` has another result there, for example. Their device stays the CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, answer in {"is_cuda": True, "is_cpu": False}.items():
+            stack.enter_context(mock.patch.object(FakeTensor, name, answer, create=True))
+        yield

@@ -116,7 +116,7 @@ class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
     Under vmap, also in an already rewritten graph, use a read that the batching rule supports. The
-    same holds for conversions in such a graph.
+    same holds for conversions in such a graph, and for log_sigmoid.
     """
 
     def __torch_function__(
@@ -138,6 +138,11 @@ class IndexMode(TorchFunctionMode):
             return vmapped.index(*args)
         if func is torch.ops.prims.convert_element_type.default:
             return vmapped.convert(*args)
-        if torch.compiler.is_dynamo_compiling() and func.__name__ in _PAIRS:
-            args = _without_numbers(args)
+        if torch.compiler.is_dynamo_compiling():
+            if func.__name__ in _PAIRS:
+                args = _without_numbers(args)
+        elif func is torch.ops.aten.log_sigmoid_forward.default:
+            return vmapped.log_sigmoid(*args)
+        elif func in (torch.nn.functional.logsigmoid, torch.ops.aten.log_sigmoid.default):
+            return vmapped.log_sigmoid(*args, **(kwargs or {}))[0]
         return func(*args, **(kwargs or {}))

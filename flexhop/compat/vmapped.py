@@ -1,4 +1,4 @@
-"""Indexing and conversions under `torch.vmap`."""
+"""Operators under `torch.vmap`: indexing, conversions, and one whose rule is wrong on a GPU."""
 
 from __future__ import annotations
 
@@ -92,3 +92,15 @@ def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if is_batchedtensor(tensor):
         return tensor.to(dtype)
     return torch.ops.prims.convert_element_type.default(tensor, dtype)
+
+
+def log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`aten.log_sigmoid_forward` under any number of vmaps: the result, and the backward's buffer.
+
+    On a GPU, the operator's buffer has no elements. PyTorch (2.11 to 2.15) takes its dimension for
+    the mapped one, and the next vmap fails. This formula is as exact, and has every derivative.
+    """
+    if not is_batchedtensor(x):
+        return torch.ops.aten.log_sigmoid_forward.default(x)
+    # Up to 40, log1p(exp(-x)) is not its own argument in fp64.
+    return -torch.nn.functional.softplus(-x, threshold=40), torch.exp(-x.abs())

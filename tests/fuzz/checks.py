@@ -12,6 +12,7 @@ from flexhop.offline.cubin import compile_kernel, wrong_products
 from flexhop.offline.interpret import Memory, interpret
 from tests.budgets import TF32, assert_within_budget
 from tests.compiler_stages import compile_to_llvm
+from tests.fuzz.devices import evaluate_mods
 from tests.fuzz.oracle import compute, loss_of, truncates
 from tests.fuzz.plan import Plan
 from tests.fuzz.problem import Problem, make_call, make_problem
@@ -111,6 +112,7 @@ def compile_offline(
         level: "text": their texts alone; "llvm": as far as Triton goes; "cubin": machine code.
     """
     count = 0
+    evaluate_mods(make_problem(plan, 0))
     for architecture in architectures:
         problem = make_problem(plan, 0)
         generated = generate_code(
