@@ -124,6 +124,13 @@ def may_wait(device: torch.device) -> bool:
     return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
 
 
+def has_unknown(unknown: Tensor) -> bool:
+    """Whether a block is unknown, or has to be taken for it because the host may not wait."""
+    if unknown.dtype != torch.bool:
+        return len(unknown) > 0
+    return not may_wait(unknown.device) or bool(unknown.any())
+
+
 class _WouldWait(Exception):
     """Unknown blocks would have to be listed, but the host may not synchronise."""
 

@@ -13,7 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.coverage import Look, coverage, first_look, look_again, may_wait, settled
+from flexhop.block_mask.coverage import (
+    Look,
+    coverage,
+    first_look,
+    has_unknown,
+    look_again,
+    settled,
+)
 from flexhop.block_mask.fields import block_size_pair
 from flexhop.block_mask.graphed import Mask, graph_coverage
 from flexhop.block_mask.listing import all_lists, listed
@@ -205,34 +212,25 @@ def _lists(
 block_lists.find = _lists
 
 
-def _has_unknown(unknown: Tensor) -> bool:
-    """Whether a block is unknown, or has to be taken for it because the host may not wait."""
-    if unknown.dtype != torch.bool:
-        return len(unknown) > 0
-    return not may_wait(unknown.device) or bool(unknown.any())
-
-
 def _remembered_lists(
     mask_mod: MaskMod, grid: Grid, sides: tuple[bool, bool]
 ) -> tuple[Tensor, ...]:
     """The same, eagerly; waits for the device only if it has to know which blocks are unknown."""
     keep = checked(mask_mod)
-    looks: list[Look] = []
 
     def find() -> Found:
         _check_mask_mod(mask_mod)
         look = first_look(mask_mod, keep, grid)
         if look.search is not None and not look.search.mod.captures:
             look = Look(*settled(look, keep))  # the same for every call
-        looks.append(look)
         lists = listed(look[:2], grid, sides, in_graph=False)
-        return Found(lists, () if look.unknown is None else (*look[:2], look.unknown))
+        return Found(lists, None if look.unknown is None else look)
 
-    found = remembered(mask_mod, grid, sides, find)
-    if not found.rest or not _has_unknown(found.rest[2]):
-        return found.lists
-    some, every, unknown = found.rest
-    look = looks[0] if looks else look_again(mask_mod, keep, grid, Look(some, every, unknown))
+    lists, look = remembered(mask_mod, grid, sides, find)
+    if look is None or look.unknown is None or not has_unknown(look.unknown):
+        return lists
+    if look.search is None:
+        look = look_again(mask_mod, keep, grid, look)
     covered = look[:2] if look.unknown is None else settled(look, keep)
     return listed(covered, grid, sides, in_graph=False)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.block_mask.coverage import Look
 from flexhop.block_mask.scores import Grid
 from flexhop.compat.recorded import Program, Recorder, can_record, surroundings
 from flexhop.mods.closures import Described, describe
@@ -38,10 +39,10 @@ _known: OrderedDict[Hashable, _Known] = OrderedDict()
 
 
 class Found(NamedTuple):
-    """Lists, and if some blocks may be unknown, the fields of a Look."""
+    """Lists; the look that they come from if some blocks may be unknown."""
 
     lists: tuple[Tensor, ...]
-    rest: tuple[Tensor, ...] = ()
+    look: Look | None = None
 
 
 def remembered(
@@ -66,7 +67,8 @@ def remembered(
         return find()
     with torch.no_grad():
         results = known.program(described.tensors)
-    return Found(results[: known.lists], results[known.lists :])
+    rest = results[known.lists :]
+    return Found(results[: known.lists], Look(*rest) if rest else None)
 
 
 def forget() -> None:
@@ -79,7 +81,8 @@ def _recorded(
 ) -> Found:
     with torch.inference_mode(False), torch.no_grad(), Recorder(described.tensors) as recorder:
         found = find()
-    program = recorder.program((*found.lists, *found.rest))
+    rest = () if found.look is None else found.look[:3]
+    program = recorder.program((*found.lists, *rest))
     size = 0 if program is None else program.constant_bytes()
     after = describe((mask_mod,))  # a mask that changes something is called each time
     if size > LARGEST or after is None or after.key != described.key:

@@ -262,13 +262,9 @@ def call_at_run_time(
     without Python, so this graph is not recorded in one.
     """
     marked = empty([0], None, torch.float32, tensors[0].get_device())
-    ir.FallbackKernel.create(operator, _realized(marked), list(tensors), list(sizes), number)
+    marked.realize()
+    ir.FallbackKernel.create(operator, marked, list(tensors), list(sizes), number)
     V.graph.disable_cudagraphs_reason = f"{operator} is called from Python"
-
-
-def _realized(value: Any) -> Any:
-    value.realize()
-    return value
 
 
 def with_strides(value: Any, strides: Sequence[Any]) -> Any:

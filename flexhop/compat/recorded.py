@@ -7,7 +7,7 @@ Only operators that depend on its inputs are kept; the results of all others are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._is_valid:
             return func(*args, **kwargs)
-        places = _replaced((tuple(args), kwargs), self._place_of(func))
+        places = _mapped((tuple(args), kwargs), self._place_of(func))
         result = func(*args, **kwargs)
         is_constant = not any(isinstance(p, _Slot) for p in _flat(places))
         is_constant = is_constant or func.overloadpacket in _OF_SHAPE
@@ -185,13 +185,15 @@ class Recorder(TorchDispatchMode):
     def _place_of(self, func: Any) -> Any:
         """A function that replaces a tensor by its slot; constants stay."""
 
-        def place(tensor: Tensor) -> Any:
-            known = self._find(tensor)
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            known = self._find(value)
             if known is None:
                 if func is not _LIFTED:  # a tensor from elsewhere, of unknown origin
                     self._is_valid = False
-                return tensor
-            return tensor if known[1] is None else known[1]
+                return value
+            return value if known[1] is None else known[1]
 
         return place
 
@@ -222,15 +224,14 @@ def _filled(value: Any, values: list[Any]) -> Any:
     return [_filled(v, values) for v in value] if kind is list else value
 
 
-def _replaced(value: Any, place: Any) -> Any:
-    if isinstance(value, Tensor):
-        return place(value)
+def _mapped(value: Any, place: Callable[[Any], Any]) -> Any:
+    """Operands with `place` applied to each that is no collection."""
     if isinstance(value, (tuple, list)):
-        found = [_replaced(v, place) for v in value]
+        found = [_mapped(v, place) for v in value]
         return tuple(found) if isinstance(value, tuple) else found
     if isinstance(value, dict):
-        return {name: _replaced(v, place) for name, v in value.items()}
-    return value
+        return {name: _mapped(v, place) for name, v in value.items()}
+    return place(value)
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -256,16 +257,11 @@ def _without_repeats(
     kept: list[_Step] = []
 
     def place(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            found = [place(v) for v in value]
-            return tuple(found) if isinstance(value, tuple) else found
-        if isinstance(value, dict):
-            return {name: place(v) for name, v in value.items()}
         return same.get(value, value) if isinstance(value, _Slot) else value
 
     made: dict[int, _Step] = {}
     for step in steps:
-        step = step._replace(args=place(step.args), kwargs=place(step.kwargs))
+        step = step._replace(args=_mapped(step.args, place), kwargs=_mapped(step.kwargs, place))
         equal = _equal(step, made)
         if equal is not None:
             same[step.results[0]] = equal
@@ -278,7 +274,7 @@ def _without_repeats(
         else:
             known[key] = step
             kept.append(step)
-    return kept, place(results)
+    return kept, _mapped(results, place)
 
 
 def _equal(step: _Step, made: dict[int, _Step]) -> _Slot | None:

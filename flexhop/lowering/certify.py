@@ -37,18 +37,16 @@ def _emit_check(args: Any, results: Any) -> None:
     positions, rebuild = inline.separate(fakes)
     flat = inline.leaves(args)
     values = [flat[i] for i in positions]
-    is_tensor = [inductor.is_ir(value) for value in values]
-    places = [i for i, yes in enumerate(is_tensor) if yes]
-    places += [i for i, yes in enumerate(is_tensor) if not yes]
+    of_tensors = [i for i, value in enumerate(values) if inductor.is_ir(value)]
+    of_sizes = [i for i, value in enumerate(values) if not inductor.is_ir(value)]
 
     def in_order(given: Sequence[Any]) -> Any:
         """Operands from the tensors, then the sizes."""
-        by_place = dict(zip(places, given, strict=True))
-        return rebuild([by_place[i] for i in range(len(places))])
+        by_place = dict(zip(of_tensors + of_sizes, given, strict=True))
+        return rebuild([by_place[i] for i in range(len(values))])
 
     captured = learned_captures(args.sites) if isinstance(args, BackwardArgs) else []
     site = add_site(str(args.options[OPTION]), type(args), in_order, captured)
-    given = [value for value in values if inductor.is_ir(value)]
-    tensors = inductor.realize([*inline.leaves(results), *given])
-    sizes = [value for value in values if not inductor.is_ir(value)]
+    tensors = inductor.realize([*inline.leaves(results), *(values[i] for i in of_tensors)])
+    sizes = [values[i] for i in of_sizes]
     inline.call_at_run_time(torch.ops.flexhop.certify.default, tensors, sizes, site)

@@ -106,9 +106,9 @@ def check_results(args: Args, results: Mapping[str, Tensor], sample: Sample) -> 
 
 
 def _forward(args: Any, results: Mapping[str, Tensor], sample: Sample) -> Found:
-    gold, plain = (query_rows(take_part(args, sample, wide=w), sample.rows) for w in (True, False))
-    part = take_part(args, sample, wide=False)
-    places = (sample.batches, part.heads, sample.rows)
+    wide, narrow = (take_part(args, sample, wide=w) for w in (True, False))
+    gold, plain = (query_rows(part, sample.rows) for part in (wide, narrow))
+    places = (sample.batches, wide.heads, sample.rows)
     for name in gold:
         if name in results and results[name].dim() == gold[name].dim():
             yield name, _at(results[name], places), gold[name], plain[name], places

@@ -112,11 +112,10 @@ def take_part(args: Call | CachedArgs, sample: Sample, *, wide: bool) -> Part:
         lengths = None if lengths is None else lengths.index_select(0, sample.batches)
         pair = sampled_keys(args, sample.batches, sample.kv_heads, dtype)
         call = operands_of(AttentionArgs, args)._replace(key=pair[0], value=pair[1])
-        kv_heads = args.key.size(1)
     else:
-        call, kv_heads = args, args.key.size(1)
+        call = args
         pair = tuple(_of_heads(t, sample).to(dtype) for t in (args.key, args.value))
-    group = args.query.size(1) // kv_heads
+    group = args.query.size(1) // args.key.size(1)
     places = torch.arange(group, device=sample.kv_heads.device)
     heads = (sample.kv_heads[:, None] * group + places).flatten()
     key, value = (t.repeat_interleave(group, dim=1) for t in pair)
