@@ -18,6 +18,7 @@ from tests.cache_cases import (
     make_cache_inputs,
     operands,
 )
+from tests.cuda_graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -64,15 +65,7 @@ def test_a_graph_sees_lengths_and_pages_change():
     call = torch.compile(cache_call(inputs), fullgraph=True)
     arguments = operands(inputs)
     with torch.no_grad():
-        call(*arguments)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call(*arguments)
+        graph, captured = capture(call, *arguments)
     shorter = dataclasses.replace(case, lengths=(300, 17))
     assert inputs.table is not None
     inputs.table.lengths.copy_(torch.tensor(shorter.lengths))

@@ -11,6 +11,7 @@ import flexhop
 from flexhop import KernelOptions
 from flexhop.masks import causal
 from tests.budgets import assert_within_budget, dense_attention, dense_backward
+from tests.cuda_graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -142,14 +143,8 @@ def test_masks_sliced_per_step_in_a_replayed_graph(kind, with_alibi):
         return attend(query, key, value, alibi if with_alibi else None, mask)
 
     call = torch.compile(step, fullgraph=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        call(query, key, value, position)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out, aux = call(query, key, value, position)
+    with torch.no_grad():
+        graph, (out, aux) = capture(call, query, key, value, position)
     for at in (0, 1, 127, 128, 500, 1023):
         position.fill_(at)
         query.copy_(torch.randn_like(query))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import flexhop
 from flexhop.masks import causal
 from tests.budgets import assert_within_budget
+from tests.cuda_graphs import capture
 from tests.dropout_cases import differentiate, double, dropped_attention
 
 pytestmark = [
@@ -116,15 +117,7 @@ def test_each_replay_of_a_graph_has_its_mask_forward_and_backward():
         out = call(value)
         return out, *torch.autograd.grad(out.sum(), value)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, grad = step()
+    graph, (out, grad) = capture(step)
     seen = []
     for _ in range(3):
         graph.replay()

@@ -29,6 +29,7 @@ from tests.case_inputs import (
     unpack,
 )
 from tests.cases import BY_NAME, CASES
+from tests.cuda_graphs import capture
 from tests.judging import Outcome, assert_case
 
 pytestmark = pytest.mark.gpu
@@ -217,14 +218,7 @@ def test_creating_a_mask_is_captured_in_a_cuda_graph():
             lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 512, 512, "cuda"
         )
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        make()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mask = make()
+    graph, mask = capture(make)
     for boundary in (128, 300):
         ids.copy_((torch.arange(512, device="cuda") >= boundary).int())
         graph.replay()

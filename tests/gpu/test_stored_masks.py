@@ -12,6 +12,7 @@ import torch
 
 import flexhop
 from tests.budgets import assert_within_budget, dense_attention
+from tests.cuda_graphs import capture
 
 pytestmark = pytest.mark.gpu
 BATCH, HEADS = 3, 16
@@ -160,15 +161,7 @@ def test_a_replayed_graph_reads_new_ids():
     mask = partial_blocks(mod, 1024)
     call = torch.compile(lambda *t: flexhop.flex_attention(*t, block_mask=mask), fullgraph=True)
     with torch.no_grad():
-        call(*operands)  # compiles
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call(*operands)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call(*operands)
+        graph, out = capture(call, *operands)
     for documents_now in (2, 9):
         ids.copy_(random_ids(1024, documents=documents_now))
         graph.replay()
@@ -187,15 +180,7 @@ def test_a_replayed_graph_reads_a_mask_that_was_copied():
     static = sources[0].clone()
     call = torch.compile(lambda *t: flexhop.flex_attention(*t, block_mask=static), fullgraph=True)
     with torch.no_grad():
-        call(*operands)  # compiles
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call(*operands)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call(*operands)
+        graph, out = capture(call, *operands)
     for source in sources[1:]:
         static.copy_(source)
         graph.replay()
