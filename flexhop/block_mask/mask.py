@@ -129,6 +129,9 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
     ) -> BlockMask:
         """Create a mask from the key blocks of each query block.
 
+        Used entries must name blocks of the mask. Compiled calls trust them, because reading them
+        would wait for the GPU: kernels read outside the key if an entry is too large.
+
         Args:
             kv_num_blocks: [B, H, R] int32, number of partial blocks in each row of blocks.
             kv_indices: [B, H, R, W] int32, their columns. Without seq_lengths, W is the number of
