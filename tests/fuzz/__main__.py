@@ -7,12 +7,13 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
-import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -24,13 +25,15 @@ from flexhop.errors import EagerWarning, FlexhopError
 from tests.fuzz.checks import check_results, compile_offline
 from tests.fuzz.draw import draw
 from tests.fuzz.plan import Plan, simpler
+from tests.fuzz.settings import compile_quickly
 
 BACKENDS = {
     "eager": "eager", "traced": "aot_eager", "compiled": "inductor", "interpreted": "interpreter",
 }  # fmt: skip
 MODES = (*BACKENDS, "offline")
-# Lines that one of several processes prints for the first.
-STARTED, COUNTED = "started ", "counted "
+# Lines that one of several processes prints for the first: a problem, and what came of it.
+STARTED, DONE = "started ", "done "
+BROKEN = 3  # exit status of a process whose GPU answers no more: another one goes on
 Found = collections.defaultdict[str, list[int]]  # numbers of problems, by what came of them
 
 
@@ -54,29 +57,36 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="such as 80 90 100 120")
     parser.add_argument("--procs", type=int, default=1, help="processes side by side")
-    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
+    # Of one of several processes: its share; how many of it are done; when to end.
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--done", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.mode = args.mode or ("compiled" if args.device == "cuda" else "eager")
     given = args.seed if args.seed is not None else os.environ.get("FLEXHOP_FUZZ_SEED")
     args.seed = random.SystemRandom().randrange(10**9) if given is None else int(given)
+    args.until = args.until or time.time() + 60 * args.minutes
     return args
 
 
-def check(args: argparse.Namespace, seed: int, plan: Plan) -> None:
-    """One problem as the arguments say."""
+def check(args: argparse.Namespace, seed: int, plan: Plan) -> str:
+    """One problem as the arguments say: what is lucky about it, or ""."""
     if args.mode == "offline":
         # One architecture for each problem: others come with other numbers.
         compile_offline(plan, (args.arch[seed % len(args.arch)],), args.level)
-        return
+        return ""
     if args.mode == "interpreted" and plan.dtype == torch.float64:  # which has no kernel
         plan = dataclasses.replace(plan, dtype=torch.float32)
-    check_results(plan, seed, args.device, BACKENDS[args.mode])
+    return check_results(plan, seed, args.device, BACKENDS[args.mode])
 
 
 def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
-    """What comes of a problem: right, wrong, refused or error; and a note."""
+    """What comes of a problem: right, lucky, wrong, refused or error; and a note.
+
+    Lucky: plain PyTorch is exact by luck, and this one filling of the operands fails.
+    """
     try:
-        check(args, seed, plan)
+        note = check(args, seed, plan)
     except Exception as error:  # every kind is a finding: it is counted, and printed
         status = "wrong" if isinstance(error, AssertionError) else "error"
         refusals = [e for e in _chain(error) if isinstance(e, FlexhopError)]
@@ -84,7 +94,10 @@ def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
         error = refusals[0] if refusals else error
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         return status, f"{type(error).__name__}: {lines[0][:300]}"
-    return "right", ""
+    finally:
+        if args.device == "cuda":
+            torch.cuda.empty_cache()  # other processes need the memory, too
+    return ("lucky", note) if note else ("right", "")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -113,71 +126,135 @@ def is_large(args: argparse.Namespace) -> bool:
     return args.mode == "offline" or args.device == "cuda"
 
 
-def run(args: argparse.Namespace) -> Found:
-    """Problems of this process until the time is up; failures are printed when they happen."""
-    part, parts = map(int, args.part.split("/"))
-    end, found = time.monotonic() + 60 * args.minutes, Found(list)
+def run(args: argparse.Namespace, found: Found) -> int:
+    """Problems of this process until the time is up; failures are printed when they happen.
+
+    Returns:
+        The exit status.
+    """
+    part, parts = map(int, (args.part or "0/1").split("/"))
     fresh = itertools.count(args.seed + part, parts)
-    for number, seed in enumerate(itertools.chain(args.first[part::parts], fresh)):
-        if time.monotonic() > end or (args.count and number >= args.count):
+    seeds = itertools.chain(args.first[part::parts], fresh)
+    for number, seed in itertools.islice(enumerate(seeds), args.done, None):
+        if time.time() > args.until or (args.count and number >= args.count):
             break
         problem = draw(seed, large=is_large(args))
-        if parts > 1:
-            print(f"{STARTED}{seed}", flush=True)
+        tell(args, f"{STARTED}{seed}")
         status, note = verdict(args, seed, problem)
         found[status].append(seed)
+        tell(args, f"{DONE}{status} {seed}")
         if note:
             print(f"--only {seed} {status} {note}\n    {problem.words()}", flush=True)
-    return found
+        if status == "error" and args.device == "cuda" and not gpu_answers():
+            return BROKEN
+    return has_failures(found)
 
 
-def spread(args: argparse.Namespace) -> Found:
+def tell(args: argparse.Namespace, line: str) -> None:
+    """Print a line for the first process, if there are several."""
+    if args.part:
+        print(line, flush=True)
+
+
+def gpu_answers() -> bool:
+    """Whether the GPU still computes for this process; after some errors it does not."""
+    try:
+        torch.cuda.synchronize()
+        return bool(torch.ones(2, device="cuda").sum() == 2)
+    except RuntimeError:
+        return False
+
+
+def has_failures(found: Found) -> int:
+    return int(any(found[status] for status in ("wrong", "error", "crash")))
+
+
+class Spread:
     """Several processes, each with its share of the numbers; their logs are kept apart."""
-    command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:], "--seed", str(args.seed)]
-    environment = {"FLEXHOP_PROGRESS": "0"} | os.environ
-    parts = [[*command, "--part", f"{i}/{args.procs}"] for i in range(args.procs)]
-    with concurrent.futures.ThreadPoolExecutor(args.procs) as pool:
-        shares = list(pool.map(lambda part: _follow(part, environment), parts))
-    found = Found(list)
-    for status, seeds in itertools.chain.from_iterable(share.items() for share in shares):
-        found[status] += seeds
-    return found
+
+    def __init__(self, args: argparse.Namespace, found: Found) -> None:
+        self.args, self.found = args, found
+        self.running: dict[int, subprocess.Popen[str]] = {}
+        self.is_stopped = threading.Event()
+
+    def run(self) -> None:
+        """Until the time is up; a process that ends before is replaced."""
+        with concurrent.futures.ThreadPoolExecutor(self.args.procs) as pool:
+            try:
+                list(pool.map(self._follow, range(self.args.procs)))
+            except KeyboardInterrupt:
+                self.is_stopped.set()
+                for process in self.running.values():
+                    process.kill()
+
+    def _follow(self, part: int) -> None:
+        done, status = 0, BROKEN
+        while status not in (0, 1) and not self.is_stopped.is_set():
+            done, status = self._run_once(part, done)
+
+    def _run_once(self, part: int, done: int) -> tuple[int, int]:
+        """Run one process and print its failures; a problem that ends the process is a crash."""
+        last, is_open = -1, False
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                self._command(part, done), stdout=subprocess.PIPE, stderr=log, text=True,
+                env={"FLEXHOP_PROGRESS": "0"} | os.environ | visible_gpu(part),
+            )  # fmt: skip
+            self.running[part] = process
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(STARTED):
+                    last, is_open = int(line.removeprefix(STARTED)), True
+                elif line.startswith(DONE):
+                    status, seed = line.removeprefix(DONE).split()
+                    self.found[status].append(int(seed))
+                    done, is_open = done + 1, False
+                else:
+                    print(line, end="", flush=True)
+            status = process.wait()
+            if status not in (0, 1, BROKEN) and not self.is_stopped.is_set():
+                log.seek(0)
+                print(f"--only {last} crash {status}\n{log.read()[-600:]}", flush=True)
+                self.found["crash"].append(last)
+                if not is_open:  # it did not start, and would not
+                    return done, 1
+                done += 1
+        return done, status
+
+    def _command(self, part: int, done: int) -> list[str]:
+        own = ["--part", f"{part}/{self.args.procs}", "--done", str(done)]
+        own += ["--seed", str(self.args.seed), "--until", str(self.args.until)]
+        return [sys.executable, "-m", "tests.fuzz", *sys.argv[1:], *own]
 
 
-def _follow(command: list[str], environment: dict[str, str]) -> Found:
-    """Run one process and print its failures; a problem that ends the process is a crash."""
-    found, last = Found(list), -1
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(STARTED):
-                last = int(line.removeprefix(STARTED))
-            elif line.startswith(COUNTED):
-                found.update(json.loads(line.removeprefix(COUNTED)))
-            else:
-                print(line, end="", flush=True)
-        if process.wait() not in (0, 1):
-            log.seek(0)
-            found["crash"].append(last)
-            print(f"--only {last} crash {process.returncode}\n{log.read()[-600:]}", flush=True)
-    return found
+def visible_gpu(part: int) -> dict[str, str]:
+    """The GPU of one of several processes: each of them in turn."""
+    count = torch.cuda.device_count()
+    if "CUDA_VISIBLE_DEVICES" in os.environ or count < 2:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": str(part % count)}
 
 
 def summary(found: Found) -> str:
     """How many problems there were, what came of them, and the numbers of those that failed."""
     counts = {status: len(seeds) for status, seeds in found.items()}
     lines = [f"{sum(counts.values())} problems: {counts}"]
-    lines += [f"{s}: {sorted(found[s])}" for s in ("wrong", "error", "crash") if found[s]]
+    lines += [f"{s}: {sorted(found[s])}" for s in ("lucky", "wrong", "error", "crash") if found[s]]
     return "\n".join(lines)
+
+
+def stop(*_: object) -> None:
+    """End the run, and print what was done. Signals come twice: to a process and to its group."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main() -> int:
     """The exit status: 1 if anything was wrong, or failed."""
     args = arguments()
     warnings.simplefilter("ignore", EagerWarning)
+    compile_quickly(args.device)
     if args.shrink is not None:
         shrink(args, args.shrink, draw(args.shrink, large=is_large(args)))
         return 0
@@ -185,19 +262,26 @@ def main() -> int:
         problem = draw(args.only, large=is_large(args))
         print(problem.words())
         try:
-            check(args, args.only, problem)
+            print(check(args, args.only, problem))
         except Exception:
             traceback.print_exc()
             return 1
         return 0
-    if args.procs > 1 and args.part == "0/1":
+    found = Found(list)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    if args.procs > 1 and not args.part:
         print(f"problems from {args.seed} on, {args.mode} on {args.device}", flush=True)
-        found = spread(args)
+        Spread(args, found).run()
+        status = has_failures(found)
     else:
-        found = run(args)
-    is_part = args.part != "0/1"
-    print(COUNTED + json.dumps(found) if is_part else summary(found), flush=True)
-    return int(any(found[status] for status in ("wrong", "error", "crash")))
+        try:
+            status = run(args, found)
+        except KeyboardInterrupt:  # what was done until then counts
+            status = has_failures(found)
+    if not args.part:
+        print(summary(found), flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -297,4 +297,5 @@ IGNORING: dict[str, Entry] = {
 }  # fmt: skip
 
 SCORES = BIASES | FUNCTIONS | IGNORING
-HIDING = frozenset({"hidden", "attended_keys"})
+# They come last: others would make NaN of an infinity, or overflow.
+HIDING = frozenset({"hidden", "attended_keys", "added_mask"})
