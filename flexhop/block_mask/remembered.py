@@ -67,8 +67,11 @@ def remembered(
         return find()
     with torch.no_grad():
         results = known.program(described.tensors)
-    rest = results[known.lists :]
-    return Found(results[: known.lists], Look(*rest) if rest else None)
+    lists, rest = results[: known.lists], results[known.lists :]
+    if not rest:
+        return Found(lists)
+    some, every, unknown = rest
+    return Found(lists, Look(some, every, unknown))
 
 
 def forget() -> None:
@@ -81,8 +84,9 @@ def _recorded(
 ) -> Found:
     with torch.inference_mode(False), torch.no_grad(), Recorder(described.tensors) as recorder:
         found = find()
-    rest = () if found.look is None else found.look[:3]
-    program = recorder.program((*found.lists, *rest))
+    look = found.look
+    rest = [] if look is None else [look.some, look.every, look.unknown]
+    program = recorder.program([*found.lists, *(t for t in rest if t is not None)])
     size = 0 if program is None else program.constant_bytes()
     after = describe((mask_mod,))  # a mask that changes something is called each time
     if size > LARGEST or after is None or after.key != described.key:

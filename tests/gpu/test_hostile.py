@@ -42,7 +42,8 @@ def test_canaries_live(kind, backend):
     results = [out]
     if hostile.is_trained:
         out.sum().backward()
-        results += [t.grad for t in operands[: len(hostile.floats)]]
+        grads = [t.grad for t in operands[: len(hostile.floats)]]
+        results += [grad for grad in grads if grad is not None]  # of what the call reads
     torch.cuda.synchronize()
     assert not any(result.isnan().any() for result in results)
     for around, original in zip(memory, given, strict=True):
