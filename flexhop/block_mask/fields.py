@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.compat.pytree import attribute_key
@@ -31,6 +32,7 @@ TENSOR_FIELDS = (
     "dq_write_order_full",
     "dq_kv_order",
 )
+_HAS_ORDERS = "dq_write_order" in inspect.signature(TorchBlockMask.__init__).parameters
 PLAIN_FIELDS = ("seq_lengths", "BLOCK_SIZE", "dq_kv_order_spt")
 
 
@@ -79,11 +81,14 @@ class MaskFields:
         return total
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """All fields in PyTorch's order; flatten splits lengths and block size."""
+        """The fields of the installed PyTorch's BlockMask in its order, for its own attention.
+
+        flatten splits lengths and block size. The four dq fields came with 2.13.
+        """
         lengths = self.seq_lengths if flatten else (self.seq_lengths,)
         sizes = self.BLOCK_SIZE if flatten else (self.BLOCK_SIZE,)
-        tensors = tuple(getattr(self, name) for name in TENSOR_FIELDS)
-        return (*lengths, *tensors, self.dq_kv_order_spt, *sizes, self.mask_mod)
+        names = (*TENSOR_FIELDS, "dq_kv_order_spt") if _HAS_ORDERS else TENSOR_FIELDS[:8]
+        return (*lengths, *(getattr(self, name) for name in names), *sizes, self.mask_mod)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but mask_mod: tensors and plain numbers, for torch.save.

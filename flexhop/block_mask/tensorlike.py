@@ -50,9 +50,24 @@ class TensorLikeMask(MaskFields):
         """The mask with contiguous lists; itself if they are. Captured tensors stay."""
         return self if self.is_contiguous() else self._with_lists(Tensor.contiguous)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A mask on `device`, with the tensors that mask_mod captured."""
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(self, *args: Any, **choices: Any) -> Self:
+        """A mask on another device, with the tensors that mask_mod captured.
+
+        Args:
+            args, choices: those of Tensor.to: a device, a dtype or a tensor; `non_blocking`;
+                `copy`. As in nn.Module.to, a dtype applies to floating-point tensors only, which
+                are among those that mask_mod captured. Lists and captured integers keep theirs.
+        """
+        moved = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **choices)
+        dtype = moved.dtype if moved.is_floating_point() else None
+        names = ("non_blocking", "copy")
+        flags = dict(zip(names, (a for a in args if isinstance(a, bool)), strict=False))
+        flags |= {name: choices[name] for name in names if name in choices}
+
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.to(moved.device, dtype if tensor.is_floating_point() else None, **flags)
+
+        return self.map_tensors(change)
 
     def cpu(self) -> Self:
         """Same as to("cpu")."""
@@ -66,6 +81,15 @@ class TensorLikeMask(MaskFields):
     def pin_memory(self) -> Self:
         """A mask in page-locked memory, for asynchronous copies to a GPU."""
         return self.map_tensors(Tensor.pin_memory)
+
+    def is_pinned(self) -> bool:
+        """Whether every list is in page-locked memory."""
+        return all(t.is_pinned() for t in self._tensors())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Mark all tensors as used by a CUDA stream: lists, and those that mask_mod captured."""
+        for tensor in (*self._tensors(), *captured_tensors(self.mask_mod)):
+            tensor.record_stream(stream)
 
     def clone(self) -> Self:
         """A copy that shares no tensor with this mask."""

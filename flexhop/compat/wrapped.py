@@ -19,10 +19,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from flexhop.compat.transforms import is_forward_mode
 
-__all__ = ["Exchange", "apart", "is_bare", "is_filled", "is_transformed"]
+__all__ = ["Exchange", "apart", "has_checkpoint_policy", "is_bare", "is_filled", "is_transformed"]
 
 _PLAIN = (Tensor, torch.nn.Parameter, int, float, type(None))
 
@@ -40,6 +41,16 @@ def is_bare(values: Iterable[Any]) -> bool:
         and not is_transformed()
         and all(type(t) in _PLAIN for t in values)
         and not is_forward_mode()
+    )
+
+
+def has_checkpoint_policy() -> bool:
+    """Whether selective activation checkpointing asks a policy which results to keep."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(
+        isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes
     )
 
 

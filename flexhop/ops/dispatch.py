@@ -16,6 +16,7 @@ import flexhop
 from flexhop import errors
 from flexhop.compat import hop
 from flexhop.compat.autocast import wanted_dtype, without_autocast
+from flexhop.compat.wrapped import has_checkpoint_policy
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, AttentionDoor, CachedArgs, CachedDoor
@@ -24,7 +25,7 @@ from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.call import Call, check_backward, check_captures, check_result, prepare
 from flexhop.ops.eager import attend
-from flexhop.ops.eager_calls import run_cached_with_kernels, run_with_kernels
+from flexhop.ops.eager_calls import run_cached_with_kernels, run_lifted
 from flexhop.ops.eager_kernels import wants_kernels
 from flexhop.ops.forward import attention, cast_operands
 from flexhop.ops.layout import ordered
@@ -47,8 +48,11 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
         return attention(*door)
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_operator, args, call)
-    if wants_kernels(call.kernel_options) and call.mistake is None:
-        return run_with_kernels(args, call)
+    has_kernels = wants_kernels(call.kernel_options)
+    if (has_kernels or has_checkpoint_policy()) and call.mistake is None:
+        if not has_kernels:
+            _warn_once()
+        return run_lifted(args, call, has_kernels=has_kernels)
     return _run_eagerly(args, call)
 
 

@@ -31,14 +31,16 @@ _checked: dict[Hashable, tuple[float, dict[str, Any]]] = {}
 _fixed: dict[Hashable, tuple[tuple[Any, ...], Places]] = {}
 
 
-def run_with_kernels(args: AttentionArgs, call: Call) -> Results:
-    """Evaluate a call with kernels; see run_operator."""
+def run_lifted(args: AttentionArgs, call: Call, *, has_kernels: bool) -> Results:
+    """Evaluate a call as one operator, with kernels or by the reference; see run_operator."""
     device = args.query.device.type
     if (dtype := wanted_dtype(device)) is not None:
         args = cast_operands(dtype, args)
         with without_autocast(device):
-            return run_with_kernels(args, call)
+            return run_lifted(args, call, has_kernels=has_kernels)
     scale, options = _choices(args, call, lambda: prepare(*args[:3], args.blocks, call))
+    if not has_kernels:
+        options = {name: value for name, value in options.items() if name != OPTION}
     lifted = _lifted(attention, _meet, args.query, (args.score_mod, args.mask_mod))
     (score_mod, mask_mod), (score_captures, mask_captures) = lifted.graphs, lifted.captures
     args = AttentionArgs(

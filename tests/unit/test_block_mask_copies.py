@@ -93,6 +93,22 @@ def test_to_moves_what_was_captured(kind: str) -> None:
     assert [t.device.type for t in captured_tensors(moved.mask_mod)] == ["meta"]
 
 
+@pytest.mark.parametrize(
+    "target",
+    [(torch.float16,), ("cpu", torch.float16), (torch.zeros(1).half(), False, True)],
+    ids=["dtype", "device and dtype", "tensor"],
+)
+def test_to_a_dtype_converts_captured_floats_alone(target: Any) -> None:
+    """As nn.Module.to: accelerate and mixed precision call `to` with a dtype."""
+    bias, offset = torch.zeros(300), torch.tensor(3)
+    mask = create(lambda b, h, q_idx, kv_idx: (bias[kv_idx] >= 0) & (q_idx + offset >= kv_idx))
+    made = mask.to(*target)
+    assert [t.dtype for t in captured_tensors(made.mask_mod)] == [torch.float16, torch.int64]
+    assert made.same_structure(mask) and made.kv_indices.dtype == torch.int32
+    same = mask.to(device="cpu", non_blocking=True)
+    assert captured_tensors(same.mask_mod)[0] is bias
+
+
 def test_a_mod_without_tensors_stays_itself() -> None:
     def recursive(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, depth: int = 1) -> Tensor:
         return recursive(b, h, q_idx, kv_idx, depth - 1) if depth else q_idx >= kv_idx

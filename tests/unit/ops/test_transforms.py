@@ -247,7 +247,8 @@ def test_selective_checkpoint(saved, run):
     assert_same(layer, inputs, [*inputs, weight], run=function)
 
 
-def test_selective_checkpoint_sees_the_operator():
+@pytest.mark.parametrize("attend", [direct, biased])
+def test_selective_checkpoint_sees_the_operator(attend):
     seen = []
 
     def policy(context, operator, *args, **keywords):
@@ -256,10 +257,10 @@ def test_selective_checkpoint_sees_the_operator():
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     inputs = operands(grad=True)
-    out = checkpoint(direct, *inputs, use_reentrant=False, context_fn=contexts)
+    out = checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
     grads = torch.autograd.grad(out.sum(), inputs)
     assert attention in seen
-    torch.testing.assert_close(grads, torch.autograd.grad(direct(*inputs).sum(), inputs))
+    torch.testing.assert_close(grads, torch.autograd.grad(attend(*inputs).sum(), inputs))
 
 
 # autocast
