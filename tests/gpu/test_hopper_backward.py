@@ -81,6 +81,28 @@ def test_gradients_of_every_width(width: int, length: int, layout: str):
     judge(found, tensors, position[:, None] >= position)
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("length", [128, 1000])
+@pytest.mark.parametrize("dims", [(192, 128), (136, 40), (160, 96)])
+def test_gradients_of_the_widths_of_latent_attention(dims, length, kv_heads, is_deterministic):
+    """Queries and keys of up to 192 columns, values of up to 128."""
+    width, value_width = dims
+    query, key, value, grad_out = operands(width, length, kv_heads)
+    value = value[..., :value_width].contiguous().detach().requires_grad_()
+    tensors = [query, key, value, grad_out[..., :value_width].contiguous()]
+    mask = flexhop.create_block_mask(causal, None, None, length, length, "cuda")
+    options = KernelOptions(backend="hopper", deterministic=is_deterministic)
+    call = torch.compile(attend(mask, options=options), fullgraph=True)
+    found, codes = run_and_get_code(gradients, call, tensors)
+    assert any("def halved_grad_steps" in code for code in codes), "not the kernel of halves"
+    position = torch.arange(length, device="cuda")
+    judge(found, tensors, position[:, None] >= position)
+    repeated = gradients(call, tensors)
+    fixed = slice(0 if is_deterministic else 1, 3)
+    assert all(map(torch.equal, found[fixed], repeated[fixed]))
+
+
 def read_head(table: Any) -> Any:
     return lambda s, b, h, q, k: s + table[h, 0] * 0.01 * (k - q)
 

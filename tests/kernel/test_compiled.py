@@ -454,9 +454,10 @@ def build_hopper_backward(
     width: int, length: int, is_causal: bool, is_deterministic: bool
 ) -> HopperBackward:
     """Generate and compile the Hopper backward kernel of one problem."""
+    value_width = 128 if width == 192 else width
     inputs = [
-        torch.zeros(1, heads, length, width, dtype=torch.bfloat16, requires_grad=True)
-        for heads in (4, 2, 2)
+        torch.zeros(1, heads, length, columns, dtype=torch.bfloat16, requires_grad=True)
+        for heads, columns in ((4, width), (2, width), (2, value_width))
     ]
     mask = None
     if is_causal:
@@ -469,7 +470,7 @@ def build_hopper_backward(
         *inputs, grad=True,
     )  # fmt: skip
     cubin = compile_kernel(generated.kernel_with("differentiate"), 90)
-    call = problem(90, width, value_head_dim=width)
+    call = problem(90, width, value_head_dim=value_width)
     estimate = hopper_grad.shared_memory(call, hopper_grad.table_tile(call))
     steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == GRAD_PRODUCTS[width]]
     assert len(steps) >= (4 if is_causal else 2)
@@ -479,7 +480,7 @@ def build_hopper_backward(
 
 # Instructions of the five products of a step, by width, and what was seen of loads from and stores
 # to local memory in it: at 64 columns a tile of 128 queries takes every register.
-GRAD_PRODUCTS = {64: 32, 128: 32, 256: 48}
+GRAD_PRODUCTS = {64: 32, 128: 32, 192: 68, 256: 48}
 # The last of a key: whether gradients are deterministic.
 GRADIENTS = {
     (64, 1024, False, False): 0,
@@ -488,6 +489,7 @@ GRADIENTS = {
     (128, 1024, False, True): 0,
     (128, 1000, True, False): 0,
     (128, 1000, True, True): 0,
+    (192, 1000, True, False): 8,  # with values of 128 columns
     (256, 1024, True, False): 0,
     (256, 1024, True, True): 0,
 }

@@ -20,6 +20,7 @@ _LARGEST_WIDTH = 256
 # Two accumulators of 64 keys with more columns exceed a consumer's registers. Beyond this width,
 # the consumers share their keys, and each has half of the columns.
 _LARGEST_OWN = 128
+_REST_WIDTH = 64
 # Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
 _COLUMNS = 8
 _FEWEST_QUERIES, _FEWEST_NARROW_QUERIES = 1024, 1025  # the second at 64 columns
@@ -28,8 +29,8 @@ _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
 # Kernels with up to 256 bytes were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
-# Barriers, statistics of queries, and the consumers' tile indices.
-_SLACK = 4096
+# Barriers, the consumers' tile indices, and what all warps are given.
+_SLACK = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +41,14 @@ class HopperGradTile:
         block_m: queries per step.
         num_slots: tiles of queries loaded ahead.
         shares_keys: whether the consumers share the keys and each has half of the columns.
+        rest_width: columns of queries and keys beyond 128, held apart; scores are then computed
+            by halves of the queries.
     """
 
     block_m: int
     num_slots: int
     shares_keys: bool = False
+    rest_width: int = 0
 
     @property
     def block_n(self) -> int:
@@ -55,6 +59,16 @@ class HopperGradTile:
     def num_do_slots(self) -> int:
         """Tiles of output gradients loaded ahead."""
         return 1 if self.shares_keys else self.num_slots
+
+    @property
+    def num_ds(self) -> int:
+        """Tiles of weights and of gradients of scores in shared memory."""
+        return 3 if self.shares_keys else 1 if self.rest_width else 2
+
+    @property
+    def score_columns(self) -> int:
+        """Queries whose scores a consumer computes at a time."""
+        return self.block_m // 2 if self.shares_keys or self.rest_width else self.block_m
 
     def words(self) -> str:
         """For reports."""
@@ -69,7 +83,10 @@ class HopperBackwardConstants(SharedConstants):
     """Constants of hopper/backward/kernel.py.jinja; names as in templates/README.md."""
 
     NUM_DO_SLOTS: int
+    NUM_DS: int
     SHARES_KEYS: bool
+    SCORE_COLUMNS: int
+    REST_WIDTH: int
     WIDTH: int
     DQ_COLUMNS: int
     SPARSE_Q_BLOCK_SIZE: int
@@ -110,12 +127,10 @@ def _block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> I
 
 def slower(problem: Problem) -> Iterator[str]:
     """Why the portable kernels are probably faster, from measurements; backend overrides it."""
-    tiles = num_tiles(problem)
-    if tiles < problem.device.multiprocessors:
-        yield (
-            f"its {tiles} tiles of keys do not keep {problem.device.multiprocessors} "
-            "multiprocessors busy"
-        )
+    tiles, processors = num_tiles(problem), problem.device.multiprocessors
+    # Twice the keys per tile, at more than the speed: half as many tiles are enough.
+    if tiles < (processors // 2 if table_tile(problem).rest_width else processors):
+        yield f"its {tiles} tiles of keys do not keep {processors} multiprocessors busy"
     if problem.grad.grad_cost > _COSTLY_GRAD:
         yield (
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
@@ -149,11 +164,25 @@ def table_tile(problem: Problem) -> HopperGradTile:
     # Twice as many queries mean twice as many scores in registers, which functions need too.
     reads = problem.mods.mask_reads and not bits.of_keys(problem).holds_all
     is_plain = not problem.mods.has_score_mod and not reads
+    if _fits_halves(problem):
+        return HopperGradTile(block_m=64, num_slots=2, rest_width=_REST_WIDTH)
     if columns > _LARGEST_OWN or _lacks_registers(problem):
         return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
     if columns == 64:
         return HopperGradTile(block_m=128, num_slots=2) if is_plain else HopperGradTile(64, 4)
     return HopperGradTile(block_m=64, num_slots=2)
+
+
+def _fits_halves(problem: Problem) -> bool:
+    """Whether queries and keys have up to 192 columns, values up to 128, as in latent attention.
+
+    Scores are then computed by halves of the queries, and 128 keys are a program's instead of 64.
+    """
+    blocks = problem.blocks
+    is_narrow = problem.head_dim <= _LARGEST_OWN + _REST_WIDTH
+    is_uneven = problem.head_dim > _LARGEST_OWN >= problem.value_head_dim
+    fits = blocks is None or blocks.kv_size % (_ROWS * _CONSUMERS) == 0
+    return is_narrow and is_uneven and fits and not problem.mods.has_score_mod
 
 
 def _stashes_scores(problem: Problem, tile: HopperGradTile) -> bool:
@@ -191,12 +220,14 @@ def width(problem: Problem) -> int:
 
 def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
     """Upper bound of the shared memory per program, in bytes."""
-    columns = width(problem)
+    columns = _LARGEST_OWN if tile.rest_width else width(problem)
     queries = tile.block_m * (tile.num_slots + tile.num_do_slots)
     rows = columns * (queries + 2 * tile.block_n)
-    scores = (3 if tile.shares_keys else 2) * tile.block_m * tile.block_n
-    sums = _CONSUMERS * _ROWS * _sum_columns(columns, tile) * 4
-    return (rows + scores) * problem.itemsize + sums + _SLACK
+    rows += tile.rest_width * (tile.block_m * tile.num_slots + tile.block_n)
+    scores = tile.num_ds * tile.block_m * tile.block_n
+    sums = _CONSUMERS * _ROWS * (_sum_columns(columns, tile) + tile.rest_width // 2) * 4
+    statistics = tile.block_m * (tile.num_slots + tile.num_do_slots) * 4
+    return (rows + scores) * problem.itemsize + sums + statistics + _SLACK
 
 
 def _sum_columns(columns: int, tile: HopperGradTile) -> int:
@@ -208,7 +239,7 @@ def _sum_columns(columns: int, tile: HopperGradTile) -> int:
 
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
     """Constants of the kernel."""
-    columns = width(problem)
+    columns = _LARGEST_OWN if tile.rest_width else width(problem)
     # As in the portable kernels: without a mod in between, the scale is folded into the exponent.
     scales = problem.mods.has_score_mod or problem.scale <= 0
     q_size = block_sizes(problem, tile)[0]
@@ -218,7 +249,10 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
             scales=scales,
         ),
         NUM_DO_SLOTS=tile.num_do_slots,
+        NUM_DS=tile.num_ds,
         SHARES_KEYS=tile.shares_keys,
+        SCORE_COLUMNS=tile.score_columns,
+        REST_WIDTH=tile.rest_width,
         WIDTH=columns,
         DQ_COLUMNS=_sum_columns(columns, tile),
         SPARSE_Q_BLOCK_SIZE=q_size,

@@ -23,7 +23,8 @@ KERNELS = {
     "latent_paged": (*_LATENT, "hopper/latent/pages", *_SHARED, "mods/mods"),
     "backward": (
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
-        "hopper/backward/step", "hopper/backward/wide", "hopper/backward/score",
+        "hopper/backward/step", "hopper/backward/wide", "hopper/backward/halves",
+        "hopper/backward/score",
         "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
         "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),

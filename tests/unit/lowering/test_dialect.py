@@ -376,7 +376,28 @@ def test_tiles_of_the_backward_kernel_fit(width, has_score_mod):
     call = problem(head_dim=width, value_head_dim=64, has_score_mod=has_score_mod)
     tile = hopper_grad.table_tile(call)
     assert hopper_grad.shared_memory(call, tile) <= call.device.shared_memory
-    assert tile.shares_keys == (width > 128)
+    assert tile.shares_keys == (width == 256 or (width == 192 and has_score_mod))
+
+
+@pytest.mark.parametrize(
+    ("facts", "keys"),
+    [
+        ({"head_dim": 192, "value_head_dim": 128}, 128),
+        ({"head_dim": 136, "value_head_dim": 40}, 128),
+        ({"head_dim": 192, "value_head_dim": 136}, 64),
+        ({"head_dim": 200, "value_head_dim": 128}, 64),
+        ({"head_dim": 128, "value_head_dim": 192}, 64),
+        ({"head_dim": 192, "value_head_dim": 128, "has_score_mod": True}, 64),
+        ({"head_dim": 192, "value_head_dim": 128, "blocks": MaskBlocks(64, 128, True)}, 128),
+        ({"head_dim": 192, "value_head_dim": 128, "blocks": MaskBlocks(128, 64, True)}, 64),
+    ],
+)
+def test_the_widths_of_latent_attention_have_tiles_of_their_own(facts, keys):
+    call = problem(**facts)
+    tile = hopper_grad.table_tile(call)
+    assert (tile.block_m, tile.block_n) == (64, keys)
+    assert bool(tile.rest_width) == (keys == 128)
+    assert hopper_grad.shared_memory(call, tile) <= call.device.shared_memory
 
 
 @pytest.mark.parametrize(
