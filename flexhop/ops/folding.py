@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexhop.compat.kept import is_marked, keeping, mark
@@ -26,17 +27,30 @@ def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tenso
     return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
 
 
-def unfolded_mod(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
-    """A mod that sees the batch index and its entries of mapped captures as before folding."""
-    key = (unfolded_mod, leading, batch, is_mapped)
-    return keeping(key, mod, lambda: _unfolded(mod, leading, batch, is_mapped))
+def batch_captures(batch: Any) -> tuple[Any, ...]:
+    """What mods capture besides, last: the number of batches, if it is a symbol.
+
+    The graph of a mod knows no symbols but those of its inputs.
+    """
+    return (batch,) if isinstance(batch, torch.SymInt) else ()
 
 
-def _unfolded(mod: Any, leading: int, batch: int, is_mapped: tuple[Any, ...]) -> Any:
+def unfolded_mod(mod: Any, leading: int, batch: Any, is_mapped: tuple[Any, ...]) -> Any:
+    """A mod that sees the batch index and its entries of mapped captures as before folding.
+
+    It has the captures of `batch_captures` besides.
+    """
+    known = None if batch_captures(batch) else batch
+    key = (unfolded_mod, leading, known, is_mapped)
+    return keeping(key, mod, lambda: _unfolded(mod, leading, known, is_mapped))
+
+
+def _unfolded(mod: Any, leading: int, known: int | None, is_mapped: tuple[Any, ...]) -> Any:
     def unfolded(*inputs: Any) -> Tensor:
         score, (b, *index), captures = (
             inputs[:leading], inputs[leading : leading + 4], inputs[leading + 4 :]
         )  # fmt: skip
+        *captures, batch = (*captures, known) if known is not None else captures
         own = (c[b // batch] if m is True else c for c, m in zip(captures, is_mapped, strict=True))
         return mod(*score, b % batch, *index, *own)
 
@@ -93,6 +107,7 @@ def fold_derivative(count: int, mapped: Any, operands: Any) -> tuple[DerivativeA
         fold.each(c, m is True) if flag else c
         for c, m, flag in zip(args.score_captures, is_mapped.score_captures, flags, strict=True)
     )
+    captures = (*captures, *batch_captures(fold.batch))
     directions = tuple(
         (fold.rows if capture_position(name) is None else fold.each)(tensor, bool(flag))
         for tensor, flag, name in zip(
@@ -120,6 +135,7 @@ def _common(fold: _Fold, args: Any, is_mapped: Any, flags: tuple[bool, ...]) -> 
         "blocks": fold.lists(args.blocks, is_mapped.blocks),
         "score_mod": unfolded_mod(args.score_mod, 1, fold.batch, flags),
         "mask_mod": unfolded_mod(args.mask_mod, 0, fold.batch, is_mapped.mask_captures),
+        "mask_captures": (*args.mask_captures, *batch_captures(fold.batch)),
     }
 
 
@@ -132,6 +148,7 @@ def fold_backward(count: int, mapped: Any, operands: Any) -> tuple[BackwardArgs,
         fold.each(c, m is True) if flag else c
         for c, m, flag in zip(args.score_captures, is_mapped.score_captures, flags, strict=True)
     )
+    captures = (*captures, *batch_captures(fold.batch))
     common = _common(fold, args, is_mapped, flags)
     needs = tuple(i in wanted for i in range(len(captures)))
     joint = trace_joint(common["score_mod"], common["query"], captures, needs)

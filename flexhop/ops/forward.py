@@ -24,7 +24,7 @@ from flexhop.ops.derivative import push_attention
 from flexhop.ops.eager import attend
 from flexhop.ops.eager_kernels import OPTION, run_alone
 from flexhop.ops.examples import index_examples, score_dtype, score_examples
-from flexhop.ops.folding import into_batch, unfolded_mod
+from flexhop.ops.folding import batch_captures, into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
@@ -240,6 +240,8 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
         query=query, key=key, value=value, blocks=tuple(blocks),
         score_mod=unfolded_mod(args.score_mod, 1, batch, is_mapped.score_captures),
         mask_mod=unfolded_mod(args.mask_mod, 0, batch, is_mapped.mask_captures),
+        score_captures=(*args.score_captures, *batch_captures(batch)),
+        mask_captures=(*args.mask_captures, *batch_captures(batch)),
     )  # fmt: skip
 
     def unfold(results: tuple[Tensor, ...]) -> list[tuple[Tensor, bool]]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexhop.errors import EagerWarning, FlexhopError
+from flexhop.errors import FlexhopError, KernelFallbackWarning
 from tests.fuzz.checks import check_results, compile_offline
 from tests.fuzz.draw import draw
 from tests.fuzz.plan import Plan, simpler
@@ -81,12 +81,16 @@ def check(args: argparse.Namespace, seed: int, plan: Plan) -> str:
 
 
 def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
-    """What comes of a problem: right, lucky, wrong, refused or error; and a note.
+    """What comes of a problem: right, served, lucky, wrong, refused or error; and a note.
 
-    Lucky: plain PyTorch is exact by luck, and this one filling of the operands fails.
+    Served: right, by another kernel than the chosen one, which failed to compile. Lucky: plain
+    PyTorch is exact by luck, and this one filling of the operands fails.
     """
     try:
-        note = check(args, seed, plan)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", KernelFallbackWarning)
+            note = check(args, seed, plan)
     except Exception as error:  # every kind is a finding: it is counted, and printed
         status = "wrong" if isinstance(error, AssertionError) else "error"
         refusals = [e for e in _chain(error) if isinstance(e, FlexhopError)]
@@ -97,6 +101,8 @@ def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
     finally:
         if args.device == "cuda":
             torch.cuda.empty_cache()  # other processes need the memory, too
+    if seen:
+        return "served", str(seen[0].message)[:300]
     return ("lucky", note) if note else ("right", "")
 
 
@@ -239,7 +245,11 @@ def summary(found: Found) -> str:
     """How many problems there were, what came of them, and the numbers of those that failed."""
     counts = {status: len(seeds) for status, seeds in found.items()}
     lines = [f"{sum(counts.values())} problems: {counts}"]
-    lines += [f"{s}: {sorted(found[s])}" for s in ("lucky", "wrong", "error", "crash") if found[s]]
+    lines += [
+        f"{s}: {sorted(found[s])}"
+        for s in ("served", "lucky", "wrong", "error", "crash")
+        if found[s]
+    ]
     return "\n".join(lines)
 
 
@@ -253,7 +263,6 @@ def stop(*_: object) -> None:
 def main() -> int:
     """The exit status: 1 if anything was wrong, or failed."""
     args = arguments()
-    warnings.simplefilter("ignore", EagerWarning)
     compile_quickly(args.device)
     if args.shrink is not None:
         shrink(args, args.shrink, draw(args.shrink, large=is_large(args)))

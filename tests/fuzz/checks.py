@@ -96,7 +96,8 @@ def results_of(problem: Problem, result: Any) -> dict[str, Tensor]:
         if grad is None and (problem.plan.ignores_score or name == "sinks"):
             grad = torch.zeros_like(leaf)
         assert grad is not None, f"{name} has no gradient"
-        found[name] = grad
+        is_cast = problem.plan.around == "autocast" and name.startswith("grad_")
+        found[name] = grad.to(problem.plan.dtype) if is_cast else grad
     return found
 
 

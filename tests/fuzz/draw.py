@@ -10,7 +10,7 @@ import torch
 
 from tests.case_inputs import Shape
 from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
-from tests.fuzz.plan import Family, Plan
+from tests.fuzz.plan import Around, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
 
 LENGTHS = (1, 2, 7, 16, 17, 31, 33, 37, 48, 63, 64, 65, 70)
@@ -62,7 +62,21 @@ def draw(seed: int, *, large: bool = False) -> Plan:
     )  # fmt: skip
     plan = dataclasses.replace(plan, **_of_family(r, plan))
     plan = dataclasses.replace(plan, options=_options(r, plan, large))
-    return _consistent(plan)
+    plan = _consistent(plan)
+    # By numbers of its own: it came later, and problems keep their numbers.
+    return dataclasses.replace(plan, around=_around(random.Random(f"around {seed}"), plan))
+
+
+def _around(r: random.Random, plan: Plan) -> Around:
+    """What the call stands in, if that takes it."""
+    chosen: Around = r.choice(["autocast"] * 8 + ["checkpoint"] * 4 + ["vmap"] * 4 + [""] * 84)
+    is_half = plan.dtype in (torch.bfloat16, torch.float16)
+    takes = {
+        "autocast": is_half and plan.family in ("dense", "packed"),
+        "checkpoint": plan.is_differentiated and plan.family != "nested",
+        "vmap": plan.family == "dense" and not plan.dropout,
+    }
+    return chosen if takes.get(chosen) else ""
 
 
 def _shape(r: random.Random, large: bool) -> Shape:

@@ -51,7 +51,11 @@ def copy_problem(problem: Problem, dtype: torch.dtype | None = None) -> Problem:
 
     values = dict(vars(problem.captures))
     values |= {name: leaf(values[name]) for name in problem.plan.learned}
-    first, *others = (leaf(t) for t in problem.operands)
+    operands = problem.operands
+    if problem.plan.around == "autocast":  # which casts them
+        cast = (t.detach().to(problem.plan.dtype) for t in operands)
+        operands = [t.requires_grad_(o.requires_grad) for t, o in zip(cast, operands, strict=True)]
+    first, *others = (leaf(t) for t in operands)
     fresh = copy.copy(problem)
     fresh.operands = (first, others[0], others[1])
     fresh.captures = SimpleNamespace(**values)

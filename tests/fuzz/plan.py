@@ -15,6 +15,7 @@ from tests.fuzz.masks import MASKS
 from tests.fuzz.scores import IGNORING, SCORES
 
 Family = Literal["dense", "packed", "nested", "paged", "cached"]
+Around = Literal["", "autocast", "checkpoint", "vmap"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Plan:
     page: int = 0
     stored: torch.dtype | None = None
     key_mod: str = "none"
+    around: Around = ""
 
     @property
     def entries(self) -> list[Entry]:

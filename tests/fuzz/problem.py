@@ -13,6 +13,7 @@ from torch import Tensor
 import flexhop
 from tests.caches import place
 from tests.case_inputs import Random, strided
+from tests.fuzz.around import surrounded
 from tests.fuzz.functions import chain_scores, combine_masks
 from tests.fuzz.masks import MASKS
 from tests.fuzz.plan import Plan
@@ -113,6 +114,8 @@ def _operands(plan: Plan, r: Random, device: Any) -> dict[str, Any]:
         ]
         sizes.append((*sizes[1][:3], shape.value_head_dim))
     tensors = [r.normal(*size, dtype=plan.dtype).to(device) for size in sizes]
+    if plan.around == "autocast":
+        tensors = [tensor.float() for tensor in tensors]
     if plan.layouts[0] == "views":
         tensors = _views(tensors)
     else:
@@ -190,6 +193,10 @@ def _applied(mod: Mod, stored: Tensor, batch: int) -> Tensor:
 
 def make_call(problem: Problem) -> Callable[..., Any]:
     """A function of query, key and value."""
+    return surrounded(problem, _bare_call(problem))
+
+
+def _bare_call(problem: Problem) -> Callable[..., Any]:
     plan, keywords = problem.plan, _keywords(problem)
     if plan.family == "packed":
         return _packed_call(problem, keywords)

@@ -345,6 +345,17 @@ def test_vmap_over_a_capture_and_its_gradient():
     assert_same(lambda *x: torch.func.vmap(one)(*x), inputs)
 
 
+def test_vmap_with_gradients_under_dynamic_shapes():
+    """The folded mods divide by the number of batches, which is a symbol."""
+    inputs = [torch.randn(5, 3, HEADS, LENGTH, WIDTH, requires_grad=True) for _ in range(3)]
+    bias = BIAS.clone().requires_grad_()
+
+    def mapped(*inputs):
+        return torch.func.vmap(lambda *x: biased(*x, bias))(*inputs)
+
+    assert_same(mapped, inputs, [*inputs, bias], run=compiled(mapped, dynamic=True))
+
+
 def test_a_mask_made_inside_reads_a_table_by_two_indices():
     """Dynamo traces the reads of create_block_mask, and knows few functions of torch.vmap."""
     table = torch.rand(HEADS, LENGTH) > 0.3
