@@ -26,11 +26,11 @@ def compile_to_llvm(kernel: Kernel, architecture: int) -> None:
 def shared_memory(kernel: Kernel, architecture: int) -> int:
     """Bytes of shared memory of a kernel. Triton allocates them before LLVM optimises."""
     unoptimised = mock.patch.object(compiler.llvm, "optimize_module")
-    with _stops_before_ptx() as make_ptx, unoptimised:
+    # Triton's cache would hand over the kernel, and make_ptx would not be called.
+    uncached = mock.patch.dict("os.environ", TRITON_ALWAYS_COMPILE="1")
+    with _stops_before_ptx() as make_ptx, unoptimised, uncached:
         with contextlib.suppress(_FarEnough):
-            # Triton's cache would hand over the kernel, and make_ptx would not be called.
-            with mock.patch.dict("os.environ", TRITON_ALWAYS_COMPILE="1"):
-                compile_kernel(kernel, architecture)
+            compile_kernel(kernel, architecture)
     (_, metadata, *_), _ = make_ptx.call_args
     return metadata["shared"]
 

@@ -297,25 +297,23 @@ class _Search:
         """Some scores of each block: a visible one and a hidden one make it partial."""
         device = self.grid.device
         rows, columns = (_scattered(side, n, i, device) for i, n in enumerate(self.grid.block))
-
-        def look(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            kept = self._scores(part, rows, columns).flatten(1)
-            some, every = kept.any(1), kept.all(1)
-            return some, ~every, torch.zeros_like(some)
-
-        return _Step(look, side * side)
+        return self._evaluated(rows, columns, decides=False, area=side * side)
 
     def _dense(self) -> _Step:
         """Every score of each block."""
-        device = self.grid.device
-        rows, columns = (torch.arange(n, device=device) for n in self.grid.block)
+        height, width = self.grid.block
+        rows, columns = (torch.arange(n, device=self.grid.device) for n in self.grid.block)
+        return self._evaluated(rows, columns, decides=True, area=height * width)
+
+    def _evaluated(self, rows: Tensor, columns: Tensor, *, decides: bool, area: int) -> _Step:
+        """The scores at some rows and columns of each block."""
 
         def look(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             kept = self._scores(part, rows, columns).flatten(1)
             some, every = kept.any(1), kept.all(1)
-            return some, ~every, torch.ones_like(some)
+            return some, ~every, torch.full_like(some, decides)
 
-        return _Step(look, self.grid.block[0] * self.grid.block[1])
+        return _Step(look, area)
 
     def _parts(self, side: int) -> _Step:
         """Intervals over smaller parts of each block."""
