@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils import is_tracing
 
 from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.compat.kept import remember
@@ -37,7 +38,9 @@ def block_mask(
         mask_function: (b, h, q_idx, kv_idx) -> bool, of positions in the sequence.
         attention_mask: [B, S] bool, False for padding; positions from S on are padding too.
         arguments: `device`; `use_vmap`, True if users' functions are part of mask_function;
-            `allow_is_bidirectional_skip`. Others are for other implementations.
+            `allow_is_bidirectional_skip`, and `allow_is_causal_skip`, True if mask_function is one
+            of transformers' own without more; `local_size`, its window. Others are for other
+            implementations.
 
     Returns:
         a BlockMask for [B, H, M, N]; for one query without gradient, the row of visible keys,
@@ -45,6 +48,9 @@ def block_mask(
     """
     is_open = mask_function is bidirectional_mask_function and attention_mask is None
     if is_open and arguments.get("allow_is_bidirectional_skip", False):
+        return None
+    keys = (kv_offset, kv_offset + kv_length)
+    if q_length == 1 and _sees_every_key(q_offset, keys, attention_mask, arguments):
         return None
     device = torch.device(arguments.get("device", "cpu"))
     has_users_functions = bool(arguments.get("use_vmap", False))
@@ -70,6 +76,34 @@ def block_mask(
         compute_q_blocks=torch.is_grad_enabled(),
     )
     return mask if torch.compiler.is_compiling() else _with_two_blocks(mask)
+
+
+def _sees_every_key(
+    position: int | Tensor,
+    keys: tuple[int, int],
+    attention_mask: Tensor | None,
+    arguments: dict[str, Any],
+) -> bool:
+    """Whether one query sees all keys from the first on: it is the newest token, without padding.
+
+    Reading attention_mask waits for the device, as `generate` itself does after each token. A
+    position that is a tensor is that of a static cache, which has room for keys to come.
+    """
+    first, end = keys
+    window = arguments.get("local_size")
+    is_newest = isinstance(position, int) and position + 1 == end
+    is_narrow = window is not None and end - first >= window
+    if is_narrow or not (is_newest and arguments.get("allow_is_causal_skip", False)):
+        return False
+    if attention_mask is None:
+        return True
+    if is_tracing(attention_mask) or (attention_mask.is_cuda and _is_captured()):
+        return False
+    tokens = attention_mask[:, first:end]
+    return tokens.size(1) == end - first and bool(tokens.all())
+
+
+_is_captured = torch.cuda.is_current_stream_capturing
 
 
 def _depends_on_batch(mask_function: MaskFunction, device: torch.device) -> bool:

@@ -186,6 +186,25 @@ def test_rows_of_one_query(kind: str, is_padded: bool) -> None:
         assert torch.equal(blocks[:, 0, 0].bool(), padded.any(2))
 
 
+@torch.no_grad()
+def test_the_newest_token_needs_no_mask() -> None:
+    """If it sees every key of a cache that grows; a static cache and padding keep the row."""
+    tokens = torch.ones(2, 300, dtype=torch.bool)
+    left, short = tokens.clone(), tokens[:, :299]
+    left[0, 0] = False
+
+    def made(position: Any = 299, keep: Any = tokens, **more: Any) -> Any:
+        more = {"kv_length": 300, "allow_is_causal_skip": True, **more}
+        return integration.block_mask(2, 1, q_offset=position, attention_mask=keep, **more)
+
+    assert made() is None and made(keep=None) is None and made(local_size=301) is None
+    assert made(keep=left, kv_offset=180, kv_length=120) is None
+    rows_of = [made(keep=left), made(keep=short), made(298), made(torch.tensor(299))]
+    rows_of += [made(allow_is_causal_skip=False), made(local_size=300)]
+    assert all(isinstance(row, torch.Tensor) for row in rows_of)
+    assert [int(row.sum()) for row in rows_of[:2]] == [599, 598]
+
+
 def test_users_rows_are_read_anew() -> None:
     """A tensor that the user overwrites between steps is another mask."""
     row = torch.zeros(1, 1, 1, 300, dtype=torch.bool)
