@@ -17,6 +17,7 @@ from flexhop.lowering.problem import (
     MaskBlocks,
     ModFacts,
     Problem,
+    float32_precision,
     read_device,
 )
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, RangeTensors, read_blocks
@@ -141,6 +142,7 @@ def make_problem(
     batch, heads, query_len, head_dim = sizes.query
     kv_batch, kv_heads, key_len, value_dim = sizes.value
     elements = batch * heads * max(query_len, key_len) * max(head_dim, value_dim)
+    precision = float32_precision(user_options(args.options).float32_precision)
     return Problem(
         device=device,
         dtype=dtype,
@@ -163,6 +165,7 @@ def make_problem(
         dropout_p=float(args.options.get("dropout_p", 0.0)),
         dropout_groups=int(args.options.get("dropout_groups", 0)),
         is_deterministic=bool(args.options.get("deterministic")),
+        is_tf32=dtype == torch.float32 and precision == "tf32",
         **more,
     )
 

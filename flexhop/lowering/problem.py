@@ -142,6 +142,7 @@ class Problem:
     key_len_varies: whether calls with other numbers of keys will run the same kernel.
     mods, grad: what is known about the user's functions; grad counts in a backward pass.
     is_deterministic: whether results must be the same in every run.
+    is_tf32: whether products of float32 operands are rounded to TF32.
     bulk_obstacle: why the tensor memory accelerator cannot copy the operands, if it cannot.
     cache: None unless key and value are read from one; with pages, key_len is what the widest
     sequence has room for.
@@ -170,6 +171,7 @@ class Problem:
     dropout_p: float = 0.0
     dropout_groups: int = 0  # groups of queries in a placed seed (ops/dropout.py); 0: none
     is_deterministic: bool = False
+    is_tf32: bool = False
     key_len_varies: bool = False
     bulk_obstacle: str = ""
     cache: Cache | None = None
@@ -229,6 +231,17 @@ def read_device(device: torch.device) -> Device:
         l2_bytes=properties.L2_cache_size,
         name=properties.name,
     )
+
+
+def float32_precision(chosen: str | None) -> str:
+    """Precision of products of float32 operands: "ieee" or "tf32".
+
+    Args:
+        chosen: the user's option; None follows torch's setting.
+    """
+    if chosen is not None:
+        return chosen
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def round_head_dim(size: int) -> int:

@@ -24,6 +24,8 @@ _REST_WIDTH = 64
 # Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
 _COLUMNS = 8
 _FEWEST_QUERIES, _FEWEST_NARROW_QUERIES = 1024, 1025  # the second at 64 columns
+# At 128 columns fewer are enough if each multiprocessor has many tiles.
+_FEWEST_MANY_QUERIES, _MANY_TILES = 512, 16
 _FEWEST_HEADS = 16
 _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
@@ -137,6 +139,8 @@ def slower(problem: Problem) -> Iterator[str]:
             f"score: above {_COSTLY_GRAD} the portable kernels are faster"
         )
     fewest = _FEWEST_NARROW_QUERIES if width(problem) == 64 else _FEWEST_QUERIES
+    if width(problem) == _LARGEST_OWN and tiles >= _MANY_TILES * processors:
+        fewest = _FEWEST_MANY_QUERIES
     if problem.query_len < fewest:
         yield f"below {fewest} queries its setup and post-processing dominate"
 

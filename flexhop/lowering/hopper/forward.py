@@ -29,7 +29,7 @@ from flexhop.options import KernelOptions
 _LARGEST_WIDTH = 256
 # Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
 # at other widths; and above which score_mod needs the registers that could hold queries.
-_COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 10, 20, 8
+_COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 14, 20, 8
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
 # A slope is divided by the scale and must not become infinite.

@@ -22,6 +22,9 @@ _SLACK = 1024
 # Keys per step, by width, if each consumer has slots of its own: with 64 of 128 columns, three
 # slots fit. Two slots of 128 keys ran at 0.8 of their speed.
 _SPLIT_KEYS = {64: 128, 128: 64, 256: 32}
+# Instructions of score_mod per score above which steps of 64 keys are faster than of 128: half as
+# much text in a step. An exact soft cap has 14, an approximate one 6.
+_LONG_SCORE = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,10 +97,11 @@ def _whole_tile(problem: Problem) -> HopperTile:
     is_dense = problem.blocks is None and not problem.mods.has_score_mod
     queries = problem.query_len
     pads_little = _padded(queries, 3 * ROWS) <= _MOST_PADDING * _padded(queries, 2 * ROWS)
+    is_long = problem.mods.score_cost > _LONG_SCORE
     tile = HopperTile(
-        block_n=128 if width <= 128 else 64,
+        block_n=64 if width > 128 or is_long else 128,
         num_consumers=3 if width == 64 and is_dense and pads_little else 2,
-        num_slots=4,
+        num_slots=6 if width == 64 and is_long else 4,
     )
     return _fit(problem, tile)
 

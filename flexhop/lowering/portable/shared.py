@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
-from flexhop.lowering.problem import MaskBlocks, ModFacts, Problem, round_head_dim
+from flexhop.lowering.problem import (
+    MaskBlocks,
+    ModFacts,
+    Problem,
+    float32_precision,
+    round_head_dim,
+)
 from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)
@@ -54,7 +58,7 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
         "ISOLATE_SCORE_MOD": _isolates_score_mod(problem.mods),
         **exponent(problem),
         "SM_SCALE": problem.scale,
-        "FLOAT32_PRECISION": _float32_precision(options),
+        "FLOAT32_PRECISION": float32_precision(options.float32_precision),
         "OFFSET_DTYPE": "tl.int64" if problem.large_output else "tl.int32",
     }
 
@@ -71,7 +75,7 @@ def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
     Triton computes fp32 products that are exact by multiply-adds. It then gives the branch the
     layout of an operand of the product that follows, and cannot compile reads per element in that.
     """
-    is_exact = is_float32(problem) and _float32_precision(options) == "ieee"
+    is_exact = is_float32(problem) and float32_precision(options.float32_precision) == "ieee"
     return not (is_exact and problem.mods.mask_reads_per_element)
 
 
@@ -87,12 +91,6 @@ def _cdiv(a: int, b: int) -> int:
 def _is_aligned(block: int, tile: int, is_multiple: Any) -> bool:
     """Whether every row of every tile exists: tiles divide blocks, blocks divide the length."""
     return block % tile == 0 and is_multiple(block)
-
-
-def _float32_precision(options: KernelOptions) -> str:
-    if options.float32_precision is not None:
-        return options.float32_precision
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def heads_per_section(problem: Problem) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flexhop.lowering.portable import caches
+from flexhop.lowering.portable.float32 import FLOAT32
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.rules import (
     Rule,
@@ -82,6 +83,7 @@ RULES: tuple[Rule, ...] = (
         _of_pieces(Tile(32, 16, 8, 2), Tile(16, 32, 8, 1), *[Tile(32, 16, 8, 1)] * 2),
         measured=False,
     ),
+    *FLOAT32,
     # fp32 operands: twice the bytes.
     Rule(
         "",

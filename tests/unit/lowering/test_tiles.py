@@ -64,6 +64,29 @@ def test_reports_name_the_rule_that_gave_a_tile():
     assert any(rule.reason == "no mask and no score_mod" and rule.measured for rule in RULES)
 
 
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"is_tf32": True}, "TF32"),
+        ({}, "exact float32"),
+        ({"has_score_mod": True, "reads_per_element": True}, "exact float32, reads per score"),
+        (
+            {"head_dim": 128, "is_key_multiple": lambda n: n == 1},
+            "exact float32, lengths between tiles",
+        ),
+        ({"dropout_p": 0.1}, ""),
+        ({"is_tf32": True, "tangents": ("query",)}, ""),
+        ({"dtype": torch.float64}, ""),
+    ],
+)
+def test_float32_has_tiles_by_precision(facts, reason):
+    call = problem(90, **{"dtype": torch.float32} | facts)
+    assert table_rule("forward", call).reason == reason
+    (tile,) = kernels.choose_tiles("forward", call, KernelOptions(), search=False)
+    assert kernels.shared_memory("forward", call, tile) <= call.device.shared_memory
+    assert table_rule("forward", problem(80, **{"dtype": torch.float32} | facts)).reason == ""
+
+
 def test_every_kernel_and_width_has_a_usual_tile():
     last = RULES[-1]
     assert not last.reason and last.when(problem(120))
