@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,24 @@ from flexhop.ops.subgraphs import trace_joint
 Unfold = Callable[[Sequence[Tensor]], list[tuple[Tensor, bool]]]
 
 
-def into_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
-    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; 1 if shared."""
-    if not is_mapped:
-        if tensor.size(0) == 1:
-            return tensor
-        tensor = tensor.expand(count, *tensor.shape)
-    return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
+def into_batch(
+    tensors: Sequence[Tensor], is_mapped: Sequence[Any], count: int, batch: int
+) -> tuple[Tensor, ...]:
+    """Fold tensors of one batch size, such as key and value, which keep one batch size.
+
+    [count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]; [1, ...] if all of them
+    are shared.
+    """
+    if not any(is_mapped) and all(t.size(0) == 1 for t in tensors):
+        return tuple(tensors)
+    pairs = zip(tensors, is_mapped, strict=True)
+    return tuple(each_batch(tensor, bool(flag), count, batch) for tensor, flag in pairs)
+
+
+def each_batch(tensor: Tensor, is_mapped: bool, count: int, batch: int) -> Tensor:
+    """[count, batch or 1, ...] or [batch or 1, ...] -> [count * batch, ...]."""
+    each = tensor if is_mapped else tensor.expand(count, *tensor.shape)
+    return each.expand(count, batch, *each.shape[2:]).flatten(0, 1)
 
 
 def batch_captures(batch: Any) -> tuple[Any, ...]:
@@ -69,13 +80,7 @@ class _Fold:
 
     def rows(self, tensor: Tensor, is_mapped: bool) -> Tensor:
         """[count * batch, ...], also of shared values."""
-        each = self.each(tensor, is_mapped)
-        return each.expand(self.count, self.batch, *each.shape[2:]).flatten(0, 1)
-
-    def lists(self, tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
-        """Block lists, which may be shared."""
-        pairs = zip(tensors, flags, strict=True)
-        return tuple(into_batch(tensor, flag, self.count, self.batch) for tensor, flag in pairs)
+        return each_batch(tensor, is_mapped, self.count, self.batch)
 
     def unfold(self, result: Tensor, name: str) -> Tensor:
         """Unfold a result that is like the value of that name: [count, ...]."""
@@ -132,7 +137,7 @@ def _common(fold: _Fold, args: Any, is_mapped: Any, flags: tuple[bool, ...]) -> 
         "query": query,
         "key": key,
         "value": value,
-        "blocks": fold.lists(args.blocks, is_mapped.blocks),
+        "blocks": into_batch(args.blocks, is_mapped.blocks, fold.count, fold.batch),
         "score_mod": unfolded_mod(args.score_mod, 1, fold.batch, flags),
         "mask_mod": unfolded_mod(args.mask_mod, 0, fold.batch, is_mapped.mask_captures),
         "mask_captures": (*args.mask_captures, *batch_captures(fold.batch)),

@@ -24,7 +24,7 @@ from flexhop.ops.derivative import push_attention
 from flexhop.ops.eager import attend
 from flexhop.ops.eager_kernels import OPTION, run_alone
 from flexhop.ops.examples import index_examples, score_dtype, score_examples
-from flexhop.ops.folding import batch_captures, into_batch, unfolded_mod
+from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
@@ -229,15 +229,12 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     if args.dropout_seed:
         raise VmapError(argument="the dropout")
     is_mapped: Any = AttentionArgs(*mapped)
-    tensors = (args.query, args.key, args.value, *args.blocks)
-    flags = (is_mapped.query, is_mapped.key, is_mapped.value, *is_mapped.blocks)
     batch = args.query.size(1 if is_mapped.query else 0)
-    query, key, value, *blocks = (
-        into_batch(tensor, flag, count, batch) for tensor, flag in zip(tensors, flags, strict=True)
-    )
+    key, value = into_batch(args[1:3], is_mapped[1:3], count, batch)
 
     folded = args._replace(
-        query=query, key=key, value=value, blocks=tuple(blocks),
+        query=each_batch(args.query, is_mapped.query, count, batch), key=key, value=value,
+        blocks=into_batch(args.blocks, is_mapped.blocks, count, batch),
         score_mod=unfolded_mod(args.score_mod, 1, batch, is_mapped.score_captures),
         mask_mod=unfolded_mod(args.mask_mod, 0, batch, is_mapped.mask_captures),
         score_captures=(*args.score_captures, *batch_captures(batch)),
