@@ -37,6 +37,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 from flexhop.compat.location import users_line
 from flexhop.compat.numbers import as_captures
 from flexhop.compat.subgraph import speculate
+from flexhop.compat.vmapped import is_mapped
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
@@ -203,6 +204,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         _refuse_reads_on_host(graph, kind)
         with self.rules.index_mode():
             _refuse_mutation(tx, graph, kind)
+        _forget_batched_inputs(graph)
         attribute = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
         return hops.make_attr(tx, attribute), tuple(lifted)
 
@@ -265,6 +267,17 @@ def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
     if watch.writer is not None:
         stack = watch.writer.meta.get("stack_trace") or ""
         raise CaptureMutationError(mod=kind, location=users_line(stack))
+
+
+def _forget_batched_inputs(graph: Graph) -> None:
+    """Drop the example values of captures that a torch.vmap around the call maps.
+
+    2.11 to 2.15: Dynamo's last pass records the symbolic sizes of each input by an operator that
+    has no batching rule. It skips inputs without an example.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if is_mapped(node.meta.get("example_value")):
+            del node.meta["example_value"]
 
 
 def _fresh(value: Any) -> Any:

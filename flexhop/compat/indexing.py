@@ -112,6 +112,21 @@ def _as_tensor(number: Any, beside: Tensor) -> Any:
     return torch.zeros((), dtype=dtype, device=beside.device) + number
 
 
+_LOG_SIGMOIDS = (
+    torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.log_sigmoid.default,
+    torch.nn.functional.logsigmoid,
+)  # fmt: skip
+
+
+def _without_symbol(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A call with a symbol for an operand, with a tensor instead if the function has two operands.
+
+    Not an overload for numbers, such as aten.remainder.Scalar.
+    """
+    function = getattr(func, "overloadpacket", func)
+    return (function, _without_numbers(args)) if function.__name__ in _PAIRS else (func, args)
+
+
 class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
@@ -141,8 +156,9 @@ class IndexMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             if func.__name__ in _PAIRS:
                 args = _without_numbers(args)
-        elif func is torch.ops.aten.log_sigmoid_forward.default:
-            return vmapped.log_sigmoid(*args)
-        elif func in (torch.nn.functional.logsigmoid, torch.ops.aten.log_sigmoid.default):
-            return vmapped.log_sigmoid(*args, **(kwargs or {}))[0]
+        elif len(args) == 2 and vmapped.is_batched_with_symbol(*args):
+            func, args = _without_symbol(func, args)
+        elif func in _LOG_SIGMOIDS:
+            both = vmapped.log_sigmoid(*args, **(kwargs or {}))
+            return both if func is torch.ops.aten.log_sigmoid_forward.default else both[0]
         return func(*args, **(kwargs or {}))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read with
@@ -82,6 +83,27 @@ def _has_symbols(tensor: Tensor) -> bool:
     while is_batchedtensor(tensor):
         tensor = get_unwrapped(tensor)
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def is_mapped(value: Any) -> bool:
+    """Whether a value is a tensor that a vmap around maps, perhaps inside other transforms."""
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        if is_batchedtensor(value):
+            return True
+        value = get_unwrapped(value)
+    return False
+
+
+def is_batched_with_symbol(first: Any, second: Any) -> bool:
+    """Whether one operand is a batched 0-d tensor and the other a symbolic int.
+
+    2.11 to 2.15: the batching rules of two operands convert such a number to the tensor's dtype,
+    and the conversion of a symbol fails with fake tensors.
+    """
+    if isinstance(first, torch.SymInt):
+        first, second = second, first
+    is_pair = isinstance(second, torch.SymInt) and isinstance(first, Tensor)
+    return is_pair and first.dim() == 0 and is_mapped(first)
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -356,6 +356,28 @@ def test_vmap_with_gradients_under_dynamic_shapes():
     assert_same(mapped, inputs, [*inputs, bias], run=compiled(mapped, dynamic=True))
 
 
+@pytest.mark.parametrize("number", [7, 2.5])
+def test_vmap_of_mods_that_capture_numbers_under_dynamic_shapes(number):
+    """A symbol beside indices, the score, and reads of a mapped table."""
+
+    def mapped(number, *inputs):
+        def keep(b, h, q_idx, kv_idx):
+            return q_idx + number >= kv_idx
+
+        def one(query, key, value, table):
+            def bias(score, b, h, q_idx, kv_idx):
+                return number * score + (table[b, h] - number) + (q_idx - kv_idx) / number
+
+            return flex_attention(query, key, value, bias, mask)
+
+        mask = create_block_mask(keep, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+        return torch.func.vmap(one)(*inputs)
+
+    leaves = [t.requires_grad_() for t in stacked()]
+    inputs = [number, *leaves, torch.randn(3, BATCH, HEADS)]
+    assert_same(mapped, inputs, run=compiled(mapped, dynamic=True))
+
+
 def test_a_mask_made_inside_reads_a_table_by_two_indices():
     """Dynamo traces the reads of create_block_mask, and knows few functions of torch.vmap."""
     table = torch.rand(HEADS, LENGTH) > 0.3
