@@ -125,7 +125,10 @@ class TemplateKernel(TritonTemplateKernel):
     def dropped(self, value: str) -> str:
         """Text of a weight, or its gradient, after dropout."""
         dropout = getattr(self.subgraphs, "dropout", None)
-        return value if dropout is None else f"tl.where(kept, {value} * {dropout.factor!r}, 0.0)"
+        if dropout is None:
+            return value
+        both = f"kept, {value} * {dropout.factor!r}"
+        return f"keep_drawn({both})" if dropout.is_float32 else f"tl.where({both}, 0.0)"
 
 
 class Template(TritonTemplate):

@@ -15,6 +15,7 @@ from flexhop.lowering.plan import show_plan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
+from flexhop.lowering.portable.shared import is_float32
 from flexhop.ops.dropout import threshold
 from flexhop.templates import portable
 
@@ -141,6 +142,7 @@ def _dropout(call: KernelCall, kernel: Kernel) -> inductor.Dropout | None:
         queries = call.problem.dropout_groups
         groups = (queries, seed.get_size()[0] - 4 - queries) if queries else None
         return inductor.Dropout(
-            seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups, groups
-        )
+            seed.get_name(), threshold(dropout_p), 1.0 / (1.0 - dropout_p), in_groups, groups,
+            is_float32(call.problem),
+        )  # fmt: skip
     return None

@@ -77,7 +77,7 @@ class Dropout(NamedTuple):
 
     seed: name of its buffer. threshold: for the random words. factor: for the kept weights.
     in_groups: whether tiles start at multiples of 16 queries and keys. groups: of queries and of
-    keys, in a placed seed; None if positions are the mask's.
+    keys, in a placed seed; None if positions are the mask's. is_float32: whether the operands are.
     """
 
     seed: str
@@ -85,12 +85,13 @@ class Dropout(NamedTuple):
     factor: float
     in_groups: bool
     groups: tuple[Expr, Expr] | None = None
+    is_float32: bool = False
 
 
 def draw_kept(kernel: Any, dropout: Dropout, q_idx: str, kv_idx: str) -> str:
     """A line to append: which weights of a tile are kept."""
     seed = kernel.args.input(dropout.seed)
-    rest = f"{dropout.threshold}, {dropout.in_groups}"
+    rest = f"{dropout.threshold}, {dropout.in_groups}, {dropout.is_float32}"
     place = f"b, h, {q_idx}, {kv_idx}"
     if dropout.groups is not None:
         queries, keys = (
