@@ -29,6 +29,7 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import UNREAD, Problem
+from flexhop.lowering.products import product
 from flexhop.lowering.second import Second, Wanted, read_second
 from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of
 from flexhop.ops.program import read_step
@@ -304,14 +305,10 @@ def _own_tangent(rows: _Rows) -> _Rows:
 
 def _row_sum(products: Sequence[tuple[Any, Any]]) -> Any:
     """The sum over columns of the products of pairs, in fp32."""
-    as_float = torch.ops.prims.convert_element_type.default
-    total: Any = None
-    for pair in products:
-        left, right = (inductor.call_lowering(as_float, t, torch.float32) for t in pair)
-        product = inductor.call_lowering(aten.mul.Tensor, left, right)
-        total = (
-            product if total is None else inductor.call_lowering(aten.add.Tensor, total, product)
-        )
+    first, *others = (product(*pair) for pair in products)
+    total = functools.reduce(
+        lambda a, b: inductor.call_lowering(aten.add.Tensor, a, b), others, first
+    )
     return inductor.call_lowering(aten.sum.dim_IntList, total, [-1])
 
 

@@ -25,6 +25,7 @@ from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
+from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
 from flexhop.ops.layout import dense_strides
 from flexhop.options import KernelOptions
@@ -291,15 +292,14 @@ def _statistics(args: Any, rows: int) -> tuple[Any, Any]:
     call, query = inductor.call_lowering, args.query
     length = query.get_size()[2]
     missing = gluon.fill_up(length, rows)
-    as_float = (call(convert, tensor, torch.float32) for tensor in (args.out, args.grad_out))
-    product = call(aten.mul.Tensor, *as_float)
+    weighted = product(args.out, args.grad_out)
     lse, grad_lse = args.lse, args.grad_lse
     if not inductor.is_multiple(length, rows):
-        product = call(aten.constant_pad_nd.default, product, [0, 0, 0, missing], 0.0)
+        weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
         lse = call(aten.constant_pad_nd.default, lse, [0, missing], -INF)
         if grad_lse is not None:
             grad_lse = call(aten.constant_pad_nd.default, grad_lse, [0, missing], 0.0)
-    delta = call(aten.sum.dim_IntList, product, [-1])
+    delta = call(aten.sum.dim_IntList, weighted, [-1])
     if grad_lse is not None:
         delta = call(aten.sub.Tensor, delta, grad_lse)
     in_base_2 = call(aten.mul.Tensor, lse, kernels.LOG2_E)

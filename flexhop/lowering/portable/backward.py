@@ -18,6 +18,7 @@ from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.problem import Problem
+from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.options import KernelOptions
 
@@ -93,11 +94,8 @@ def _emit_key_value(
 
 def _delta(args: BackwardArgs) -> Any:
     """rowsum(out * grad_out) - grad_lse, fused by Inductor into one reduction."""
-    as_float = lambda t: inductor.call_lowering(  # noqa: E731
-        torch.ops.prims.convert_element_type.default, t, torch.float32
-    )
-    product = inductor.call_lowering(aten.mul.Tensor, as_float(args.out), as_float(args.grad_out))
-    delta = inductor.call_lowering(aten.sum.dim_IntList, product, [-1])
+    weighted = product(args.out, args.grad_out)
+    delta = inductor.call_lowering(aten.sum.dim_IntList, weighted, [-1])
     if args.grad_lse is not None:
         delta = inductor.call_lowering(aten.sub.Tensor, delta, args.grad_lse)
     return inductor.contiguous(delta)
