@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexhop.block_mask.lists import LISTED_AT_ONCE, dense_to_lists, order_by_running_sums
+from flexhop.block_mask.lists import LISTED_AT_ONCE, dense_to_lists
 from flexhop.block_mask.scores import Grid, whole_blocks
 from flexhop.compat.recorded import copies
 
@@ -51,10 +51,7 @@ def _at_once(parts: list[Tensor], grid: Grid, with_queries: bool) -> list[Tensor
     found: list[Tensor] = []
     for side in sides:
         lead = (len(side), grid.batch, grid.heads)
-        dense = torch.stack(side)
-        counts = dense.sum(-1, dtype=torch.int32)
-        ordered = (counts, order_by_running_sums(dense, counts))
-        lists = (t.expand(*lead, *t.shape[3:]) for t in ordered)
+        lists = (t.expand(*lead, *t.shape[3:]) for t in dense_to_lists(torch.stack(side)))
         pairs = zip(*(t.contiguous().unbind() for t in lists), strict=True)
         found += [t for pair in pairs for t in pair]
     return found

@@ -133,16 +133,16 @@ def dense_to_lists(dense: Tensor, *, in_graph: bool = False) -> tuple[Tensor, Te
     """
     num_blocks = dense.sum(-1, dtype=torch.int32)
     if in_graph or torch.compiler.is_compiling() or dense.numel() <= LISTED_AT_ONCE:
-        return num_blocks, order_by_running_sums(dense, num_blocks)
+        return num_blocks, _order_by_running_sums(dense, num_blocks)
     order = torch.empty(dense.shape, dtype=torch.int32, device=dense.device)
     step = max(1, LISTED_AT_ONCE * dense.shape[-2] // dense.numel())
     for row in range(0, dense.shape[-2], step):
         rows = slice(row, row + step)
-        order[..., rows, :] = order_by_running_sums(dense[..., rows, :], num_blocks[..., rows])
+        order[..., rows, :] = _order_by_running_sums(dense[..., rows, :], num_blocks[..., rows])
     return num_blocks, order
 
 
-def order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
+def _order_by_running_sums(dense: Tensor, num_blocks: Tensor) -> Tensor:
     """The indices of `dense_to_lists`: a column's place is the number of marks before it.
 
     Args:
