@@ -12,6 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import is_tracing
 
 from flexhop.block_mask import BlockMask, create_block_mask
+from flexhop.block_mask.coverage import may_wait
 from flexhop.compat.kept import remember
 from flexhop.integrations.transformers_rows import visible_keys
 from flexhop.mods import MaskMod, and_masks
@@ -80,7 +81,7 @@ def block_mask(
 
 def _sees_every_key(
     position: int | Tensor,
-    keys: tuple[int, int],
+    keys: tuple[int | Tensor, int | Tensor],
     attention_mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> bool:
@@ -97,13 +98,10 @@ def _sees_every_key(
         return False
     if attention_mask is None:
         return True
-    if is_tracing(attention_mask) or (attention_mask.is_cuda and _is_captured()):
+    if is_tracing(attention_mask) or not may_wait(attention_mask.device):
         return False
     tokens = attention_mask[:, first:end]
     return tokens.size(1) == end - first and bool(tokens.all())
-
-
-_is_captured = torch.cuda.is_current_stream_capturing
 
 
 def _depends_on_batch(mask_function: MaskFunction, device: torch.device) -> bool:
