@@ -4,10 +4,12 @@ Compilation takes most of a benchmark's time and needs no GPU to itself; the mea
 worker calls `wait_for_turn` when it is prepared, and prints its result with `answer`.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ def wait_for_turn() -> None:
 
 
 def answer(result: dict[str, Any]) -> None:
-    """Hand a worker's result over."""
+    """Hand a worker's result over; a later one replaces it."""
     print(_ANSWER + json.dumps(result), flush=True)
 
 
@@ -36,14 +38,15 @@ class _Worker(NamedTuple):
 
     def finish(self) -> dict[str, Any] | str:
         """Let it measure: its result, or its last words."""
-        assert self.process.stdin is not None
-        if self.process.poll() is None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
-        line = self.read(_ANSWER)
-        self.process.communicate()
-        if line:
-            return json.loads(line.removeprefix(_ANSWER))
+        lines = [line for line in self.process.stdout if line.startswith(_ANSWER)]
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()
+        if lines:
+            return json.loads(lines[-1].removeprefix(_ANSWER))
         self.errors.seek(0)
         words = (self.errors.read().strip().splitlines() or ["without a word"])[-1]
         return f"process ended: {words[:200]}"
@@ -58,17 +61,31 @@ def _start(command: Sequence[str]) -> _Worker:
     return _Worker(process, errors)
 
 
-def in_turn(commands: Sequence[Sequence[str]], at_once: int) -> list[dict[str, Any] | str]:
+def in_turn(
+    commands: Sequence[Sequence[str]], at_once: int, seconds: float | None = None
+) -> list[dict[str, Any] | str]:
     """What workers found, or the last words of those that died.
 
     Args:
         commands: a module and its options for each.
         at_once: how many prepare at a time; they measure when all of these are prepared.
+        seconds: workers that run after this time are ended.
     """
     found: list[dict[str, Any] | str] = []
+    started: list[_Worker] = []
+
+    def end() -> None:
+        for worker in started:
+            worker.process.kill()
+
+    timer = threading.Timer(seconds or 0.0, end)
+    if seconds is not None:
+        timer.start()
     for first in range(0, len(commands), at_once):
         workers = [_start(command) for command in commands[first : first + at_once]]
+        started += workers
         for worker in workers:
             worker.read(_READY)
         found += [worker.finish() for worker in workers]
+    timer.cancel()
     return found
