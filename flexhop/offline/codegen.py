@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +33,7 @@ class Generated:
     backward: str | None
     result: Any
 
-    @property
+    @functools.cached_property
     def kernels(self) -> list[Kernel]:
         """Every kernel, forward first, in the order in which the wrappers define them."""
         return kernels_of(self.forward) + kernels_of(self.backward or "")

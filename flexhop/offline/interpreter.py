@@ -35,6 +35,7 @@ from flexhop.compat.cpu_wrapper import triton_helpers
 from flexhop.offline.memory import Memory
 from flexhop.offline.numpy_functions import assembly_function, library_function
 from flexhop.offline.packed_assembly import run_packed
+from flexhop.offline.rewriting import rewrite_ast
 
 __all__ = ["interpreting", "launch"]
 
@@ -119,6 +120,7 @@ def _swapped_functions() -> Iterator[tuple[Any, str, Any]]:
     # Outside of compilation the generic libdevice is a list of empty functions.
     yield triton_helpers, "libdevice", libdevice
     yield InterpretedFunction, "__call__", _call_device_function
+    yield interpreter.FunctionRewriter, "rewrite_ast", rewrite_ast
 
 
 def _method(function: InterpretedFunction[Any]) -> Callable[..., Any]:
@@ -152,6 +154,7 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
     yield interpreter.interpreter_builder, "options", unchecked
+    yield interpreter, "_get_np_dtype", _numpy_type(interpreter._get_np_dtype)
     builder = InterpreterBuilder
     yield builder, "cast_impl", _cast
     # Missing before Triton 3.9.
@@ -166,6 +169,17 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
     yield builder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin)
     yield builder, "create_extern_elementwise", _call_library
     yield builder, "create_inline_asm", _run_assembly
+
+
+def _numpy_type(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The original makes its table for every question, of which an operation has several."""
+    of_number = functools.cache(original)
+
+    def numpy_type(dtype: Any) -> Any:
+        element = dtype.scalar
+        return original(element) if isinstance(element, tl.pointer_type) else of_number(element)
+
+    return numpy_type
 
 
 def _is_bf16(handle: TensorHandle) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
+import functools
 import hashlib
 import linecache
 import types
@@ -65,13 +67,14 @@ class Kernel:
     @property
     def functions(self) -> list[str]:
         """Names of the kernel and its device functions, in the order of the text."""
-        body = ast.parse(self.source).body
-        return [node.name for node in body if isinstance(node, ast.FunctionDef)]
+        return [
+            node.name for node in _parse(self.source).body if isinstance(node, ast.FunctionDef)
+        ]
 
     def text(self) -> str:
         """The kernel and its device functions, without imports and Inductor's decorator."""
-        tree = ast.parse(self.source)
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        body = _parse(self.source).body
+        functions = [node for node in body if isinstance(node, ast.FunctionDef)]
         return "\n\n\n".join(self._cut(function) for function in functions) + "\n"
 
     def function_text(self, name: str) -> str:
@@ -88,13 +91,7 @@ class Kernel:
         Returns:
             A new module whose attribute `name` is what `@triton.jit` or `@gluon.jit` makes of it.
         """
-        tree = ast.parse(self.source)
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                node.decorator_list = [d for d in node.decorator_list if not _is_inductor(d)]
-        # It would require a driver; without a GPU there is none.
-        tree.body = [node for node in tree.body if "set_driver_to_gpu" not in ast.unparse(node)]
-        text = ast.unparse(tree)
+        text = _executable(self.source)
         filename = f"<{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
         # Triton reads a kernel's source back through inspect, which asks linecache.
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -103,7 +100,7 @@ class Kernel:
         return module
 
     def _function(self, name: str = "") -> ast.FunctionDef:
-        tree = ast.parse(self.source)
+        tree = _parse(self.source)
         if name in ("", self.name):
             return _kernel_function(tree)
         for node in tree.body:
@@ -115,6 +112,25 @@ class Kernel:
         kept = [d.lineno for d in function.decorator_list if not _is_inductor(d)]
         first = min([function.lineno, *kept])
         return "\n".join(self.source.splitlines()[first - 1 : function.end_lineno])
+
+
+@functools.lru_cache(maxsize=32)  # a kernel is asked about its parts several times
+def _parse(source: str) -> ast.Module:
+    """The tree of a kernel's text, not to be changed."""
+    return ast.parse(source)
+
+
+@functools.lru_cache(maxsize=32)
+def _executable(source: str) -> str:
+    """The text without Inductor's decorator."""
+    parts: list[str] = []
+    for node in _parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            node = copy.copy(node)
+            node.decorator_list = [d for d in node.decorator_list if not _is_inductor(d)]
+        parts.append(ast.unparse(node))
+    # It would require a driver; without a GPU there is none.
+    return "\n".join(part for part in parts if "set_driver_to_gpu" not in part)
 
 
 def kernels_of(code: str) -> list[Kernel]:
@@ -129,8 +145,7 @@ def kernels_of(code: str) -> list[Kernel]:
 
 def read_kernel(name: str, source: str) -> Kernel:
     """Read a kernel from the two arguments of `async_compile.triton`."""
-    tree = ast.parse(source)
-    function = _kernel_function(tree)
+    function = _kernel_function(_parse(source))
     decorator = next(d for d in function.decorator_list if _is_inductor(d))
     assert isinstance(decorator, ast.Call)
     facts = {keyword.arg: keyword.value for keyword in decorator.keywords}
