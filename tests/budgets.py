@@ -178,6 +178,13 @@ class RoundedGradient(torch.autograd.Function):
 Formula = Literal["plain", "fused", "online"]
 
 
+def kernel_formulas(dtype: torch.dtype, *, truncates: bool) -> tuple[Formula, ...]:
+    """The formulas that round where a kernel does, if that is elsewhere than in plain PyTorch."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return ("fused", "online")
+    return ("online",) if truncates else ()  # TF32: only weights are made in the kernel
+
+
 class Dense(NamedTuple):
     """Every score of a call at once, and what follows from them.
 
@@ -225,12 +232,15 @@ def dense_attention(
         truncates: see Budget.
         formula: "fused": products of 16-bit matrices stay in fp32, as in one kernel; only the
             weights, out and the gradients of scores are rounded. "online": the same, with weights
-            that are rounded before they are divided by their sum, which a kernel knows last.
+            that are rounded or truncated before they are divided by their sum, which a kernel
+            knows last.
         factors: of dropout: 0 for weights that are dropped, else 1 / (1 - p); they multiply the
             weights after the sums of rows.
     """
     is_plain = formula == "plain"
-    product = Truncated.apply if truncates else torch.matmul if is_plain else exact_product
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    product = exact_product if is_half and not is_plain else torch.matmul
+    product = Truncated.apply if truncates else product
     group = query.size(1) // key.size(1)
     batch = query.size(0)
     key, value = (
@@ -238,7 +248,7 @@ def dense_attention(
     )
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = product(query, key.transpose(-1, -2)).to(wide) * scale
-    if not is_plain:
+    if is_half and not is_plain:
         scores = RoundedGradient.apply(scores, query.dtype)
     if score_mod is not None:
         scores = evaluate_score_mod(score_mod, scores)

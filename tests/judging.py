@@ -20,6 +20,7 @@ from tests.budgets import (
     dense_attention,
     dense_backward,
     evaluate_mask_mod,
+    kernel_formulas,
 )
 from tests.case_inputs import (
     Case,
@@ -128,12 +129,14 @@ def assert_case(
 ) -> tuple[Outcome, Outcome]:
     """Judge every tensor of a run of `case`; returns gold and reference."""
     gold = gold_outcome(case, inputs)
-    reference = reference_outcome(case, inputs, truncates=budget is not None and budget.truncates)
-    others = []
-    if case.dtype in (torch.bfloat16, torch.float16):
-        # delta comes from the rounded out: where its terms cancel, plain PyTorch can be exact by
-        # luck, and a formula that rounds as kernels do is as far off as the kernel.
-        others = [reference_outcome(case, inputs, formula=f) for f in ("fused", "online")]
+    truncates = budget is not None and budget.truncates
+    reference = reference_outcome(case, inputs, truncates=truncates)
+    # delta comes from the rounded out: where its terms cancel, plain PyTorch can be exact by luck,
+    # and a formula that rounds as kernels do is as far off as the kernel.
+    others = [
+        reference_outcome(case, inputs, truncates=truncates, formula=formula)
+        for formula in kernel_formulas(case.dtype, truncates=truncates)
+    ]
     unseen = _unseen(case, reference)
     for name, actual in outcome.tensors.items():
         leaf = name.removeprefix("grad_")

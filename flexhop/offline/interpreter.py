@@ -7,7 +7,8 @@ its library's functions while it is active instead, so one process can do both.
 
 Repairs (Triton 3.6 to 3.9): bfloat16 arithmetic, casts and products work on values, not on their
 bits; maximum and minimum ignore NaN as the GPU does; library functions and single-instruction
-inline assembly have numpy counterparts; the language is patched once and not per device call.
+inline assembly have numpy counterparts; TF32 products truncate; the language is patched once and
+not per device call.
 """
 
 from __future__ import annotations
@@ -228,19 +229,30 @@ def _convert_float(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dot(original: Callable[..., Any]) -> Callable[..., Any]:
-    def dot(self: Any, a: TensorHandle, b: TensorHandle, c: TensorHandle, *rest: Any) -> Any:
+    def dot(
+        self: Any, a: TensorHandle, b: TensorHandle, c: TensorHandle, precision: Any, *rest: Any
+    ) -> Any:
         if a.dtype.scalar.primitive_bitwidth == 8 and a.dtype.scalar.is_floating():
-            return original(self, a, b, c, *rest)
+            return original(self, a, b, c, precision, *rest)
         # A GPU adds exact fp32 products in the order of the columns, in every tile alike: backward
         # finds the scores of forward. BLAS has an order per shape; fp64 makes it immaterial.
         dtype = np.float64 if a.dtype.scalar == tl.float32 else c.data.dtype
         # Casting first lets numpy use BLAS.
-        left, right = (_widen(x).data.astype(dtype, copy=False) for x in (a, b))
+        left, right = (_widen(x).data for x in (a, b))
+        if a.dtype.scalar == tl.float32 and precision == interpreter._ir.INPUT_PRECISION.TF32:
+            left, right = _truncate(left), _truncate(right)
+        left, right = left.astype(dtype, copy=False), right.astype(dtype, copy=False)
         return TensorHandle(
             (left @ right + c.data).astype(c.data.dtype, copy=False), c.dtype.scalar
         )
 
     return dot
+
+
+def _truncate(data: np.ndarray) -> np.ndarray:
+    """What tensor cores read of fp32 operands: TF32, with the bits that it lacks cut off."""
+    bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _on_values(original: Callable[..., Any]) -> Callable[..., Any]:

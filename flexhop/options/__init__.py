@@ -62,7 +62,7 @@ class KernelOptions:
         grad_query: tile of the kernel that computes the gradient of query.
         grad_key_value: tile of the kernel that computes the gradients of key and value.
         float32_precision: "ieee" or "tf32" for float32 matrix products. None follows torch's
-            setting.
+            setting. With "tf32", tensor cores ignore the last 13 bits of each operand.
         prescale_qk: multiply query by the scale before the product. Slightly faster, with one more
             rounding in half precision.
         rows_guaranteed_safe: a promise that every query sees at least one key. The kernel then

@@ -11,10 +11,10 @@ from torch import Tensor
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, wrong_products
 from flexhop.offline.interpret import Memory, interpret
-from tests.budgets import TF32, assert_within_budget
+from tests.budgets import TF32, assert_within_budget, kernel_formulas
 from tests.compiler_stages import compile_to_llvm
 from tests.fuzz.devices import evaluate_mods
-from tests.fuzz.oracle import compute, loss_of, truncates
+from tests.fuzz.oracle import compute, loss_of
 from tests.fuzz.plan import Plan
 from tests.fuzz.problem import Problem, make_call, make_problem
 
@@ -41,6 +41,7 @@ def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "ea
     """
     torch._dynamo.reset()
     problem = make_problem(plan, seed % 1000, device)
+    problem.is_for_gpu = device == "cuda" or backend == "interpreter"
     run = runner(problem, backend)
     found = run()
     exceeded = judge(problem, found)
@@ -109,9 +110,8 @@ class References(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> References:
-        others = [compute(problem, None)]
-        if problem.plan.dtype in (torch.bfloat16, torch.float16):
-            others += [compute(problem, None, "fused"), compute(problem, None, "online")]
+        formulas = kernel_formulas(problem.plan.dtype, truncates=problem.truncates)
+        others = [compute(problem, None, formula) for formula in ("plain", *formulas)]
         return cls(compute(problem, torch.float64), others)
 
     def compare(self, problem: Problem, name: str, actual: Tensor, *more: Results) -> None:
@@ -121,7 +121,7 @@ class References(NamedTuple):
             actual, self.gold[name], *allowed, name=name,
             captured=name in (*problem.plan.learned, "sinks"),
             unseen=self.gold.get(f"unseen_{name}"),
-            budget=TF32 if truncates(problem) else None,
+            budget=TF32 if problem.truncates else None,
         )  # fmt: skip
 
 

@@ -171,7 +171,7 @@ def _options(r: random.Random, plan: Plan, large: bool) -> tuple[tuple[str, Any]
     elif r.random() < 0.3:
         chosen["backend"] = "triton"
     if plan.dtype == torch.float32 and r.random() < 0.3:
-        chosen["float32_precision"] = r.choice(["ieee", "tf32"]) if large else "ieee"
+        chosen["float32_precision"] = r.choice(["ieee", "tf32"])
     return tuple(chosen.items())
 
 

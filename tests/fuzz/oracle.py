@@ -18,12 +18,6 @@ from tests.fuzz.problem import Problem
 Parts = dict[str, Tensor]
 
 
-def truncates(problem: Problem) -> bool:
-    """Whether products drop the bits of fp32 that TF32 lacks; only GPUs have TF32."""
-    asked = dict(problem.plan.options).get("float32_precision") == "tf32"
-    return asked and problem.device.type == "cuda"
-
-
 class Segment(NamedTuple):
     """Rows that see keys: all of a dense call, or a sequence.
 
@@ -141,7 +135,7 @@ def compute(
     """
     copied = copy_problem(problem, dtype)
     plan, parts = copied.plan, segments(copied)
-    is_short = dtype is None and truncates(problem)
+    is_short = dtype is None and problem.truncates
     orders = [Order.of(part, order) for part in parts]
     dense = [
         _attend(copied, part, formula, is_short, turned)

@@ -28,6 +28,7 @@ class Problem:
 
     operands: query, key and value as the call takes them. plain: key and value of a cache, as its
     mods make them, [B, Hkv, N, D] and fp32. grad_out, grad_lse: of the results, in their shapes.
+    is_for_gpu: whether kernels of GPUs compute it, there or in the interpreter.
     """
 
     plan: Plan
@@ -40,6 +41,12 @@ class Problem:
     plain: tuple[Tensor, Tensor] | None = None
     table: flexhop.PageTable | None = None
     key_mods: dict[str, Mod] = dataclasses.field(default_factory=dict)
+    is_for_gpu: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether products drop the bits of fp32 that TF32 lacks; only GPUs have TF32."""
+        return self.is_for_gpu and dict(self.plan.options).get("float32_precision") == "tf32"
 
     @property
     def device(self) -> torch.device:

@@ -32,7 +32,7 @@ def interpreted(case: Case, inputs: Inputs, **generation) -> Outcome:
 
 
 def budget_of(case: Case) -> Budget | None:
-    """TF32 where a case asks for it, though the interpreter multiplies exactly."""
+    """TF32 where a case asks for it."""
     asked = case.options is not None and case.options.float32_precision == "tf32"
     return TF32 if asked else None
 

@@ -163,6 +163,21 @@ def test_poison_fills_gaps_between_rows():
     assert memory.as_strided((8,), (1,)).isnan().all()
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_tf32_products_truncate(precision):
+    """As tensor cores do: an H200's errors are those of truncated operands."""
+    body = f"""
+    i = tl.arange(0, 16)
+    tile = i[:, None] * 16 + i[None, :]
+    product = tl.dot(tl.load(x + tile), tl.load(x + tile), input_precision="{precision}")
+    tl.store(out + tile, product)
+    """
+    x, out = torch.full((16, 16), 1 + 2.0**-10 + 2.0**-11), torch.empty(16, 16)
+    run_kernel(kernel(POINTERS, body), (1,), {"x": x, "out": out})
+    read = x if precision == "ieee" else torch.full_like(x, 1 + 2.0**-10)
+    torch.testing.assert_close(out, read @ read, rtol=1e-6, atol=0.0)
+
+
 def test_gluon_is_refused():
     written = kernel(POINTERS, _block(""))
     gluon = written.__class__(

@@ -1,0 +1,28 @@
+"""What the judge of random problems must know of kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.case_inputs import Shape
+from tests.fuzz.checks import check_results
+from tests.fuzz.plan import Plan
+
+TF32 = (("backend", "triton"), ("float32_precision", "tf32"))
+# Errors of an H200, in units of the error of a formula that truncates weights after it divides
+# them by their sum: 2.7, and 2.1 for a captured gradient.
+TRUNCATED = {
+    "dropped weights": Plan(
+        shape=Shape(1, 3, 3, 7, 7, 16, 8), masks=("remainder",), scores=("zeros",), train="",
+        options=TF32, dropout=0.1,
+    ),
+    "captured gradient": Plan(
+        shape=Shape(2, 3, 1, 65, 127, 72, 72), scores=("head", "without_nan"), train="",
+        learned=("head_factor",), scale=1.0, options=TF32, dropout=0.5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_tf32_weights_are_truncated_before_they_are_divided(name):
+    assert check_results(TRUNCATED[name], 731, backend="interpreter") == ""
