@@ -589,6 +589,11 @@ OPTIONS = [
     Case("prescaled", mask=plain(causal), options=KernelOptions(forward=TINY, prescale_qk=True), lse=True),
     Case("prescaled_fp16", shape=Shape(head_dim=40, value_head_dim=40), dtype=FP16, lse=True,
          options=KernelOptions(forward=TINY, prescale_qk=True)),
+    # Scores of up to 20, whose query every kernel must round alike.
+    Case("prescaled_steep", shape=Shape(1, 2, 2, 257, 7, 256, 64), dtype=FP16, scale=0.3,
+         options=KernelOptions(prescale_qk=True)),
+    Case("prescaled_pieces", shape=Shape(1, 2, 1, 17, 33, 576, 512), dtype=FP16, scale=0.1, stock=False,
+         options=KernelOptions(prescale_qk=True)),
     Case("rows_safe", mask=plain(causal), options=KernelOptions(rows_guaranteed_safe=True)),
     Case("tf32", mask=plain(causal), options=KernelOptions(float32_precision="tf32")),
 ]  # fmt: skip

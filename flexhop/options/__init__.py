@@ -63,8 +63,8 @@ class KernelOptions:
         grad_key_value: tile of the kernel that computes the gradients of key and value.
         float32_precision: "ieee" or "tf32" for float32 matrix products. None follows torch's
             setting. With "tf32", tensor cores ignore the last 13 bits of each operand.
-        prescale_qk: multiply query by the scale before the product. Slightly faster, with one more
-            rounding in half precision.
+        prescale_qk: multiply a query in half precision by the scale before the product, in forward
+            and backward. Slightly faster, with one more rounding. Portable kernels only.
         rows_guaranteed_safe: a promise that every query sees at least one key. The kernel then
             skips the check for empty rows. A broken promise gives NaN.
         deterministic: bitwise reproducible gradients; use_deterministic_algorithms(True) implies

@@ -113,6 +113,8 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "score_mod reads a captured tensor that needs a gradient at one entry per score"
     tile = table_tile(problem)
     yield from _block_obstacles(problem.blocks, tile.block_m, tile.block_n)
+    if options.prescale_qk:
+        yield "it does not support prescale_qk"
     if options.grad_query is not None or options.grad_key_value is not None:
         yield "kernel_options set a tile of the portable kernels"
     yield from filter(None, [versions.obstacle()])

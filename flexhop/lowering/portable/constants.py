@@ -121,6 +121,7 @@ class GradQueryConstants(SharedConstants):
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool
     BRANCH_FOR_MASK: bool
+    PRESCALE_QK: bool
     LSE_SCALE: float
 
 
@@ -136,6 +137,7 @@ class GradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
+    PRESCALE_QK: bool
     LSE_SCALE: float
 
 
@@ -147,6 +149,7 @@ class JvpGradQueryConstants(SharedConstants):
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
+    PRESCALE_QK: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
     HAS_K_DOT: bool
@@ -166,6 +169,7 @@ class JvpGradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
+    PRESCALE_QK: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
     HAS_K_DOT: bool

@@ -30,6 +30,7 @@ from flexhop.lowering.portable.shared import (
     exponent,
     heads_per_section,
     is_float32,
+    prescaled,
 )
 from flexhop.lowering.portable.shared import shared as shared_constants
 from flexhop.lowering.portable.tiles import smaller_tiles, table_tile
@@ -39,14 +40,13 @@ from flexhop.options import KernelOptions, Tile
 
 def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> ForwardConstants:
     """Constants of the forward kernel."""
-    shared = _prescaled(shared_constants(problem, options, tile), options)
+    shared = prescaled(problem, options, shared_constants(problem, options, tile))
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
-        PRESCALE_QK=options.prescale_qk,
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
-        LN_2=_ln_2(problem, options, shared),
+        LN_2=_ln_2(problem, shared),
     )
 
 
@@ -59,13 +59,13 @@ def jvp_forward_constants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
         **_tangents(problem),
-        LN_2=_ln_2(problem, dataclasses.replace(options, prescale_qk=False), shared),
+        LN_2=_ln_2(problem, shared),
     )
 
 
 def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> DecodeConstants:
     """Constants of the kernel for short queries."""
-    shared = _prescaled(shared_constants(problem, options, tile), options)
+    shared = prescaled(problem, options, shared_constants(problem, options, tile))
     del shared["TILES_PER_Q_BLOCK"], shared["CHECK_Q"]
     if problem.blocks is None:
         shared["SPARSE_Q_BLOCK_SIZE"] = splits.MAX_ROWS
@@ -73,11 +73,10 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
         **shared,
         SPLITS=num_splits(problem, options),
         PACKED_HEADS=splits.packed_heads(problem),
-        PRESCALE_QK=options.prescale_qk,
         # A query that sees a key need not see one in every split.
         ROWS_GUARANTEED_SAFE=False,
         RETURN_MAX=problem.returns_max,
-        LN_2=_ln_2(problem, options, shared),
+        LN_2=_ln_2(problem, shared),
     )
 
 
@@ -94,7 +93,7 @@ def combine_constants(
 ) -> DecodeCombineConstants:
     """Constants of the kernel that combines `count` splits."""
     rounded, width = 1 << (count - 1).bit_length(), round_head_dim(problem.value_head_dim)
-    exponents = _prescaled(exponent(problem), options)
+    exponents = prescaled(problem, options, exponent(problem))
     return DecodeCombineConstants(
         SPLITS=count,
         SPLITS_ROUNDED=rounded,
@@ -104,7 +103,7 @@ def combine_constants(
         V_HEAD_DIM_ROUNDED=width,
         RETURN_MAX=problem.returns_max,
         OFFSET_DTYPE="tl.int64" if problem.large_output else "tl.int32",
-        LN_2=_ln_2(problem, options, exponents),
+        LN_2=_ln_2(problem, exponents),
         EXP_SCALE=exponents["EXP_SCALE"],
         SUBTRACT_FIRST=exponents["SUBTRACT_FIRST"],
     )
@@ -114,25 +113,18 @@ def combine_constants(
 _COMBINED_ELEMENTS = 4096
 
 
-def _ln_2(problem: Problem, options: KernelOptions, shared: dict[str, Any]) -> float:
+def _ln_2(problem: Problem, shared: dict[str, Any]) -> float:
     """Nats per unit of the exponent: log 2, as implied by EXP_SCALE, which is fp32 in a kernel."""
     # Is the scale part of the score?
-    inside = shared["SCALE_SCORES"] or options.prescale_qk
+    inside = shared["SCALE_SCORES"] or shared.get("PRESCALE_QK", False)
     return (1.0 if inside else problem.scale) / ctypes.c_float(shared["EXP_SCALE"]).value
-
-
-def _prescaled(shared: dict[str, Any], options: KernelOptions) -> dict[str, Any]:
-    """The constants of a kernel that scales its queries first, if the user requests it."""
-    if options.prescale_qk:
-        shared |= {"SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
-    return shared
 
 
 def grad_query_constants(
     problem: Problem, options: KernelOptions, tile: Tile
 ) -> GradQueryConstants:
     """Constants of the kernel for the gradient of query."""
-    shared = shared_constants(problem, options, tile)
+    shared = prescaled(problem, options, shared_constants(problem, options, tile))
     # The lse of rows that do not exist makes their weights 0, unless a mod turns their score into
     # NaN.
     check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.mods.has_score_mod)
@@ -151,7 +143,7 @@ def grad_key_value_constants(
     kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
 ) -> GradKeyValueConstants:
     """Constants of the kernel for the gradients of key, of value, or of both."""
-    shared = shared_constants(problem, options, tile)
+    shared = prescaled(problem, options, shared_constants(problem, options, tile))
     width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
     return GradKeyValueConstants(
         **shared,

@@ -31,6 +31,17 @@ def exponent(problem: Problem) -> dict[str, Any]:
     }
 
 
+def prescaled(problem: Problem, options: KernelOptions, values: dict[str, Any]) -> dict[str, Any]:
+    """These constants, for a kernel that scales its queries first if the user requests it.
+
+    Backward must round its queries as forward does, or its weights do not sum to 1. In float32 the
+    option would only change how scores are rounded.
+    """
+    if not options.prescale_qk or is_float32(problem):
+        return values | {"PRESCALE_QK": False}
+    return values | {"PRESCALE_QK": True, "SCALE_SCORES": False, "EXP_SCALE": LOG2_E}
+
+
 def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, Any]:
     """Constants of every kernel."""
     blocks = problem.blocks or MaskBlocks(tile.block_m, tile.block_n, has_full=False)

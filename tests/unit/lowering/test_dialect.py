@@ -315,6 +315,7 @@ def test_the_hopper_backward_kernel_serves(facts):
             {"blocks": MaskBlocks(64, 128, True)}, {},
             "its tiles of 128 x 128 do not divide the mask's blocks of 64 x 128",
         ),
+        ({}, {"prescale_qk": True}, "it does not support prescale_qk"),
         (
             {}, {"grad_query": Tile(64, 64)},
             "kernel_options set a tile of the portable kernels",

@@ -83,6 +83,12 @@ def test_prescaling_replaces_both():
     assert found["EXP_SCALE"] == math.log2(math.e)
 
 
+def test_prescaling_is_of_half_precision():
+    """In fp32 it would only change how scores are rounded."""
+    exact = constants(options=KernelOptions(prescale_qk=True), dtype=torch.float32)
+    assert not exact["PRESCALE_QK"] and exact["SCALE_SCORES"]
+
+
 def test_float32_precision_is_quoted_source(monkeypatch):
     assert (
         constants(options=KernelOptions(float32_precision="tf32"))["FLOAT32_PRECISION"] == "'tf32'"
