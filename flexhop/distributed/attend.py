@@ -134,7 +134,7 @@ def _call(
     if args.dropout_seed:
         first = call.first[0], call.first[1] + places.head
         args = args._replace(dropout_seed=(place(args.dropout_seed[0], first, part.groups),))
-        call = call._replace(dropout_groups=places.query.size(0) // 16)
+        call = call._replace(dropout_groups=part.facts.query_length // 16)
     local = args._replace(
         score_mod=global_score_mod(args.score_mod, places),
         mask_mod=global_mask_mod(args.mask_mod, places),

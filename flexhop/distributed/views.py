@@ -10,10 +10,12 @@ from torch import Tensor
 from flexhop.attention import mask_operands
 from flexhop.block_mask.lists import block_count, dense_to_lists
 from flexhop.block_mask.mask import BlockMask
+from flexhop.distributed.packed import PackedSequences
 from flexhop.distributed.places import Places
 from flexhop.distributed.plan import Plan
 from flexhop.distributed.routes import NOWHERE, Route, make_routes
 from flexhop.ops.call import MaskFacts
+from flexhop.ops.dispatch import closed_over
 
 
 class Part(NamedTuple):
@@ -58,8 +60,11 @@ def make_view(plan: Plan, name: str, rank: int, device: torch.device, bucket: in
         bucket: see make_routes.
     """
     group, head_rank = divmod(rank, plan.heads)
+    # A graph that serves batches with other documents has no constants that depend on them.
+    is_fixed = bucket == 1 or _is_fixed(plan.sources[name])
     parts = tuple(
-        _part(plan, name, rank, route, device) for route in make_routes(plan, name, group, bucket)
+        _part(plan, name, rank, route, device, is_fixed=is_fixed)
+        for route in make_routes(plan, name, group, bucket)
     )
     cost = plan.masks[name].cost
     is_merged = cost.method == "stages" and plan.groups > 1
@@ -67,16 +72,19 @@ def make_view(plan: Plan, name: str, rank: int, device: torch.device, bucket: in
     return View(name, parts, plan.unit, is_merged, groups, plan.heads, head_rank)
 
 
-def _part(plan: Plan, name: str, rank: int, route: Route, device: torch.device) -> Part:
+def _part(
+    plan: Plan, name: str, rank: int, route: Route, device: torch.device, *, is_fixed: bool
+) -> Part:
     units = block_count(plan.length, plan.unit)
     is_whole = route.is_run and not route.is_own and len(route.columns) == units
     tokens = plan.length if is_whole else len(route.columns) * plan.unit
-    places = _places(plan, rank // plan.heads, route, device, is_whole=is_whole)
+    group = rank // plan.heads
+    places = _places(plan, group, route, device, is_whole=is_whole, is_fixed=is_fixed)
     mask = _local_mask(plan, name, rank, route.columns, tokens)
     blocks, _, facts = mask_operands(mask)
     assert facts is not None
     placed = Route(*(_on(field, device) for field in route))._replace(counts=route.counts)
-    groups = _dropout_groups(plan, rank // plan.heads, route).to(device)
+    groups = _dropout_groups(plan, group, route).to(device)
     return Part(placed, tokens, places, tuple(t.to(device) for t in blocks), facts, groups)
 
 
@@ -91,28 +99,42 @@ def _on(field: Any, device: torch.device) -> Any:
 
 
 def _places(
-    plan: Plan, group: int, route: Route, device: torch.device, *, is_whole: bool
+    plan: Plan, group: int, route: Route, device: torch.device, *, is_whole: bool, is_fixed: bool
 ) -> Places:
     units = block_count(plan.length, plan.unit)
     queries = plan.group_positions(group)
     exists = queries < plan.length
     has_padding = plan.length % plan.unit != 0
     reach = plan.groups * plan.group_tokens if route.is_own else units * plan.unit
-    key, start = None, None
+    query: Tensor | int = int(queries[0])
+    if not _is_run(plan.own[group]) or not bool(exists.all()):
+        query = queries.clamp(max=plan.length - 1).int().to(device)
+    key: Tensor | int = 0 if is_whole else int(route.columns[0]) * plan.unit
     if not route.is_run:
         steps = torch.arange(plan.unit)
         columns = torch.where(route.columns == NOWHERE, plan.length, route.columns * plan.unit)
         key = (columns[:, None] + steps).flatten().int().to(device)
-    elif not is_whole:
-        start = (route.columns[0] * plan.unit).int().to(device)
+    elif not (is_whole or is_fixed or route.is_own):
+        key = torch.tensor(key, dtype=torch.int32, device=device)
     return Places(
-        query=queries.clamp(max=plan.length - 1).int().to(device),
+        query=query,
         key=key,
-        start=start,
         live=exists.sum().int().to(device) if has_padding else None,
         length=plan.length,
         overhangs=reach > plan.length and not is_whole,
     )
+
+
+def _is_run(units: Tensor) -> bool:
+    """Whether units are consecutive."""
+    return int(units[-1]) - int(units[0]) + 1 == len(units)
+
+
+def _is_fixed(source: Any) -> bool:
+    """Whether a mask's blocks depend on lengths alone, not on data that change with the batch."""
+    if isinstance(source, PackedSequences):
+        return False
+    return source is None or not closed_over(source.mask_mod)
 
 
 def _local_mask(plan: Plan, name: str, rank: int, columns: Tensor, tokens: int) -> BlockMask:
