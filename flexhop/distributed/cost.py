@@ -19,6 +19,7 @@ _PASSES = 3.5
 # Candidate numbers of head groups; the exchange of one overlaps with the computation of the one
 # before.
 _GROUPS = (1, 2, 4, 8)
+_TILE = 128  # queries, and keys, of one tile
 
 
 class AttentionShape(NamedTuple):
@@ -55,7 +56,7 @@ class Machine(NamedTuple):
     flops: attention's operations per second. node: ranks that the fast link connects. fast, slow:
     bytes per second, rank and direction, within a node and between nodes. fast_latency,
     slow_latency: seconds per collective. launch: seconds of one more exchange, with the small
-    kernels around it. memory: bytes per second.
+    kernels around it. memory: bytes per second. processors: multiprocessors that share `flops`.
     """
 
     flops: float = 550e12
@@ -66,6 +67,7 @@ class Machine(NamedTuple):
     slow_latency: float = 60e-6
     launch: float = 150e-6
     memory: float = 3.5e12
+    processors: int = 132
 
 
 class Cost(NamedTuple):
@@ -105,7 +107,10 @@ def find_cost(
         methods: the methods to choose from.
     """
     work, needs = demand.work, demand.needs
-    visits = tuple(float(work[_existing(units, work)].sum()) / heads for units in own)
+    parts = [work[_existing(units, work)].double() for units in own]
+    sums = [(part.sum(1), part.sum(0)) for part in parts]
+    visits = tuple(float(rows.sum()) / heads for rows, _ in sums)
+    sums = [(rows, columns[columns > 0]) for rows, columns in sums]
     per_head = shape._replace(heads=shape.heads // heads, kv_heads=max(1, shape.kv_heads // heads))
     node = max(1, machine.node // heads)
     wanted = [_traffic(needs, own, rank, node) for rank in range(len(own))]
@@ -122,9 +127,40 @@ def find_cost(
         size = max(units) * unit * per_head.key_bytes
         for groups in _groups(method, per_head, move):
             copied = 6 * (tokens * per_head.key_bytes + size) / machine.memory
-            seconds = _seconds(method, groups, compute, move, tokens, per_head, machine) + copied
+            calls = 2 if method == "stages" and move else groups
+            ends = max(_end_seconds(*each, unit, groups, per_head, machine) for each in sums)
+            seconds = _seconds(method, groups, compute, move, tokens, per_head, machine)
+            seconds += copied + calls * ends
             found.append(Cost(visits, units, method, groups, size, seconds + swap))
     return min(found, key=lambda cost: (cost.seconds, METHODS.index(cost.method)))
+
+
+def _end_seconds(
+    rows: Tensor, columns: Tensor, unit: int, groups: int, shape: AttentionShape, machine: Machine
+) -> float:
+    """Seconds at the ends of a call's two kernels, when multiprocessors run out of tiles.
+
+    One more call means one more such end, which is long if the last tiles are: half of the time of
+    a tile, on average, that runs when the first multiprocessor finds none.
+
+    Args:
+        rows, columns: pairs of each unit of a rank's queries, and of each unit of their keys.
+        unit: tokens of a unit; tiles have 128.
+        groups: in how many groups of heads the exchange is.
+    """
+    key_heads = max(1, shape.batch * shape.kv_heads // groups)
+    last = -(-machine.processors * _TILE // (key_heads * unit))  # units that run at the end
+    # Kernels begin with the last queries and with the first keys: most work if causal.
+    sharers = shape.heads / shape.kv_heads  # of a tile of keys
+    pairs = _mean_rest(rows[:last]) + (_PASSES - 1) * sharers * _mean_rest(columns[-last:])
+    flops = shape.pair_flops / (shape.heads * shape.batch) * pairs * _TILE / unit
+    return flops * machine.processors / machine.flops
+
+
+def _mean_rest(lengths: Tensor) -> float:
+    """Mean time until a task ends, seen from a random moment: longer ones are met more often."""
+    total = float(lengths.sum())
+    return float((lengths**2).sum()) / (2 * total) if total else 0.0
 
 
 def _existing(units: Tensor, work: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ class Places(NamedTuple):
     """Positions of one call's queries and keys in the whole sequence.
 
     query: [M] int32, the position of each query; the last token's for missing queries; or the
-    position of the first one, if they are consecutive. key: [N] int32, the position of each key; or
-    the position of the first one, as a number or as 0-d int32. live: 0-d int32, how many queries
-    exist; None if all that a mask lists do. length: tokens of the whole sequence. overhangs:
-    whether a mask lists blocks with keys beyond `length`. head: index of the first query head.
+    position of the first one, if they are consecutive. key: [N] int32, the position of each key;
+    or the position of the first one, as a number or as 0-d int32. live: 0-d int32, how many
+    queries exist; None if all that a mask lists do. length: tokens of the whole sequence.
+    overhangs: whether a mask lists blocks with keys beyond `length`. head: index of the first
+    query head.
 
     Numbers are constants of a graph: kernels then know how far a query is from a key, as on one
     GPU, and keep their fast paths for windows and ALiBi. Tensors let a graph serve other batches.

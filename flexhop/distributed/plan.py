@@ -21,6 +21,8 @@ from flexhop.distributed.grids import Demand, MaskGrid, common_unit, read_masks
 from flexhop.distributed.layouts import CANDIDATES, LAYOUTS
 from flexhop.errors import OptionValueError, PlanError
 
+_EQUAL = 1.01  # costs that differ by less are equal
+
 
 class MaskPlan(NamedTuple):
     """One mask under a plan.
@@ -202,7 +204,9 @@ def make_plan(
         for count in _head_counts(heads, ranks, shape)
         for name, each in _candidates(base, count, layout, chunk)
     ]
-    return min(plans, key=lambda plan: (plan.seconds, plan.heads))
+    # The first candidate is the simplest; a model cannot tell differences below a percent.
+    least = min(plan.seconds for plan in plans)
+    return next(plan for plan in plans if plan.seconds <= least * _EQUAL)
 
 
 def _check(ranks: int, layout: str, method: str) -> None:

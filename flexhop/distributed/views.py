@@ -14,8 +14,8 @@ from flexhop.distributed.packed import PackedSequences
 from flexhop.distributed.places import Places
 from flexhop.distributed.plan import Plan
 from flexhop.distributed.routes import NOWHERE, Route, make_routes
+from flexhop.mods.closures import describe
 from flexhop.ops.call import MaskFacts
-from flexhop.ops.dispatch import closed_over
 
 
 class Part(NamedTuple):
@@ -131,10 +131,11 @@ def _is_run(units: Tensor) -> bool:
 
 
 def _is_fixed(source: Any) -> bool:
-    """Whether a mask's blocks depend on lengths alone, not on data that change with the batch."""
-    if isinstance(source, PackedSequences):
-        return False
-    return source is None or not closed_over(source.mask_mod)
+    """Whether a mask's blocks depend on lengths alone, not on tensors that change with batches."""
+    if source is None:
+        return True
+    found = None if isinstance(source, PackedSequences) else describe([source.mask_mod])
+    return found is not None and not found.tensors
 
 
 def _local_mask(plan: Plan, name: str, rank: int, columns: Tensor, tokens: int) -> BlockMask:
