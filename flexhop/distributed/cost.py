@@ -107,8 +107,8 @@ def find_cost(
         methods: the methods to choose from.
     """
     work, needs = demand.work, demand.needs
-    parts = [work[_existing(units, work)].double() for units in own]
-    sums = [(part.sum(1), part.sum(0)) for part in parts]
+    parts = [work[_existing(units, work)] for units in own]
+    sums = [(part.sum(1).double(), part.sum(0).double()) for part in parts]
     visits = tuple(float(rows.sum()) / heads for rows, _ in sums)
     sums = [(rows, columns[columns > 0]) for rows, columns in sums]
     per_head = shape._replace(heads=shape.heads // heads, kv_heads=max(1, shape.kv_heads // heads))

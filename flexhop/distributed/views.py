@@ -107,7 +107,8 @@ def _places(
     has_padding = plan.length % plan.unit != 0
     reach = plan.groups * plan.group_tokens if route.is_own else units * plan.unit
     query: Tensor | int = int(queries[0])
-    if not _is_run(plan.own[group]) or not bool(exists.all()):
+    is_constant = _is_run(plan.own[group]) and (is_fixed or plan.layout != "greedy")
+    if not is_constant or not bool(exists.all()):
         query = queries.clamp(max=plan.length - 1).int().to(device)
     key: Tensor | int = 0 if is_whole else int(route.columns[0]) * plan.unit
     if not route.is_run:

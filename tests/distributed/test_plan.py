@@ -153,7 +153,7 @@ layout: contiguous, 1 chunk of 256 tokens per rank; units of 32 tokens
 mask 'full': the slowest rank has 1.73 times the mean work
   exchange: blocks, needed units only, one call of attention
   the busiest rank receives 768 tokens, 3.15 MB forward; all keys would be 768 tokens
-  estimate: 0.259 ms per layer, forward and backward
+  estimate: 0.285 ms per layer, forward and backward
        rank 0 ████············
        rank 1 ▒▒▒▒████········
        rank 2 ▒▒▒▒▒▒▒▒████····
@@ -162,7 +162,7 @@ mask 'full': the slowest rank has 1.73 times the mean work
 mask 'window': the slowest rank has 1.03 times the mean work
   exchange: blocks, needed units only, one call of attention
   the busiest rank receives 64 tokens, 262 kB forward; all keys would be 768 tokens
-  estimate: 0.216 ms per layer, forward and backward
+  estimate: 0.224 ms per layer, forward and backward
        rank 0 ████············
        rank 1 ···▒████········
        rank 2 ·······▒████····
