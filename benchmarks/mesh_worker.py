@@ -62,7 +62,11 @@ class Worker:
         if job.device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
             torch.cuda.set_device(self.device)
-        self.host = join(f"{job.who}/{job.name}", job.device, self.rank, self.ranks)
+        self.host = Host(f"{job.who}/{job.name}", self.rank, self.ranks)
+        dist.init_process_group(
+            "nccl" if job.device == "cuda" else "gloo", store=self.host.store, rank=self.rank,
+            world_size=self.ranks,
+        )  # fmt: skip
         self.mask_mod, length = make_mask_mod(job, self.device), job.length
         self.block = 128 if job.device == "cuda" else 16
         self.mask = flexhop.create_block_mask(
@@ -168,7 +172,7 @@ class Worker:
         del mesh
         if self.job.device == "cuda":
             torch.cuda.empty_cache()
-        dist.barrier(self.host)
+        self.host.gather()
 
     def once(self, where: str) -> list[torch.Tensor]:
         """Output and gradients of one layer."""
@@ -223,10 +227,8 @@ class Worker:
                 break
             if where == "mesh" or self.rank == 0:
                 self.measure_one(where)
-            dist.barrier(self.host)
-            everyone: list[Any] = [None] * self.ranks
-            dist.all_gather_object(everyone, self.results, group=self.host)
-            answer({"ranks": everyone})
+            self.host.gather()
+            answer({"ranks": self.host.gather(self.results)})
 
     def measure_one(self, where: str) -> None:
         """A row of layers: time, bytes, and where the time goes."""
@@ -262,20 +264,25 @@ class Worker:
 
     def agreed(self, value: Any) -> Any:
         """The first rank's value, on all ranks."""
-        held = [value]
-        dist.broadcast_object_list(held, 0, group=self.host)
-        return held[0]
+        return self.host.gather(value)[0]
 
 
-def join(name: str, device: str, rank: int, ranks: int) -> Any:
-    """Join the ranks of a job through torchrun's store; a group for words between hosts."""
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.PrefixStore(name, store), rank=rank,
-        world_size=ranks,
-    )  # fmt: skip
-    return dist.new_group(backend="gloo")
+class Host:
+    """Words between the ranks of a job, through torchrun's store."""
+
+    def __init__(self, name: str, rank: int, ranks: int) -> None:
+        """Connect to the store."""
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        self.store = dist.PrefixStore(f"flexhop/{name}", store)
+        self.rank, self.ranks = rank, ranks
+        self.turn = 0
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """The values of all ranks, which wait for each other."""
+        self.turn += 1
+        self.store.set(f"{self.turn}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"{self.turn}/{rank}")) for rank in range(self.ranks)]
 
 
 def describe(device: torch.device) -> str:

@@ -6,6 +6,7 @@ worker calls `wait_for_turn` when it is prepared, and prints its result with `an
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,15 @@ def wait_for_turn() -> None:
 def answer(result: dict[str, Any]) -> None:
     """Hand a worker's result over; a later one replaces it."""
     print(_ANSWER + json.dumps(result), flush=True)
+
+
+def last_words(text: str) -> str:
+    """The error in what a process wrote, or its last line."""
+    lines = text.strip().splitlines() or ["without a word"]
+    errors = [
+        line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
+    ]
+    return (errors or lines)[-1][:300]
 
 
 class _Worker(NamedTuple):
@@ -48,8 +58,7 @@ class _Worker(NamedTuple):
         if lines:
             return json.loads(lines[-1].removeprefix(_ANSWER))
         self.errors.seek(0)
-        words = (self.errors.read().strip().splitlines() or ["without a word"])[-1]
-        return f"process ended: {words[:200]}"
+        return f"process ended: {last_words(self.errors.read())}"
 
 
 def _start(command: Sequence[str]) -> _Worker:

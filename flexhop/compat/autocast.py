@@ -11,8 +11,11 @@ __all__ = ["wanted_dtype", "without_autocast"]
 
 def wanted_dtype(device: str) -> torch.dtype | None:
     """The dtype that autocast converts operands on this device type to; None outside autocast."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return None  # "meta" has no autocast, and cannot answer the second question
+    # "meta" has no autocast and cannot answer the second question. Dynamo (2.11) cannot trace the
+    # first one.
+    has_autocast = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(device)
+    if not has_autocast or not torch.is_autocast_enabled(device):
+        return None
     return torch.get_autocast_dtype(device)
 
 

@@ -32,6 +32,7 @@ from torch._inductor.virtualized import V, ops
 from flexhop import debug
 from flexhop.compat import tanh
 from flexhop.compat.location import users_line
+from flexhop.compat.views import with_dense_strides
 from flexhop.errors import ModLoweringError
 from flexhop.templates.printers.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 
@@ -196,30 +197,7 @@ def _realize(value: Any) -> Any:
     value = realize_inputs(value)
     if not isinstance(value.maybe_get_layout(), ir.FixedLayout):
         value.freeze_layout()
-    return _with_dense_strides(value)
-
-
-def _with_dense_strides(value: Any) -> Any:
-    """`value`, whose dimensions of size 1 do not have stride 0.
-
-    Inductor gives them that stride in a view of what it computes. Nothing is ever read by it, but
-    a stride of 0 rules out bulk copies.
-    """
-    if not isinstance(value, ir.ReinterpretView):
-        return value
-    layout: Any = value.get_layout()
-    strides = list(layout.stride)
-    dense: Any = 1
-    for axis in reversed(range(len(strides))):
-        if layout.size[axis] == 1 and strides[axis] == 0:
-            strides[axis] = dense
-        dense = layout.size[axis] * strides[axis]
-    if strides == list(layout.stride):
-        return value
-    return ir.ReinterpretView(
-        data=value.data,
-        layout=ir.FixedLayout(layout.device, layout.dtype, layout.size, strides, layout.offset),
-    )
+    return with_dense_strides(value)
 
 
 def alone(value: Any) -> Any:

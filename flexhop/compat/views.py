@@ -1,4 +1,4 @@
-"""Inductor: fix the strides of buffers that have views.
+"""Inductor: the strides of views, and of buffers that have views.
 
 A view is created with the buffer's strides at that time. Inductor (2.11 to 2.13, perhaps later)
 does not fix them if it may pad the rows, and may choose another order in the end: the view then
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._inductor import ir
 
-__all__ = ["hold_strides"]
+__all__ = ["hold_strides", "with_dense_strides"]
 
 
 def hold_strides() -> None:
@@ -40,3 +40,26 @@ def _hold(data: Any) -> None:
         data = data.data
     if isinstance(data, ir.Buffer) and isinstance(data.layout, ir.FlexibleLayout):
         data.freeze_layout()
+
+
+def with_dense_strides(value: Any) -> Any:
+    """`value`, whose dimensions of size 1 do not have stride 0.
+
+    Inductor gives them that stride in a view of what it computes. Nothing is ever read by it, but
+    a stride of 0 rules out bulk copies.
+    """
+    if not isinstance(value, ir.ReinterpretView):
+        return value
+    layout: Any = value.get_layout()
+    strides = list(layout.stride)
+    dense: Any = 1
+    for axis in reversed(range(len(strides))):
+        if layout.size[axis] == 1 and strides[axis] == 0:
+            strides[axis] = dense
+        dense = layout.size[axis] * strides[axis]
+    if strides == list(layout.stride):
+        return value
+    return ir.ReinterpretView(
+        data=value.data,
+        layout=ir.FixedLayout(layout.device, layout.dtype, layout.size, strides, layout.offset),
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks import mesh, mesh_profile
+from benchmarks import mesh, mesh_profile, turns
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,3 +76,15 @@ def test_a_job_that_failed_has_no_row():
 def test_the_trial_has_no_peer():
     with pytest.raises(SystemExit):
         mesh.parse_arguments(["--device", "cpu", "--in-tree"])
+
+
+def test_the_error_is_named_not_the_warning_after_it():
+    text = (
+        "[rank0]: Traceback (most recent call last):\n"
+        "[rank0]:   File x\n"
+        "[rank0]: torch._dynamo.exc.Unsupported: skipped\n"
+        "[rank0]:   Hint: none\n"
+        "[rank0]:[W1123 06:42 ProcessGroupNCCL.cpp:1575] Warning: not called\n"
+    )
+    assert turns.last_words(text) == "[rank0]: torch._dynamo.exc.Unsupported: skipped"
+    assert turns.last_words("a\nb\n") == "b"
