@@ -31,9 +31,8 @@ def answer(result: dict[str, Any]) -> None:
 def last_words(text: str) -> str:
     """The error in what a process wrote, or its last line."""
     lines = text.strip().splitlines() or ["without a word"]
-    errors = [
-        line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
-    ]
+    named = re.compile(r"(\[rank\d+\]: )?([\w.]*(Error|Exception)|[\w.]+\.[A-Z]\w+)\b")
+    errors = [line for line in lines if named.match(line)]
     return (errors or lines)[-1][:300]
 
 

@@ -30,9 +30,8 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
-from flexhop.compat import tanh
+from flexhop.compat import tanh, views
 from flexhop.compat.location import users_line
-from flexhop.compat.views import with_dense_strides
 from flexhop.errors import ModLoweringError
 from flexhop.templates.printers.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 
@@ -197,7 +196,7 @@ def _realize(value: Any) -> Any:
     value = realize_inputs(value)
     if not isinstance(value.maybe_get_layout(), ir.FixedLayout):
         value.freeze_layout()
-    return with_dense_strides(value)
+    return views.with_dense_strides(value)
 
 
 def alone(value: Any) -> Any:
