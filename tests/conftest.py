@@ -12,6 +12,8 @@ import torch
 
 # A kernel that does not compile is an error here (lowering/fallback.py).
 os.environ.setdefault("FLEXHOP_STRICT", "1")
+# Dynamo would collect garbage after every compilation; see pytest_collection_finish.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 
 def share_gpus() -> None:

@@ -26,6 +26,8 @@ from unittest import mock
 import numpy as np
 import torch
 import triton.language as tl
+from triton.compiler import code_generator
+from triton.experimental.gluon import language as gluon_language
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -42,6 +44,8 @@ __all__ = ["interpreting", "launch"]
 
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 _BYTES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+# Imported here because they copy names of the language: not while those are replaced.
+_COPIERS = (code_generator, gluon_language)
 _LIBRARY = (tl, tl.core, tl.standard, tl.math, tl.random, triton_helpers, triton_runtime)
 
 

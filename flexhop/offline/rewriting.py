@@ -27,9 +27,10 @@ def rewrite_ast(self: Any) -> Any:
     rewritten = _rewritten(code.co_filename, lines).get((code.co_name, code.co_firstlineno))
     if rewritten is None:
         return _original(self)
+    # The one name that rewritten text uses. The original leaves all of its module's names, also in
+    # Triton's library, which is compiled later.
     names = self.fn.__globals__
-    for name, value in vars(interpreter).items():
-        names.setdefault(name, value)
+    names.setdefault("interpreter_semantic", interpreter.interpreter_semantic)
     local: dict[str, Any] = dict(self.kwargs)
     exec(rewritten, names, local)
     return local[self.fn.__name__]

@@ -5,10 +5,9 @@ Inductor's code for a problem is compiled to machine code, and the numbers are r
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -35,14 +34,6 @@ MARKS = {
     "grad_query_blocks": "grad_query",
     "grad_key_value_blocks": "grad_key_value",
 }
-
-
-class Compiled(NamedTuple):
-    """One kernel of one problem on one architecture."""
-
-    kernel: str
-    cubin: Cubin
-    estimate: int = 0  # bytes of shared memory
 
 
 class Shared(NamedTuple):
@@ -87,10 +78,10 @@ def generate(
 
 def build(
     architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: int
-) -> list[Compiled]:
-    """Compile them."""
+) -> list[tuple[str, Cubin]]:
+    """Compile them; by role."""
     kernels = generate(architecture, dims, dtype, length)
-    return [Compiled(role(kernel), compile_kernel(kernel, architecture)) for kernel in kernels]
+    return [(role(kernel), compile_kernel(kernel, architecture)) for kernel in kernels]
 
 
 def estimate_of(kernel: Kernel, call: Problem) -> int:
@@ -120,6 +111,7 @@ class Hopper(NamedTuple):
     notes: list[str]
 
 
+@functools.cache
 def build_hopper(dims: tuple[int, int], length: int, is_causal: bool) -> Hopper:
     """Generate and compile the Hopper kernel of one problem."""
     width, value_width = dims
@@ -184,42 +176,16 @@ def build_document_hopper(width: int, length: int) -> tuple[Cubin, Cubin, list[s
     return stores, cubin, product_notes(cubin)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    """Two compilers; new processes, because a fork of a threaded one can hang."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context) as executor:
-        yield executor
-
-
-def build_all(pool: Executor, problems: list[tuple], build: Callable = build) -> dict[tuple, list]:
-    futures = {key: pool.submit(build, *key) for key in problems}
-    return {key: future.result() for key, future in futures.items()}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_default_configurations_do_not_spill(pool, architecture):
-    problems = [(architecture, (width, width), torch.bfloat16, 1024) for width in (64, 128, 256)]
-    spills = {
-        f"sm_{architecture} {compiled.kernel} D={dims[0]}": (
-            f"{compiled.cubin.spills} spills, {compiled.cubin.registers} registers"
-        )
-        for (_, dims, _, _), found in build_all(pool, problems).items()
-        for compiled in found
-        if compiled.cubin.spills
-    }
-    assert spills == {}
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize(
     ("architecture", "product"), [(80, "mma"), (90, "wgmma"), (100, "tcgen05")]
 )
-def test_the_architectures_own_matrix_products_are_used(pool, architecture, product):
-    found = build_all(pool, [(architecture, (64, 64), torch.bfloat16, 1024)])
-    for compiled in next(iter(found.values())):
-        assert getattr(compiled.cubin, product) > 0, compiled.kernel
+def test_default_configurations(architecture, product, width):
+    """They do not spill, and use the matrix products of their architecture."""
+    for name, cubin in build(architecture, (width, width), torch.bfloat16, 1024):
+        assert cubin.spills == 0, f"{name}: {cubin.registers} registers"
+        assert getattr(cubin, product) > 0, name
 
 
 # The widest heads where memory is smallest, where an operand stays in shared memory (90, 100), and
@@ -240,22 +206,18 @@ TIGHT = [
 
 
 @pytest.mark.slow
-def test_kernels_need_no_more_shared_memory_than_estimated_and_fit(pool):
-    wrong = []
-    for (architecture, dims, dtype, _), found in build_all(pool, TIGHT, allocate).items():
-        wrong += [
-            f"sm_{architecture} {kernel} D={dims} {dtype}: uses {used}, "
-            f"estimated {estimate}, the device has {limit}"
-            for kernel, used, estimate, limit in found
-            if not used <= estimate <= limit
-        ]
-    assert wrong == [], "\n".join(wrong)
+@pytest.mark.parametrize(("architecture", "dims", "dtype", "length"), TIGHT)
+def test_kernels_need_no_more_shared_memory_than_estimated_and_fit(
+    architecture, dims, dtype, length
+):
+    for kernel, used, estimate, limit in allocate(architecture, dims, dtype, length):
+        assert used <= estimate <= limit, kernel
 
 
-def build_decode(
+def generate_decode(
     architecture: int, dims: tuple[int, int], dtype: torch.dtype, queries: int
-) -> list[Compiled]:
-    """Generate and compile the kernels of short queries of 4 heads each, with both mods."""
+) -> list[Kernel]:
+    """Generate the kernels of short queries of 4 heads each, with both mods."""
     width, value_width = dims
     inputs = [
         torch.zeros(1, heads, length, d, dtype=dtype)
@@ -265,22 +227,13 @@ def build_decode(
     mask = flexhop.create_block_mask(
         lambda b, h, q, k: (ids[q] == ids[k]) & (k > q), None, None, queries, 4096, "cpu"
     )
-    call = problem(
-        architecture, width, value_head_dim=value_width, dtype=dtype, query_len=queries,
-        key_len=4096, kv_heads=2,
-    )  # fmt: skip
     generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, lambda s, b, h, q, k: s + h * (k - q), mask, enable_gqa=True
         ),
         *inputs, capability=(architecture // 10, architecture % 10),
     )  # fmt: skip
-    found = []
-    for kernel in generated.templates:
-        estimate = estimate_of(kernel, call) if role(kernel) == "decode" else 0
-        found.append(Compiled(role(kernel), compile_kernel(kernel, architecture), estimate))
-    assert {c.kernel for c in found} == {"decode", "decode_combine"}
-    return found
+    return generated.templates
 
 
 DECODED = [
@@ -293,20 +246,21 @@ DECODED = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dims", "dtype", "queries"), DECODED)
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_decode_does_not_spill_and_fits(pool, architecture):
-    futures = {key: pool.submit(build_decode, architecture, *key) for key in DECODED}
+def test_decode_does_not_spill_and_fits(architecture, dims, dtype, queries):
+    call = problem(
+        architecture, dims[0], value_head_dim=dims[1], dtype=dtype, query_len=queries,
+        key_len=4096, kv_heads=2,
+    )  # fmt: skip
     limit = GPUS[architecture // 10, architecture % 10].shared_memory
-    wrong = [
-        f"{compiled.kernel} {key}: {compiled.cubin.spills} spills, {compiled.cubin.registers} "
-        f"registers, {compiled.cubin.shared} bytes, estimated {compiled.estimate}"
-        for key, future in futures.items()
-        for compiled in future.result()
-        if compiled.cubin.spills
-        or (compiled.kernel == "decode" and compiled.cubin.shared > compiled.estimate)
-        or compiled.estimate > limit
-    ]
-    assert wrong == [], "\n".join(wrong)
+    found = {role(one): one for one in generate_decode(architecture, dims, dtype, queries)}
+    assert set(found) == {"decode", "decode_combine"}
+    for name, kernel in found.items():
+        cubin = compile_kernel(kernel, architecture)
+        assert cubin.spills == 0, f"{name}: {cubin.registers} registers"
+        if name == "decode":
+            assert cubin.shared <= estimate_of(kernel, call) <= limit
 
 
 @pytest.mark.slow
@@ -335,29 +289,28 @@ HOPPER = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
-def test_the_hopper_kernel_is_pipelined(pool):
+@pytest.mark.parametrize(("dims", "length", "is_causal"), HOPPER)
+def test_the_hopper_kernel_is_pipelined(dims, length, is_causal):
     """What ptxas does in silence: products that wait for each other, and spills in the loops."""
-    futures = {key: pool.submit(build_hopper, *key) for key in HOPPER}
-    wrong, products = [], {}
-    for key, future in futures.items():
-        found = future.result()
-        products[key] = found.cubin.wgmma
-        assert found.cubin.wgmma > 0
-        assert found.cubin.shared <= found.estimate <= GPUS[(9, 0)].shared_memory
-        wrong += [f"{key}: {note}" for note in found.notes]
-        if found.cubin.spills:
-            wrong.append(f"{key}: {found.cubin.spills} spills")
-    assert wrong == []
-    # Empty columns are left out: scores of 64 keys take 12 products instead of 16, out takes 4.
-    wide, full = ((192, 128), 1024, True), ((256, 256), 1024, True)
-    assert products[wide] * (16 + 4) == products[full] * (12 + 4)
+    cubin, estimate, notes = build_hopper(dims, length, is_causal)
+    assert cubin.wgmma > 0
+    assert cubin.shared <= estimate <= GPUS[(9, 0)].shared_memory
+    assert (cubin.spills, notes) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+def test_empty_columns_take_no_products():
+    """Scores of 64 keys take 12 products instead of 16, out takes 4."""
+    wide, full = (build_hopper(dims, 1024, True).cubin for dims in ((192, 128), (256, 256)))
+    assert wide.wgmma * (16 + 4) == full.wgmma * (12 + 4)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 @pytest.mark.parametrize("tokens", [2048, 2000])
-def test_the_hopper_kernel_of_packed_sequences_is_pipelined(pool, tokens):
-    cubin, notes = pool.submit(build_packed_hopper, tokens).result()
+def test_the_hopper_kernel_of_packed_sequences_is_pipelined(tokens):
+    cubin, notes = build_packed_hopper(tokens)
     assert cubin.wgmma > 0
     assert (cubin.spills, notes) == (0, [])
     steps = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)
@@ -370,8 +323,8 @@ def test_the_hopper_kernel_of_packed_sequences_is_pipelined(pool, tokens):
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 @pytest.mark.parametrize(("width", "length"), [(64, 512), (128, 512), (128, 500)])
-def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
-    stores, cubin, notes = pool.submit(build_document_hopper, width, length).result()
+def test_the_hopper_kernel_of_stored_masks_is_pipelined(width, length):
+    stores, cubin, notes = build_document_hopper(width, length)
     assert stores.registers <= 64  # many programs run side by side
     assert notes == []
     # Of each consumer the loop of full blocks, and the one that reads bits.
@@ -388,9 +341,9 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(pool, width, length):
 
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
-def test_the_hopper_loop_waits_for_products_after_the_exponentials(pool):
+def test_the_hopper_loop_waits_for_products_after_the_exponentials():
     """A wait for both products above the softmax would undo the overlap."""
-    cubin = pool.submit(build_hopper, (128, 128), 1024, False).result().cubin
+    cubin = build_hopper((128, 128), 1024, False).cubin
     # Two products of eight instructions; the shortest two are those of the two consumers.
     loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)[:2]
     assert len(loops) == 2
@@ -428,12 +381,12 @@ def build_scored_hopper(name: str) -> Cubin:
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 @pytest.mark.parametrize("name", SCORE_MODS)
-def test_the_hopper_loops_of_a_score_mod_do_not_spill(pool, name):
+def test_the_hopper_loops_of_a_score_mod_do_not_spill(name):
     """With queries in registers these had 32 to 56 accesses to local memory in every step.
 
     A masked step of 1,176 instructions has 6 of them with Triton 3.6 and whole quotients.
     """
-    cubin = pool.submit(build_scored_hopper, name).result()
+    cubin = build_scored_hopper(name)
     loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)
     local = [local_accesses(loop) for loop in loops]
     assert len(loops) >= 4
@@ -497,39 +450,29 @@ GRADIENTS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
-def test_the_hopper_backward_kernel_is_pipelined(pool):
+@pytest.mark.parametrize(("call", "most"), GRADIENTS.items(), ids=str)
+def test_the_hopper_backward_kernel_is_pipelined(call, most):
     """Spills between steps do not matter: a step takes microseconds, and tiles have many."""
-    futures = {key: pool.submit(build_hopper_backward, *key) for key in GRADIENTS}
-    wrong = []
-    for key, future in futures.items():
-        found = future.result()
-        assert found.cubin.shared <= found.estimate <= GPUS[(9, 0)].shared_memory
-        assert "UTMAREDG" in found.cubin.sass()
-        wrong += [f"{key}: {note}" for note in found.notes]
-        if found.in_loops > GRADIENTS[key]:
-            wrong.append(f"{key}: {found.in_loops} spills in a step")
-    assert wrong == []
+    found = build_hopper_backward(*call)
+    assert found.cubin.shared <= found.estimate <= GPUS[(9, 0)].shared_memory
+    assert "UTMAREDG" in found.cubin.sass()
+    assert found.notes == []
+    assert found.in_loops <= most
 
 
 # Widths and numbers of tokens, also one that is no multiple of the tiles.
-PACKED_GRADIENTS = [(64, 2048), (64, 2000), (128, 2048), (128, 2000), (256, 2048)]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
-def test_the_hopper_backward_kernel_of_packed_sequences_is_pipelined(pool):
-    futures = {
-        (width, tokens): pool.submit(build_packed_hopper, tokens, width, grad=True)
-        for width, tokens in PACKED_GRADIENTS
-    }
-    for (width, tokens), future in futures.items():
-        cubin, notes = future.result()
-        assert notes == []
-        # A mask that reads tables has tiles of 64 queries: fewer products at 64 columns.
-        products = 24 if width == 64 else GRAD_PRODUCTS[width]
-        steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == products]
-        steps = [step for step in steps if "UTMASTG" not in step]  # or it is the loop over tiles
-        assert len(steps) == 4, "with and without the mask, for each consumer"
-        local = max(local_accesses(step) for step in steps)
-        assert local == 0, (width, tokens)
-        assert not any("LDG" in step for step in steps), "what a key is seen by is read once"
+@pytest.mark.parametrize(
+    ("width", "tokens"), [(64, 2048), (64, 2000), (128, 2048), (128, 2000), (256, 2048)]
+)
+def test_the_hopper_backward_kernel_of_packed_sequences_is_pipelined(width, tokens):
+    cubin, notes = build_packed_hopper(tokens, width, grad=True)
+    assert notes == []
+    # A mask that reads tables has tiles of 64 queries: fewer products at 64 columns.
+    products = 24 if width == 64 else GRAD_PRODUCTS[width]
+    steps = [loop for loop in cubin.loops() if loop.count("HGMMA") == products]
+    steps = [step for step in steps if "UTMASTG" not in step]  # or it is the loop over tiles
+    assert len(steps) == 4, "with and without the mask, for each consumer"
+    assert max(local_accesses(step) for step in steps) == 0
+    assert not any("LDG" in step for step in steps), "what a key is seen by is read once"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-
 import pytest
 import torch
 
@@ -38,20 +34,13 @@ def build(length: int, width: int, *, grad: bool) -> Cubin:
     return compile_kernel(kernel, 90)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    """A new process, whose Triton no test has interpreted kernels with."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        yield executor
-
-
 @pytest.mark.parametrize("length", [1024, 1000])
 @pytest.mark.parametrize(
     ("grad", "products", "limit"), [(False, 16, 640), (True, 32, 520)], ids=["forward", "backward"]
 )
-def test_a_masked_step_of_128_columns_is_short(grad, products, limit, length, pool):
+def test_a_masked_step_of_128_columns_is_short(grad, products, limit, length):
     """460 and 420 instructions without a mask; two comparisons of a score are 1030 and 640."""
-    cubin = pool.submit(build, length, 128, grad=grad).result()
+    cubin = build(length, 128, grad=grad)
     assert product_notes(cubin) == []
     steps = sorted((x for x in cubin.loops() if x.count("HGMMA") == products), key=len)[:4]
     masked = [step for step in steps if "R2P" in step]
@@ -62,6 +51,6 @@ def test_a_masked_step_of_128_columns_is_short(grad, products, limit, length, po
     assert all(local_accesses(step) == 0 for step in steps)
 
 
-def test_the_forward_kernel_of_64_columns_has_no_spills(pool):
-    cubin = pool.submit(build, 1024, 64, grad=False).result()
+def test_the_forward_kernel_of_64_columns_has_no_spills():
+    cubin = build(1024, 64, grad=False)
     assert (cubin.spills, product_notes(cubin)) == (0, [])

@@ -5,10 +5,8 @@ See test_compiled.py, which holds it without them.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -115,14 +113,6 @@ def build_packed(width: int) -> tuple[PackedSteps, PackedSteps]:
     return found[0], found[1]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    """Two compilers; new processes, because a fork of a threaded one can hang."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context) as executor:
-        yield executor
-
-
 # Atomic additions of a thread in a step. Sums over queries are kept until a head is finished.
 ADDITIONS = {"head": 0, "key": 0, "query": 2, "distance": 4, "bucket": 4, "factor": 4}
 ADDITIONS |= {"temperature": 0, "scaled": 2, "cap": 0}
@@ -147,31 +137,26 @@ CASES = [
 ]
 
 
-def test_steps_with_captured_gradients(pool):
-    futures = {case: pool.submit(build, *case) for case in CASES}
-    wrong = []
-    for (width, reads), future in futures.items():
-        found = future.result()
-        by = "distance" if reads in ("distance", "bucket", "factor") else "head"
-        needs_score = reads in ("factor", "temperature", "scaled", "cap")
-        facts = {"has_score_grad": needs_score, "captured_reads": (by,)}
-        call = problem(90, width, has_score_mod=True, **facts)
-        tile = hopper_grad.table_tile(call)
-        estimate = hopper_grad.shared_memory(call, tile)
-        assert found.shared <= estimate <= GPUS[(9, 0)].shared_memory
-        wrong += [f"{width} {reads}: {note}" for note in found.notes]
-        if max(found.local) > LOCAL.get((width, reads), 0):
-            wrong.append(f"{width} {reads}: {found.local} accesses to local memory")
-        wanted = SHARED_ADDITIONS if tile.shares_keys else ADDITIONS
-        if set(found.additions) != {wanted[reads]}:
-            wrong.append(f"{width} {reads}: {found.additions} atomic additions")
-    assert wrong == []
+@pytest.mark.parametrize(("width", "reads"), CASES)
+def test_steps_with_captured_gradients(width, reads):
+    found = build(width, reads)
+    by = "distance" if reads in ("distance", "bucket", "factor") else "head"
+    needs_score = reads in ("factor", "temperature", "scaled", "cap")
+    facts = {"has_score_grad": needs_score, "captured_reads": (by,)}
+    call = problem(90, width, has_score_mod=True, **facts)
+    tile = hopper_grad.table_tile(call)
+    estimate = hopper_grad.shared_memory(call, tile)
+    assert found.shared <= estimate <= GPUS[(9, 0)].shared_memory
+    assert found.notes == []
+    assert max(found.local) <= LOCAL.get((width, reads), 0)
+    wanted = SHARED_ADDITIONS if tile.shares_keys else ADDITIONS
+    assert set(found.additions) == {wanted[reads]}
 
 
 @pytest.mark.parametrize(("width", "most"), [(64, 0), (128, 30)])
-def test_slopes_of_packed_sequences_read_no_positions(pool, width, most):
+def test_slopes_of_packed_sequences_read_no_positions(width, most):
     """Loads are those of slopes; local memory: 26 of 850 instructions at 128 columns."""
-    for steps, allowed in zip(pool.submit(build_packed, width).result(), (0, most), strict=True):
+    for steps, allowed in zip(build_packed(width), (0, most), strict=True):
         assert steps.loads, "no step was found"
         assert max(steps.loads) <= 1
         assert max(steps.local) <= allowed

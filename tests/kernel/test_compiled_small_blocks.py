@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,22 +79,23 @@ def build(call: Call) -> Found:
 
 
 MOST_ACCESSES = 12 if triton_version() < (3, 7) else 4
-CALLS = [Call(16, 128), Call(32, 128, group=4, length=1000, has_mods=True)]
 
 
-def test_kernels_of_small_blocks_do_not_spill_and_fit():
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context) as pool:
-        results = dict(zip(CALLS, pool.map(build, CALLS), strict=True))
-    for call, found in results.items():
-        assert found.notes == [], call
-        # With a mask, both mods, grouped heads and keys behind the end, a step reads or writes
-        # local memory a few times: 3 with Triton 3.7, 5 to 12 with 3.6.
-        assert max(found.steps) <= (MOST_ACCESSES if call.has_mods else 0), call
-        assert call.has_mods or found.spills == 0, call
-        facts = problem(
-            head_dim=call.width, value_head_dim=call.width, kv_heads=8 // call.group,
-            blocks=MaskBlocks(call.size, call.size, True),
-        )  # fmt: skip
-        estimate = tiles.shared_memory(facts, tiles.table_tile(facts))
-        assert found.shared <= estimate <= GPUS[(9, 0)].shared_memory, call
+@pytest.mark.parametrize(
+    "call",
+    [Call(16, 128), Call(32, 128, group=4, length=1000, has_mods=True)],
+    ids=["plain", "with mods"],
+)
+def test_kernels_of_small_blocks_do_not_spill_and_fit(call):
+    found = build(call)
+    assert found.notes == []
+    # With a mask, both mods, grouped heads and keys behind the end, a step reads or writes
+    # local memory a few times: 3 with Triton 3.7, 5 to 12 with 3.6.
+    assert max(found.steps) <= (MOST_ACCESSES if call.has_mods else 0)
+    assert call.has_mods or found.spills == 0
+    facts = problem(
+        head_dim=call.width, value_head_dim=call.width, kv_heads=8 // call.group,
+        blocks=MaskBlocks(call.size, call.size, True),
+    )  # fmt: skip
+    estimate = tiles.shared_memory(facts, tiles.table_tile(facts))
+    assert found.shared <= estimate <= GPUS[(9, 0)].shared_memory

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -193,6 +195,23 @@ def test_triton_is_left_as_it_was():
 
     names = [name for name in vars(tl) if not name.startswith("__")]
     before = {name: getattr(tl, name) for name in names}
+    library = set(vars(tl.standard)) | {"interpreter_semantic"}
     _run(_block("v = v + tl.sum(v, 0)"), _x(), **WATCHED)
     assert {name: getattr(tl, name) for name in names} == before
     assert isinstance(tl.sum, JITFunction)
+    assert set(vars(tl.standard)) <= library
+
+
+def test_nothing_imported_while_interpreting_keeps_what_is_replaced():
+    """Gluon copied `static_range` then, and its kernels did not compile afterwards."""
+    program = """
+import sys
+from flexhop.offline.interpreter import interpreting
+
+with interpreting():
+    from triton.experimental.gluon import language
+import triton.language as tl
+
+sys.exit(language.static_range is not tl.static_range)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
