@@ -197,6 +197,8 @@ def _position(key: Any) -> tuple[int, ...]:
 def _inspect(compiled: CompiledKernel, architecture: int, log: str) -> Cubin:
     binary, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     counts = resource_usage(binary)
+    # Spills are in local memory. Where there is none, nothing needs to be disassembled.
+    has_local = counts["STACK"] + counts["LOCAL"] > 0
     return Cubin(
         name=compiled.metadata.name,
         architecture=architecture,
@@ -204,7 +206,7 @@ def _inspect(compiled: CompiledKernel, architecture: int, log: str) -> Cubin:
         stack=counts["STACK"],
         local=counts["LOCAL"],
         shared=compiled.metadata.shared,
-        spills=local_accesses(_sass(binary)),
+        spills=local_accesses(_sass(binary)) if has_local else 0,
         ir=compiled.asm["ttgir"],
         ptx=ptx,
         binary=binary,

@@ -1,10 +1,11 @@
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 
 from flexhop.offline import generate
-from flexhop.offline.cubin import ARCHITECTURES, compile_kernel, compile_source
+from flexhop.offline.cubin import ARCHITECTURES, compile_kernel, compile_source, local_accesses
 from flexhop.offline.interpret import run_kernel
 from tests.unit.offline.kernels import POINTERS, kernel
 
@@ -42,6 +43,14 @@ def test_spills_are_counted():
     cubin = compile_kernel(kernel(_SIGNATURE, body), 80, num_warps=1)
     assert cubin.spills > 0
     assert cubin.stack > 0
+
+
+def test_a_kernel_without_local_memory_is_not_disassembled():
+    with mock.patch("flexhop.offline.cubin._sass") as disassemble:
+        cubin = compile_kernel(kernel(_SIGNATURE, _PRODUCT), 80)
+    assert (cubin.stack, cubin.local, cubin.spills) == (0, 0, 0)
+    assert local_accesses(cubin.sass()) == 0
+    disassemble.assert_not_called()
 
 
 def test_kernel_of_inductor_needs_its_constants():
