@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import Problem, head_pieces, round_head_dim
@@ -22,6 +24,11 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
     scores = tile.block_m * tile.block_n * item
     rows, columns = tile.block_m, tile.block_n
+    if problem.dtype == torch.float32 and not problem.is_tf32 and _DIVIDED in (qk, v):
+        # multiply_rows holds one operand apart from the products that follow.
+        slack += (rows if kernel.startswith("grad_key") or kernel == "grad_value" else columns) * (
+            _DIVIDED * item
+        )
     if kernel in ("forward", "decode"):
         loop = columns * both * item * tile.num_stages
         if problem.cache is not None:
@@ -51,6 +58,8 @@ def _width(problem: Problem, size: int) -> int:
     return sum(head_pieces(size)) if problem.is_wide else round_head_dim(size)
 
 
+# Columns of the rows that multiply_rows adds in several chains.
+_DIVIDED = 256
 # Barriers, cross-warp reductions and row statistics.
 _SLACK = 8192
 # Blackwell's fifth-generation products stage their accumulators through shared memory as well.

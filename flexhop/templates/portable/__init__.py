@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from flexhop.templates import join
 
-_CACHED = ("portable/cache/keys", "portable/cache/sums", "portable/cache/halves")
+_CACHED = (
+    "portable/cache/keys", "portable/cache/sums", "portable/cache/halves", "portable/products",
+)  # fmt: skip
 LISTS = ("portable/lists", "portable/ranges")
 BLOCKS = (*LISTS, "portable/tile", "portable/weights", "portable/sections", "mods/mods")
 _BY_QUERY = ("portable/key_blocks", *BLOCKS)
 _BY_KEY = ("portable/query_blocks", *BLOCKS)
-_ATTEND = ("portable/attend", "portable/keys", *_BY_QUERY)
+_ATTEND = ("portable/attend", "portable/keys", "portable/products", *_BY_QUERY)
 _BENT = ("mods/mod_push", "mods/mod_bend")
 _CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
+_GRAD = ("portable/grad_tile", "portable/products")
 _PIECES = ("portable/wide/pieces",)
 _WIDE_ATTEND = ("portable/wide/attend", "portable/wide/sums", *_PIECES)
 KERNELS = {
@@ -29,19 +32,21 @@ KERNELS = {
     "jvp_grad_key_value": (
         "portable/jvp_grad_key_value", "portable/push_grad_tile", *_BY_KEY, *_BENT,
     ),
-    "grad_query": ("portable/grad_query", "portable/grad_tile", *_BY_QUERY, "mods/mod_grads"),
+    "grad_query": ("portable/grad_query", *_GRAD, *_BY_QUERY, "mods/mod_grads"),
     "grad_key_value": (
-        "portable/grad_key_value", "portable/grad_tile", *_BY_KEY, "mods/mod_grads",
+        "portable/grad_key_value", *_GRAD, *_BY_KEY, "mods/mod_grads",
     ),
-    "wide_decode": ("portable/wide/decode", *_WIDE_ATTEND, "portable/keys", *_BY_QUERY),
+    "wide_decode": (
+        "portable/wide/decode", *_WIDE_ATTEND, "portable/keys", "portable/products", *_BY_QUERY,
+    ),
     "cached_wide_decode": (
         "portable/wide/decode", *_WIDE_ATTEND, *_CACHED, *_BY_QUERY, "mods/key_mods",
     ),
     "wide_grad_query": (
-        "portable/wide/grad_query", "portable/grad_tile", *_PIECES, *_BY_QUERY, "mods/mod_grads",
+        "portable/wide/grad_query", *_GRAD, *_PIECES, *_BY_QUERY, "mods/mod_grads",
     ),
     "wide_grad_key_value": (
-        "portable/wide/grad_key_value", "portable/grad_tile", *_PIECES, *_BY_KEY, "mods/mod_grads",
+        "portable/wide/grad_key_value", *_GRAD, *_PIECES, *_BY_KEY, "mods/mod_grads",
     ),
 }  # fmt: skip
 # Files whose functions only some calls need.
