@@ -3,6 +3,7 @@
 import collections
 import itertools
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +50,24 @@ def steady(
         row()
         host.append(1e3 * (time.perf_counter() - before))
     clock.mark()
+    state = gpu_state(device)  # while the rows run
     times = clock.between()[1:]
-    return {"row": statistics.median(times), "host": statistics.median(host[1:]), "rows": times}
+    middle = statistics.median(times)
+    return {"row": middle, "host": statistics.median(host[1:]), "rows": times, "state": state}
+
+
+def gpu_state(device: torch.device) -> str:
+    """The GPU's clock, power and temperature at this moment: GPUs of one host differ."""
+    if device.type != "cuda":
+        return ""
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    command = ["nvidia-smi", "-i", name, query, "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def synchronize(device: torch.device) -> None:

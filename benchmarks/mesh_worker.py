@@ -163,11 +163,11 @@ class Worker:
         seconds = [time.perf_counter() - started]
         self.check_rows(mesh[0], self.positions, "mesh")
         if self.job.who == "flexhop":
-            one = self.once("one") if self.rank == 0 else None
+            one = self.once("one")
             seconds.append(time.perf_counter() - started - seconds[0])
-            if one is not None:
-                self.check_rows(one[0], torch.arange(self.job.length, device=self.device), "one")
+            self.check_rows(one[0], torch.arange(self.job.length, device=self.device), "one")
             self.compare(mesh, one)
+            del one
         self.results["compiled"] = seconds
         del mesh
         if self.job.device == "cuda":
@@ -203,13 +203,10 @@ class Worker:
             largest = max(largest, float(error))
         self.judge(f"{where}: output", largest, out.dtype)
 
-    def compare(self, mesh: list[torch.Tensor], one: list[torch.Tensor] | None) -> None:
+    def compare(self, mesh: list[torch.Tensor], one: list[torch.Tensor]) -> None:
         """Compare all results of a layer with those of one process."""
-        for number, name in enumerate(("out", "dq", "dk", "dv")):
-            part = mesh[number]
-            size = (1, part.size(1), self.job.length, part.size(3))
-            whole = part.new_empty(size) if one is None else one[number].contiguous()
-            dist.broadcast(whole, 0)
+        names = ("out", "dq", "dk", "dv")
+        for name, part, whole in zip(names, mesh, one, strict=True):
             right = self.plan.shard(whole, 2, self.rank).double()
             error = float((part.double() - right).norm() / right.norm())
             self.judge(f"{name} against one process", error, part.dtype)
@@ -225,9 +222,7 @@ class Worker:
         for where in ("mesh", "one") if self.job.who == "flexhop" else ("mesh",):
             if not self.agreed(time.time() < self.job.until):
                 break
-            if where == "mesh" or self.rank == 0:
-                self.measure_one(where)
-            self.host.gather()
+            self.measure_one(where)
             answer({"ranks": self.host.gather(self.results)})
 
     def measure_one(self, where: str) -> None:
@@ -241,12 +236,11 @@ class Worker:
             outs = [attend(*layer[:3]) for layer in layers]
             torch.autograd.grad(outs, leaves, grads)
 
-        agreed = self.agreed if where == "mesh" else lambda value: value
         with self.context(where):
             RECEIVED.clear()
             row()
             moved = dict(RECEIVED)
-            found = steady(row, self.job.rounds, ROW_SECONDS, self.device, agreed)
+            found = steady(row, self.job.rounds, ROW_SECONDS, self.device, self.agreed)
             found |= {"moved": {name: count / len(layers) for name, count in moved.items()}}
             if self.device.type == "cuda":
                 path = f"{self.job.who}-{self.job.name}-{where}-{self.rank}.json"

@@ -34,8 +34,8 @@ def test_the_program_runs_on_a_cpu(tmp_path):
     (result,) = json.loads((tmp_path / "0.json").read_text())
     ranks = result["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
-    assert len(ranks[0]["errors"]) == 6 and len(ranks[1]["errors"]) == 5
-    assert ranks[0]["one"]["row"] > 0 and "one" not in ranks[1]
+    assert [len(rank["errors"]) for rank in ranks] == [6, 6]
+    assert all(rank["one"]["row"] > 0 for rank in ranks)
     for operation in ("cast", "return"):
         received = [rank["mesh"]["moved"][operation] for rank in ranks]
         assert max(received) == ranks[0]["planned"] > 0
@@ -59,11 +59,13 @@ def test_a_table_of_jobs():
     options = mesh.parse_arguments(["--in-tree", "--jobs", "^causal-64k"])
     jobs = mesh.make_jobs(options)
     assert [job.who for job in jobs] == ["flexhop", "in-tree"]
-    first = {"rank": 0, "planned": 2_000_000, "one": {"row": 18.0}, "mesh": _result(9.0, 7.0)}
-    second = {"rank": 1, "planned": 2_000_000, "mesh": _result(10.0, 8.0)}
+    first = {"rank": 0, "planned": 2_000_000, "one": {"row": 17.0}, "mesh": _result(9.0, 7.0)}
+    second = {"rank": 1, "planned": 2_000_000, "one": {"row": 18.0}, "mesh": _result(10.0, 8.0)}
     intree = {"ranks": [{"rank": 0, "planned": 0, "mesh": _result(20.0, 7.0)}]}
     text = mesh.table(jobs, [{"ranks": [first, second]}, intree])
-    expected = "| causal-64k | 18.00 | 20.00 | 10.00 | 0.900 | 1.50 | 2.0 | 2.0 | 3.0 | 8.00 |"
+    expected = (
+        "| causal-64k | 17.00 | 18.00 | 20.00 | 10.00 | 0.900 | 1.50 | 2.0 | 2.0 | 3.0 | 8.00 |"
+    )
     assert expected in text
 
 

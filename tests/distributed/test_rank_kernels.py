@@ -1,6 +1,7 @@
 """A rank's kernels are those of one GPU: generated for Hopper, without one."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -15,61 +16,97 @@ from flexhop.mods import noop_score
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call
 
-LENGTH, HEADS, KEY_HEADS = 4096, 16, 8
+LENGTH, HEADS, KEY_HEADS = 4096, 32, 8
 # What may differ: sizes that only the schedule of tiles reads, and where the band lies.
-SIZES = {"HEADS_PER_SECTION", "BAND_FIRST", "BAND_END"}
-
-
-def leaves(queries, keys):
-    sizes = ((HEADS, queries), (KEY_HEADS, keys), (KEY_HEADS, keys))
-    return [
-        torch.zeros(1, heads, length, 128, dtype=torch.bfloat16).requires_grad_()
-        for heads, length in sizes
-    ]
-
-
-def constants(generated):
-    """Constants of flexhop's kernels, in order."""
-    found = [re.search(r"'config_args': (\{.*?\})", k.source) for k in generated.templates]
-    return [ast.literal_eval(match[1]) for match in found if match]
-
-
-def of_one(mask, score_mod):
-    def attend(q, k, v):
-        return flexhop.flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
-
-    return constants(offline.generate_code(attend, *leaves(LENGTH, LENGTH), grad=True))
-
-
-def of_rank(mask, score_mod, rank, **choice):
-    plan = sharded.make_plan(mask, 2, **choice)
-    view = make_view(plan, "", rank, torch.device("cpu"))
-    call = Call(None, True, None, False, None)
-
-    def attend(q, k, v):
-        args = AttentionArgs(q, k, v, score_mod or noop_score, mask.mask_mod, (), 0.0, {})
-        return attend_view(args, call, view, ("0", ""), False)[0]
-
-    generated = offline.generate_code(attend, *leaves(plan.tokens, plan.tokens), grad=True)
-    return constants(generated)
+SIZES = {"HEADS_PER_SECTION", "BAND_FIRST", "BAND_END", "STORED_BLOCKS"}
+WINDOW = 700
 
 
 def alibi(score, b, h, q_idx, kv_idx):
     return score - 0.1 * (q_idx - kv_idx)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("score_mod", [None, alibi])
-def test_a_window_stays_a_band(rank, score_mod):
-    mask = flexhop.create_block_mask(
-        masks.sliding_window(700), None, None, LENGTH, LENGTH, device="cpu"
-    )
-    one = of_one(mask, score_mod)
-    found = of_rank(mask, score_mod, rank, layout="contiguous", method="blocks")
-    assert len(one) == len(found) == 2  # and no kernel that stores the mask as bits
-    for whole, part in zip(one, found, strict=True):
+SCORES = {"none": None, "alibi": alibi}
+_IDS = masks.ids_from_lengths(torch.tensor([1500, 200, 1300, 1096]))
+MASKS = {
+    "window": masks.sliding_window(WINDOW),
+    "causal": masks.causal,
+    "documents": masks.packed_causal(_IDS),
+}
+
+
+@functools.cache
+def mask_of(name):
+    return flexhop.create_block_mask(MASKS[name], None, None, LENGTH, LENGTH, device="cpu")
+
+
+def leaves(length):
+    return [
+        torch.zeros(1, heads, length, 128, dtype=torch.bfloat16).requires_grad_()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+
+
+def kernels(generated):
+    """Name and constants of flexhop's kernels, in order."""
+    found = []
+    for kernel in generated.templates:
+        name = re.search(r"^def (flexhop_\w+)", kernel.source, re.M)
+        constants = re.search(r"'config_args': (\{.*?\})", kernel.source)
+        assert constants is not None
+        found.append((name and name[1], ast.literal_eval(constants[1])))
+    return found
+
+
+@functools.cache
+def of_one(mask, score):
+    whole = mask_of(mask)
+
+    def attend(q, k, v):
+        return flexhop.flex_attention(q, k, v, SCORES[score], whole, enable_gqa=True)
+
+    return kernels(offline.generate_code(attend, *leaves(LENGTH), grad=True))
+
+
+def of_rank(mask, score, rank, **choice):
+    plan = sharded.make_plan(mask_of(mask), 2, **choice)
+    view = make_view(plan, "", rank, torch.device("cpu"))
+    call = Call(None, True, None, False, None)
+
+    def attend(q, k, v):
+        mods = SCORES[score] or noop_score, MASKS[mask]
+        args = AttentionArgs(q, k, v, *mods, (), 0.0, {})
+        return attend_view(args, call, view, ("0", ""), False)[0]
+
+    return kernels(offline.generate_code(attend, *leaves(plan.tokens), grad=True))
+
+
+def assert_same(one, found):
+    assert [name for name, _ in found] == [name for name, _ in one]
+    assert "flexhop_hopper_forward" in dict(found) and "flexhop_hopper_backward" in dict(found)
+    for (_, whole), (_, part) in zip(one, found, strict=True):
         assert {**part, **{name: whole[name] for name in SIZES & whole.keys()}} == whole
+
+
+@pytest.mark.parametrize(("score", "rank"), [("none", 0), ("none", 1), ("alibi", 1)])
+def test_a_window_stays_a_band(score, rank):
+    found = of_rank("window", score, rank, layout="contiguous", method="blocks")
+    assert_same(of_one("window", score), found)
+    assert len(found) == 2  # no kernel stores the mask as bits
+    for _, part in found:
         assert part["HAS_BAND"]
-        assert part["BAND_END"] - part["BAND_FIRST"] == 700
-    # The buffer of the second rank begins 700 keys before its queries, in whole blocks.
-    assert found[0]["BAND_END"] == (1 if rank == 0 else 1 + 768)
+        assert part["BAND_END"] - part["BAND_FIRST"] == WINDOW
+        # The buffer of the second rank begins before its queries, with a whole block.
+        assert part["BAND_END"] == (1 if rank == 0 else 1 + 768)
+
+
+@pytest.mark.parametrize(
+    ("mask", "choice"),
+    [
+        ("causal", {"layout": "zigzag", "method": "gather"}),
+        ("documents", {"layout": "greedy", "method": "blocks"}),
+    ],
+    ids=["causal", "documents"],
+)
+def test_other_masks_take_the_same_kernels(mask, choice):
+    assert_same(of_one(mask, "none"), of_rank(mask, "none", 0, **choice))
