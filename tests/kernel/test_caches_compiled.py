@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from flexhop.offline.cubin import compile_kernel
 BF16, INT8, E4M3 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 
 
+@functools.cache
 def cached_kernel(
     architecture: int, queries: int, page: int, stored: torch.dtype, width: int = 128
 ) -> Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -30,6 +31,7 @@ def distance(score, b, h, q_idx, kv_idx):
     return score - SLOPES[h] * (q_idx - kv_idx).abs()
 
 
+@functools.cache
 def build(score_mod: Any, width: int) -> Cubin:
     """The causal Hopper kernel with a score_mod."""
     inputs = [torch.zeros(1, 2, 512, width, dtype=torch.bfloat16) for _ in range(3)]
