@@ -345,7 +345,7 @@ def as_expression(value: Any) -> Any:
 
 def is_known(condition: Any) -> bool:
     """Whether a relation of sizes holds for certain, without adding a guard."""
-    return condition is True or V.graph.sizevars.statically_known_true(condition)
+    return condition in (True, sympy.true) or V.graph.sizevars.statically_known_true(condition)
 
 
 def operand_meta(position: int) -> Any:

@@ -59,6 +59,13 @@ def test_functions_are_off_by_less_than_a_rounding_to_16_bits(name, x):
     assert_exact(computed(name, x), getattr(torch, name)(x.double()))
 
 
+def test_tanh_keeps_its_digits_near_zero():
+    """Of a product such as `1e4 * tanh(score / 1e4)`, too, more than a 16-bit number has."""
+    near = torch.logspace(-20, -1, 8192).float()
+    exact = near.double().tanh()
+    assert bool(((computed("tanh", near) - exact).abs() <= exact * 2.0**-13).all())
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("x", [POSITIVE, AROUND_ONE])
 def test_logarithms_of_magnitudes_have_all_digits_around_one(x, sign):

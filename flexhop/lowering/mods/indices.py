@@ -224,6 +224,27 @@ def _divide(a: Range, b: Range) -> Range:
     return Range(sympy.Integer(0), a.high)
 
 
+def _mask_bits(a: Range, b: Range) -> Range:
+    """a & b."""
+    limits = [x.high for x in (a, b) if x.low is not None and inductor.is_known(x.low >= 0)]
+    known = [limit for limit in limits if limit is not None]
+    return Range(sympy.Integer(0), sympy.Min(*known) if known else None) if limits else UNKNOWN
+
+
+def _shift_right(a: Range, b: Range) -> Range:
+    if b.low is None or b.low != b.high or not b.low.is_number:
+        return UNKNOWN
+    divisor = sympy.Integer(2) ** b.low
+    return _divide(a, Range(divisor, divisor))
+
+
+def _remainder_to_zero(a: Range, b: Range) -> Range:
+    """A remainder that has the dividend's sign."""
+    if a.low is None or not inductor.is_known(a.low >= 0):
+        return UNKNOWN
+    return _remainder(a, b)
+
+
 def _same(a: Range, *_: Range) -> Range:
     return a
 
@@ -243,7 +264,11 @@ _RULES: dict[Any, Callable[..., Range]] = {
     aten.where: _choose,
     aten.abs: _magnitude,
     aten.remainder: _remainder,
+    aten.fmod: _remainder_to_zero,
     aten.floor_divide: _divide,
+    aten.bitwise_and: _mask_bits,
+    aten.bitwise_right_shift: _shift_right,
+    aten.__rshift__: _shift_right,
     _divide: _divide,
     aten.clone: _same,
     aten.full: lambda _, value: value,

@@ -17,7 +17,7 @@ from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.indices import Range, wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
-from flexhop.lowering.mods.strength import float_positions
+from flexhop.lowering.mods.strength import cheaper
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
 from flexhop.ops.reads import NUM_SCORE_INPUTS
@@ -55,11 +55,12 @@ def lower_mods(
     """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
     score_graph, mask_graph = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
     first, *indices = score_inputs(device)
-    fast_score = float_positions(wrap_reads(score_graph, position_ranges(1, sizes)))
+    fast_score = cheaper(score_graph, SCORE)
+    safe_score = wrap_reads(fast_score, position_ranges(1, sizes))
     (score_buffer,) = inductor.lower_pointwise(
-        fast_score, [first, *indices, *captures[0]], "score_mod"
+        safe_score, [first, *indices, *captures[0]], "score_mod"
     )
-    safe_mask = wrap_reads(mask_graph, position_ranges(0, sizes))
+    safe_mask = wrap_reads(cheaper(mask_graph, INDICES), position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
     return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
 
@@ -160,10 +161,9 @@ def lower_joint(
 ) -> list[Any]:
     """Lower the joint graph: gradient of the score, then values and indices of the sites."""
     inputs = score_inputs(device, "grad_score")
-    graph = wrap_reads(kernel_graph(joint, JOINT), position_ranges(1), sites)
-    return inductor.lower_pointwise(
-        float_positions(graph), [*inputs, *captures], "the gradient of score_mod"
-    )
+    fast = cheaper(kernel_graph(joint, JOINT), JOINT)
+    safe = wrap_reads(fast, position_ranges(1), sites)
+    return inductor.lower_pointwise(safe, [*inputs, *captures], "the gradient of score_mod")
 
 
 def _output(graph: fx.GraphModule) -> Any:

@@ -10,10 +10,11 @@ from torch import Tensor, fx
 
 from flexhop.compat import inductor, inline, transforms
 from flexhop.compat.indexing import IndexMode
+from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_ranges, score_inputs, value_of
 from flexhop.lowering.mods.relative import graph_of
-from flexhop.lowering.mods.strength import float_positions
+from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.reads import NUM_SCORE_INPUTS
 from flexhop.ops.smooth import smooth
 
@@ -31,10 +32,10 @@ def lower_push(
     """
     inputs = score_inputs(device, "score_dot")
     graph = trace_push(graph_of(score), sorted(moved))
-    safe = wrap_reads(graph, position_ranges(1))
+    safe = wrap_reads(cheaper(graph, SCORE), position_ranges(1))
     tangents = [moved[i] for i in sorted(moved)]
     (buffer,) = inductor.lower_pointwise(
-        float_positions(safe), [*inputs, *captures, *tangents], "the tangent of score_mod"
+        safe, [*inputs, *captures, *tangents], "the tangent of score_mod"
     )
     return buffer
 
@@ -76,7 +77,7 @@ def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any
     transforms.write_zeros(traced)
     safe = wrap_reads(traced, position_ranges(1))
     (buffer,) = inductor.lower_pointwise(
-        float_positions(safe), [*inputs, *captures[: len(examples) - NUM_SCORE_INPUTS]],
+        cheaper(safe, SCORE), [*inputs, *captures[: len(examples) - NUM_SCORE_INPUTS]],
         "the second derivative of score_mod",
     )  # fmt: skip
     return buffer

@@ -14,7 +14,7 @@ from flexhop.lowering.mods.analysed import JOINT, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_ranges, score_inputs
 from flexhop.lowering.mods.relative import graph_of
-from flexhop.lowering.mods.strength import float_positions
+from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
 from flexhop.ops.smooth import smooth
@@ -50,10 +50,9 @@ def lower_sums(
     *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")
     count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2
     inputs = [*first, *captures[:count], score_dot, grad_dot]
-    safe = wrap_reads(kernel_graph(graph, JOINT), position_ranges(1), sites)
-    functions = inductor.lower_pointwise(
-        float_positions(safe), inputs, "the second derivative of score_mod"
-    )
+    fast = cheaper(kernel_graph(graph, JOINT), JOINT)
+    safe = wrap_reads(fast, position_ranges(1), sites)
+    functions = inductor.lower_pointwise(safe, inputs, "the second derivative of score_mod")
     return Sums(graph, sites, functions)
 
 

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
-from flexhop.lowering.mods.strength import float_positions
+from flexhop.analysis import analyse
+from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.indices import Range, wrap_reads
+from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.subgraphs import trace_score
 
+aten = torch.ops.aten
 TABLE = torch.tensor([0.5, -0.25])
 
 
-def has_integers(mod: Any) -> bool:
-    """Whether anything is still computed in integers; the value stays the same, too."""
+POSITIONS = [*range(9), 18, 19, 31, 32, 63, 64, 70, 127, 128, 4095, 2**23 - 1]
+
+
+def made_cheaper(mod: Any) -> Any:
+    """The graph that kernels print; it has the same values as what the user wrote."""
     graph = trace_score(mod, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16), ())
-    fast = float_positions(graph)
-    at = [torch.tensor(n, dtype=torch.int32) for n in (0, 1, 70, 19)]
-    score = torch.tensor(0.5)
-    assert fast(score, *at).equal(graph(score, *at))
+    fast = cheaper(graph, SCORE)
+    zero, score = torch.tensor(0, dtype=torch.int32), torch.tensor(0.5)
+    at = [torch.tensor(n, dtype=torch.int32) for n in POSITIONS]
+    for q, k in itertools.product(at, at):
+        assert fast(score, zero, zero + 1, q, k).equal(graph(score, zero, zero + 1, q, k))
+    return fast
+
+
+def has_integers(mod: Any) -> bool:
+    """Whether what depends on both positions is still computed in integers."""
+    fast = made_cheaper(mod)
+    found = analyse(fast, SCORE)
     calls = [node for node in fast.graph.nodes if node.op == "call_function"]
-    return any(node.meta["val"].dtype == torch.int32 for node in calls)
+    return any(
+        node.meta["val"].dtype == torch.int32 and {"q", "k"} <= found[node].depends
+        for node in calls
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,8 +52,11 @@ def has_integers(mod: Any) -> bool:
         lambda s, b, h, q, k: s + TABLE[h] * -(q - k),
         lambda s, b, h, q, k: s - 0.5 * (q + 100 - k).abs(),
         lambda s, b, h, q, k: s - 0.5 * (q - k - 1).abs() + (q + k),
+        lambda s, b, h, q, k: s - 0.5 * ((q // 64 - k // 64).abs() + (q % 64 - k % 64).abs()),
+        lambda s, b, h, q, k: s - TABLE[h] * torch.maximum((q % 7 - k % 7).abs(), q // 7 - k // 7),
+        lambda s, b, h, q, k: s + 0.5 * (2 * (q // 9) - 3 * (k % 64)),
     ],
-    ids=["difference", "magnitude", "opposite", "shifted", "two"],
+    ids=["difference", "magnitude", "opposite", "shifted", "two", "patches", "largest", "factors"],
 )
 def test_distances_between_positions_are_floats(mod):
     assert not has_integers(mod)
@@ -50,3 +73,52 @@ def test_distances_between_positions_are_floats(mod):
 )
 def test_what_floats_might_not_hold_stays_an_integer(mod):
     assert has_integers(mod)
+
+
+DIVISIONS = (aten.floor_divide, aten.div, aten.remainder, aten.fmod)
+SHIFTS = (aten.bitwise_and, aten.bitwise_right_shift)
+
+
+def divisions(mod: Any) -> list[Any]:
+    """The operators that divide integers, as kernels print them."""
+    nodes = made_cheaper(mod).graph.find_nodes
+    packets = [*DIVISIONS, *SHIFTS]
+    found = (nodes(op="call_function", target=o) for p in packets for o in overloads(p))
+    return [node.target.overloadpacket for group in found for node in group]
+
+
+def overloads(packet: Any) -> list[Any]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+@pytest.mark.parametrize(
+    ("mod", "expected"),
+    [
+        (lambda s, b, h, q, k: s + (q // 64), [aten.bitwise_right_shift]),
+        (lambda s, b, h, q, k: s + ((q - k) // 64), [aten.bitwise_right_shift]),
+        (lambda s, b, h, q, k: s + ((q - k) % 8), [aten.bitwise_and]),
+        (lambda s, b, h, q, k: s + torch.div(q - k, 2, rounding_mode="floor"), SHIFTS[1:]),
+        (lambda s, b, h, q, k: s + (k // 48), [aten.div]),
+        (lambda s, b, h, q, k: s + (k % 48), [aten.fmod]),
+        (lambda s, b, h, q, k: s + ((q - k) // 48), [aten.floor_divide]),
+        (lambda s, b, h, q, k: s + ((q - k) % 48), [aten.remainder]),
+        (lambda s, b, h, q, k: s + (k // -4), [aten.floor_divide]),
+        (lambda s, b, h, q, k: s + k % torch.where(q > 3, 5, 7), [aten.remainder]),
+        (lambda s, b, h, q, k: s + s // 4, [aten.floor_divide]),
+    ],
+)
+def test_divisions_that_round_to_zero_or_shift(mod, expected):
+    assert divisions(mod) == list(expected)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [lambda q: q // 4, lambda q: q % 4, lambda q: q >> 2, lambda q: q & 3, lambda q: q % 3],
+)
+def test_reads_at_quotients_need_no_limit(index):
+    table = torch.zeros(16)
+    graph = trace_score(lambda s, b, h, q, k: s + table[index(q)], torch.zeros(1, 1, 2, 64), ())
+    ranges = {3: Range(sympy.Integer(0), sympy.Integer(63))}
+    safe = wrap_reads(cheaper(graph, SCORE), ranges)
+    limits = [aten.where.self, aten.minimum.default]
+    assert not [n for t in limits for n in safe.graph.find_nodes(op="call_function", target=t)]
