@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-__all__ = ["FUNCTIONS", "Function", "constant_name", "import_from"]
+__all__ = ["FUNCTIONS", "Function", "constant_name", "import_from", "scaled_tanh"]
 
 
 class Function(NamedTuple):
@@ -92,17 +92,29 @@ _SIGMOID = f"""
     add.f32 t, t, {_number(1.0)};
     rcp.approx.ftz.f32 $0, t;
 """
-# Near 0, the sum with 1 would leave no digits; x itself is off by x**3 / 3.
-_TANH = f"""
-    mul.f32 far, $1, {_number(2 * _LOG2_E)};
-    ex2.approx.ftz.f32 far, far;
-    add.f32 far, far, {_number(1.0)};
-    rcp.approx.ftz.f32 far, far;
-    fma.rn.f32 far, far, {_number(-2.0)}, {_number(1.0)};
-    abs.f32 size, $1;
-    setp.lt.f32 is_near, size, {_number(2.0**-8)};
-    selp.f32 $0, $1, far, is_near;
-"""
+
+
+def scaled_tanh(inner: float, outer: float) -> Function:
+    """outer * tanh(inner * x), with the precision of tanh."""
+    product = inner * outer
+    return Function(
+        # Near 0, the sum with 1 would leave no digits; the line is off by (inner * x)**3 / 3.
+        f"""
+        mul.f32 far, $1, {_number(2 * _LOG2_E * inner)};
+        ex2.approx.ftz.f32 far, far;
+        add.f32 far, far, {_number(1.0)};
+        rcp.approx.ftz.f32 far, far;
+        fma.rn.f32 far, far, {_number(-2 * outer)}, {_number(outer)};
+        {"mov.f32 near, $1;" if product == 1 else f"mul.f32 near, $1, {_number(product)};"}
+        abs.f32 size, $1;
+        setp.lt.f32 is_near, size, {_number(2.0**-8 / abs(inner))};
+        selp.f32 $0, near, far, is_near;
+        """,
+        "far, near, size",
+        predicates="is_near",
+    )
+
+
 _ERF_TEXT = f"""
     abs.f32 size, $1;
     {_steps("far", "size", _ERF)}
@@ -191,7 +203,7 @@ FUNCTIONS: dict[str, Function] = {
     "expm1": Function(_EXPM1, "t, near, size", predicates="is_near"),
     "log1p": Function(_LOG1P, "t, near, size", predicates="is_near"),
     "sigmoid": Function(_SIGMOID, "t"),
-    "tanh": Function(_TANH, "far, size", predicates="is_near"),
+    "tanh": scaled_tanh(1.0, 1.0),
     "erf": Function(_ERF_TEXT, "size, far, near, square", predicates="is_near"),
     "sin": Function(_SIN_TEXT, "turns, rest, square, near", "sign, bits"),
     "cos": Function(_COS_TEXT, "turns, rest, square, near", "sign, bits"),

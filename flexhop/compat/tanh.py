@@ -15,11 +15,23 @@ from torch._inductor.codegen.triton import TritonKernelOverrides
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V, ops
 
-from flexhop.compat.functions import FUNCTIONS, constant_name, import_from
+from flexhop.compat.functions import FUNCTIONS, constant_name, import_from, scaled_tanh
 
-__all__ = ["IMPORT", "Functions", "Overrides", "register_tanh_approx"]
+__all__ = [
+    "IMPORT",
+    "Functions",
+    "Overrides",
+    "has_texts",
+    "register_scaled_tanh",
+    "register_tanh_approx",
+]
 
 IMPORT = import_from("flexhop.compat.triton_runtime")
+
+
+def has_texts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of queries of this dtype compute functions by the texts of functions.py."""
+    return device.type == "cuda" and not torch.version.hip and dtype.itemsize == 2
 
 
 class Numbers(TritonKernelOverrides):
@@ -44,8 +56,9 @@ class Functions(Numbers):
     @classmethod
     def has_texts(cls) -> bool:
         """Whether the kernel being printed may use them."""
-        is_nvidia = V.graph.get_current_device_or_throw().type == "cuda" and not torch.version.hip
-        return is_nvidia and V.kernel.input_nodes[0].get_dtype().itemsize == 2
+        return has_texts(
+            V.graph.get_current_device_or_throw(), V.kernel.input_nodes[0].get_dtype()
+        )
 
     @classmethod
     def truediv(cls, x: Any, y: Any) -> str:
@@ -116,6 +129,25 @@ def register_tanh_approx(op: Any) -> None:
 
         return ir.Pointwise.create(
             device=x.get_device(), dtype=dtype, inner_fn=inner, ranges=x.get_size()
+        )
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def register_scaled_tanh(op: Any) -> None:
+    """Lower outer * tanh(inner * x) to one text, for kernels that have texts."""
+
+    def lower(x: Any, inner: float, outer: float) -> Any:
+        loader, text = x.make_loader(), scaled_tanh(inner, outer).text
+
+        def inner_fn(index: Any) -> Any:
+            value = ops.to_dtype(loader(index), torch.float32)
+            return ops.inline_asm_elementwise(
+                value, asm=text, constraints="=f,f", dtype=torch.float32
+            )
+
+        return ir.Pointwise.create(
+            device=x.get_device(), dtype=torch.float32, inner_fn=inner_fn, ranges=x.get_size()
         )
 
     register_lowering(op, type_promotion_kind=None)(lower)

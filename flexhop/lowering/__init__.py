@@ -34,6 +34,7 @@ def register() -> None:
     views.hold_strides()
     fallback.install()
     tanh.register_tanh_approx(torch.ops.flexhop.tanh_approx.default)
+    tanh.register_scaled_tanh(torch.ops.flexhop.scaled_tanh.default)
     inductor.register_lowering(BOUNDED, type_promotion_kind=None)(lower_bounded)
     for operator, lower in (
         (attention, certifying(AttentionArgs, lower_attention)),

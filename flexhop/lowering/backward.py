@@ -24,7 +24,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
-    mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
+    mods = lower_mods(device, (args.score_mod, args.mask_mod), (score_captures, mask_captures))
     query, key, value, grad_out = inductor.realize(
         [args.query, args.key, args.value, args.grad_out]
     )

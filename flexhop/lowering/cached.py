@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import gluon, guards, inductor, inline
+from flexhop.compat import gluon, guards, inductor, inline, tanh
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering import chunked, cpu
@@ -69,7 +69,10 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     readers = divide_work(args, key_dtypes(fakes))
     sizes = index_sizes(fakes)
     device = inductor.device_of(args.query)
-    mods = lower_mods(device, args.score_mod, args.mask_mod, (score, mask), sizes)
+    mods = lower_mods(
+        device, (args.score_mod, args.mask_mod), (score, mask), sizes,
+        folds_caps=tanh.has_texts(device, args.query.get_dtype()),
+    )  # fmt: skip
     pages = inductor.realize(args.pages)
     subgraphs = _lower_readers(args, readers, fakes, pages)
     problem, options = _read_problem(args, readers.cache, mods.facts), user_options(args.options)

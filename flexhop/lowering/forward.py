@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import ahead, guards, inductor
+from flexhop.compat import ahead, guards, inductor, tanh
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
@@ -28,7 +28,10 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
-    mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
+    mods = lower_mods(
+        device, (args.score_mod, args.mask_mod), (score_captures, mask_captures),
+        folds_caps=tanh.has_texts(device, args.query.get_dtype()),
+    )  # fmt: skip
     query, key, value = inductor.realize((args.query, args.key, args.value))
     guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)

@@ -86,7 +86,7 @@ def _read(args: DerivativeArgs, dots: dict[str, Any], moved: dict[int, Any]) -> 
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
-    mods = lower_mods(device, args.score_mod, args.mask_mod, (score_captures, mask_captures))
+    mods = lower_mods(device, (args.score_mod, args.mask_mod), (score_captures, mask_captures))
     query, key, value = dense = inductor.realize((args.query, args.key, args.value))
     guards.guard_aligned_strides((*dense, *dots.values()))
     call = operands_of(AttentionArgs, args, query=query, key=key, value=value)

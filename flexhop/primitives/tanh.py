@@ -35,6 +35,12 @@ def _backward(ctx: object, grad: Tensor) -> Tensor:
 _tanh_approx.register_autograd(_backward, setup_context=_save_output)
 
 
+@torch.library.custom_op("flexhop::scaled_tanh", mutates_args=())
+def scaled_tanh(x: Tensor, inner: float, outer: float) -> Tensor:
+    """outer * tanh(inner * x): what lowering makes of soft caps in forward kernels."""
+    return outer * torch.tanh(inner * x)
+
+
 def tanh_approx(x: Tensor) -> Tensor:
     """Hyperbolic tangent with the precision of the GPU's `tanh.approx.f32`.
 

@@ -13,6 +13,7 @@ from flexhop.analysis import INDICES
 from flexhop.compat import inductor
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
 from flexhop.lowering.mods.bands import key_band
+from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.indices import Range, wrap_reads
@@ -47,15 +48,26 @@ class ModBuffers(NamedTuple):
 
 def lower_mods(
     device: torch.device,
-    score: Any,
-    mask: Any,
+    mods: tuple[Any, Any],
     captures: tuple[Sequence[Any], Sequence[Any]],
     sizes: Sequence[Any] | None = None,
+    *,
+    folds_caps: bool = False,
 ) -> ModBuffers:
-    """Lower score_mod and mask_mod; sizes: [B, Hq, M, N], by default those of query and key."""
-    score_graph, mask_graph = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
+    """Lower score_mod and mask_mod.
+
+    Args:
+        device: device of the call.
+        mods: both, as operands.
+        captures: of each, lowered.
+        sizes: [B, Hq, M, N]; by default those of query and key.
+        folds_caps: whether to apply `fold_caps`, as forward kernels do that compute functions by
+            the texts of compat/functions.py.
+    """
+    score_graph, mask_graph = kernel_graph(mods[0], SCORE), kernel_graph(mods[1], INDICES)
     first, *indices = score_inputs(device)
-    fast_score = cheaper(score_graph, SCORE)
+    folded = fold_caps(score_graph) if folds_caps else score_graph
+    fast_score = cheaper(folded, SCORE)
     safe_score = wrap_reads(fast_score, position_ranges(1, sizes))
     (score_buffer,) = inductor.lower_pointwise(
         safe_score, [first, *indices, *captures[0]], "score_mod"

@@ -1,0 +1,109 @@
+"""Soft caps as one operator of forward kernels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import flexhop
+from flexhop.compat.functions import scaled_tanh
+from flexhop.lowering.mods.caps import fold_caps
+from flexhop.offline import generate_code
+from flexhop.offline.packed_assembly import run_packed
+from flexhop.ops.subgraphs import trace_score
+
+TABLE = torch.tensor([3.0, 20.0])
+SCORES = torch.cat([torch.logspace(-20, 3, 999), -torch.logspace(-20, 3, 999), torch.zeros(1)])
+
+
+def folded(mod):
+    """The graph of a mod as forward kernels have it; it has the same values."""
+    graph = trace_score(mod, torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16), ())
+    fast = fold_caps(graph)
+    zero = torch.tensor(0, dtype=torch.int32)
+    for score in SCORES[::97]:
+        at = (score, zero, zero + 1, zero + 5, zero + 2)
+        torch.testing.assert_close(fast(*at), graph(*at), rtol=1e-6, atol=1e-6)
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("mod", "factors"),
+    [
+        (lambda s, b, h, q, k: 30 * torch.tanh(s / 30), (1 / 30, 30.0)),
+        (lambda s, b, h, q, k: torch.tanh(s * 0.05) * 20, (0.05, 20.0)),
+        (lambda s, b, h, q, k: 30 * torch.tanh(s / 30) - 0.1 * (q - k), (1 / 30, 30.0)),
+        (lambda s, b, h, q, k: torch.tanh(s) * 5.0 + s, (1.0, 5.0)),
+        (lambda s, b, h, q, k: TABLE[h] * torch.tanh(s / 4), (0.25, 1.0)),
+        (lambda s, b, h, q, k: torch.tanh(TABLE[h] * s) * -3, (1.0, -3.0)),
+        (lambda s, b, h, q, k: torch.tanh(s / -30), (-1 / 30, 1.0)),
+    ],
+)
+def test_factors_of_tanh_are_folded(mod, factors):
+    (node,) = folded(mod).graph.find_nodes(
+        op="call_function", target=torch.ops.flexhop.scaled_tanh.default
+    )
+    assert node.args[1:] == pytest.approx(factors)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: torch.tanh(s),
+        lambda s, b, h, q, k: torch.tanh(s) * TABLE[h],
+        lambda s, b, h, q, k: torch.tanh(s.double() / 3).float(),
+        lambda s, b, h, q, k: torch.tanh(s * 1e-9),
+    ],
+)
+def test_other_products_stay(mod):
+    assert "scaled_tanh" not in folded(mod).code
+
+
+def test_tanh_that_is_used_twice_keeps_its_value():
+    def mod(s, b, h, q, k):
+        t = torch.tanh(s / 30)
+        return 30 * t + t
+
+    (node,) = folded(mod).graph.find_nodes(
+        op="call_function", target=torch.ops.flexhop.scaled_tanh.default
+    )
+    assert node.args[1:] == pytest.approx((1 / 30, 1.0))
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(1 / 30, 30.0), (0.02, 50.0), (2.0, -0.7), (-1, 1)])
+def test_texts_have_the_precision_of_tanh(inner, outer):
+    text = scaled_tanh(inner, outer).text
+    (found,) = run_packed(text, 1, [SCORES.float().numpy()], [np.dtype(np.float32)])
+    exact = outer * torch.tanh(inner * SCORES.float().double())
+    error = (torch.from_numpy(found) - exact).abs()
+    assert bool((error <= abs(outer) * 2.0**-21).all())
+    assert bool((error <= exact.abs() * 2.0**-13).all())
+    ends = np.array([math.inf, -math.inf, math.nan], dtype=np.float32)
+    (found,) = run_packed(text, 1, [ends], [np.dtype(np.float32)])
+    sign = math.copysign(1, inner)
+    np.testing.assert_allclose(found, [sign * outer, -sign * outer, math.nan], rtol=1e-7)
+
+
+def texts(dtype: torch.dtype) -> list[str]:
+    """The score_mods of the kernels of a call with a soft cap: forward, then backward."""
+    inputs = [torch.zeros(1, 2, 1024, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+    found = generate_code(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, lambda s, b, h, m, n: 30 * torch.tanh(s / 30)
+        ),
+        *inputs, grad=True,
+    )  # fmt: skip
+    return [kernel.source for kernel in found.templates]
+
+
+def test_forward_kernels_have_one_text_and_backward_kernels_tanh():
+    forward, *backward = texts(torch.bfloat16)
+    assert "setp.lt.f32" in forward and "PTX_TANH)" not in forward
+    assert all("PTX_TANH)" in kernel for kernel in backward)
+
+
+def test_kernels_of_float32_call_the_library():
+    assert all("libdevice.tanh" in kernel for kernel in texts(torch.float32))
