@@ -49,6 +49,16 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("log-distance-4k-d128", 4, 16, 16, 4096, 128, "causal", "log_distance"),
     ("decay-4k-d128", 4, 16, 16, 4096, 128, "causal", "decay"),
     ("rotary-phase-4k-d128", 4, 16, 16, 4096, 128, "causal", "rotary_phase"),
+    ("streaming-8k-d128", 2, 16, 16, 8192, 128, "streaming"),
+    ("strided-8k-d128", 2, 16, 16, 8192, 128, "strided"),
+    ("video-8k-d64", 2, 8, 8, 8192, 64, "video"),
+    ("block-diffusion-4k-d128", 2, 16, 16, 4096, 128, "block_diffusion"),
+    ("patches-4k-d64", 4, 16, 16, 4096, 64, "full", "patches"),
+    ("patches-4k-d128", 4, 16, 16, 4096, 128, "full", "patches"),
+    ("pair-bias-2k-d128", 2, 8, 8, 2048, 128, "full", "pair_bias"),
+    ("key-bias-4k-d128", 4, 16, 16, 4096, 128, "causal", "key_bias"),
+    ("forget-gate-4k-d128", 4, 16, 16, 4096, 128, "causal", "forget_gate"),
+    ("temperature-4k-d128", 4, 16, 16, 4096, 128, "causal", "temperature"),
 )
 
 BUCKETS, FARTHEST = 32, 128  # of T5
@@ -120,6 +130,40 @@ def _windows_49(case: Sizes, device: Any) -> Mod:
     return lambda b, h, q, k: q // 49 == k // 49
 
 
+def _streaming(case: Sizes, device: Any) -> Mod:
+    """A window, and the first four tokens."""
+    return lambda b, h, q, k: (q >= k) & ((q - k < 1024) | (k < 4))
+
+
+def _strided(case: Sizes, device: Any) -> Mod:
+    """A window, and every 256th token."""
+    return lambda b, h, q, k: (q >= k) & ((q - k < 256) | ((k + 1) % 256 == 0))
+
+
+def _video(case: Sizes, device: Any) -> Mod:
+    """Frames of 32 x 32 patches; each sees 11 x 11 patches of its frame and of those beside it."""
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        frames = (q // 1024 - k // 1024).abs() <= 1
+        rows = (q // 32 % 32 - k // 32 % 32).abs() <= 5
+        return frames & rows & ((q % 32 - k % 32).abs() <= 5)
+
+    return mask
+
+
+def _block_diffusion(case: Sizes, device: Any) -> Mod:
+    """Noisy blocks of 64 tokens, then clean ones: a noisy block sees itself and those before."""
+    half = case.length // 2
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        q_block, k_block = q % half // 64, k % half // 64
+        own = (k < half) & (q_block == k_block)
+        noisy = (q < half) & (own | ((k >= half) & (q_block > k_block)))
+        return noisy | ((q >= half) & (k >= half) & (q_block >= k_block))
+
+    return mask
+
+
 MASKS: dict[str, Callable[[Sizes, Any], Mod]] = {
     "natten": _natten,
     "natten_clamped": _natten_clamped,
@@ -130,6 +174,10 @@ MASKS: dict[str, Callable[[Sizes, Any], Mod]] = {
     "image_text": _image_text,
     "document_causal_negated": _document_causal_negated,
     "windows_49": _windows_49,
+    "streaming": _streaming,
+    "strided": _strided,
+    "video": _video,
+    "block_diffusion": _block_diffusion,
 }
 
 
@@ -210,6 +258,41 @@ def _rotary_phase(case: Sizes, device: Any) -> Mod:
     return lambda s, b, h, q, k: s * torch.cos(theta[h] * (q - k))
 
 
+def _patches(case: Sizes, device: Any) -> Mod:
+    """A slope per head times the distance of two patches along rows and columns."""
+    side = math.isqrt(case.length)
+    slope = torch.exp2(-0.5 * torch.arange(1, case.q_heads + 1, device=device))
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s - slope[h] * ((q // side - k // side).abs() + (q % side - k % side).abs())
+
+    return score
+
+
+def _pair_bias(case: Sizes, device: Any) -> Mod:
+    generator = torch.Generator().manual_seed(4)
+    bias = torch.randn(case.q_heads, case.length, case.length, generator=generator)
+    bias = bias.to(device, torch.bfloat16)
+    return lambda s, b, h, q, k: s + bias[h, q, k]
+
+
+def _key_bias(case: Sizes, device: Any) -> Mod:
+    bias = _learned(device, case.q_heads, case.length)
+    return _with(lambda s, b, h, q, k: s + bias[h, k], bias)
+
+
+def _forget_gate(case: Sizes, device: Any) -> Mod:
+    """Sums of the logarithms of gates; what lies between two tokens is forgotten."""
+    gates = torch.nn.functional.logsigmoid(_learned(device, case.q_heads, case.length) + 4)
+    sums = gates.cumsum(-1).detach().requires_grad_()
+    return _with(lambda s, b, h, q, k: s + sums[h, q] - sums[h, k], sums)
+
+
+def _temperature(case: Sizes, device: Any) -> Mod:
+    factor = (2.0 + torch.arange(case.length, device=device)).log()
+    return lambda s, b, h, q, k: s * factor[q]
+
+
 SCORES: dict[str, Callable[[Sizes, Any], Mod]] = {
     "t5": _t5,
     "distance": _distance,
@@ -220,4 +303,9 @@ SCORES: dict[str, Callable[[Sizes, Any], Mod]] = {
     "log_distance": _log_distance,
     "decay": _decay,
     "rotary_phase": _rotary_phase,
+    "patches": _patches,
+    "pair_bias": _pair_bias,
+    "key_bias": _key_bias,
+    "forget_gate": _forget_gate,
+    "temperature": _temperature,
 }
