@@ -12,7 +12,8 @@ from flexhop.compat import ahead, guards, inductor, tanh
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
-from flexhop.lowering.mods.lower import lower_mods, read_joint
+from flexhop.lowering.mods.caps import has_caps
+from flexhop.lowering.mods.lower import ModBuffers, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.lowering.portable import splits
 from flexhop.lowering.problem import Problem
@@ -26,20 +27,21 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     if chunked.is_without_kernel(args.query):
         return cpu.lower_attention(*args) or chunked.lower_attention(*args)
     device = inductor.device_of(args.query)
-    score_captures = inductor.realize(args.score_captures)
-    mask_captures = inductor.realize(args.mask_captures)
-    mods = lower_mods(
-        device, (args.score_mod, args.mask_mod), (score_captures, mask_captures),
-        folds_caps=tanh.has_texts(device, args.query.get_dtype()),
-    )  # fmt: skip
+    mods = _lower_mods(args, folds_caps=tanh.has_texts(device, args.query.get_dtype()))
     query, key, value = inductor.realize((args.query, args.key, args.value))
     guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
     show_problem("forward", problem)
-    captures = [*score_captures, *mask_captures]
+    captures = [*inductor.realize(args.score_captures), *inductor.realize(args.mask_captures)]
     call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
     return emit_forward(args, call) or chunked.lower_attention(*operands)
+
+
+def _lower_mods(args: AttentionArgs, *, folds_caps: bool) -> ModBuffers:
+    captures = inductor.realize(args.score_captures), inductor.realize(args.mask_captures)
+    device = inductor.device_of(args.query)
+    return lower_mods(device, (args.score_mod, args.mask_mod), captures, folds_caps=folds_caps)
 
 
 def emit_forward(
@@ -99,8 +101,10 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
     if joint is None:
         return
     problem = read_problem(args, call.mods, grad=read_joint(joint))
+    mods = _lower_mods(args, folds_caps=False) if has_caps(args.score_mod) else call.mods
+    told = dataclasses.replace(call, problem=problem, mods=mods)
     for choice in candidates("backward", problem, call.options):
-        choice.dialect.backward.start(dataclasses.replace(call, problem=problem), args, joint)
+        choice.dialect.backward.start(told, args, joint)
         return
 
 

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.primitives.tanh import scaled_tanh
 
 aten = torch.ops.aten
 _SCALED = scaled_tanh._opoverload
 _SMALLEST = 1e-6  # scales outside of this and its inverse are left alone: constants are fp32
+
+
+def has_caps(score: Any) -> bool:
+    """Whether `fold_caps` may change a score_mod, as an operand."""
+    graph = kernel_graph(score, SCORE).graph
+    return bool(graph.find_nodes(op="call_function", target=aten.tanh.default))
 
 
 def fold_caps(graph: fx.GraphModule) -> fx.GraphModule:
