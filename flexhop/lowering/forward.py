@@ -100,8 +100,8 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
     if joint is None:
         return
-    problem = read_problem(args, call.mods, grad=read_joint(joint))
     mods = _lower_mods(args, folds_caps=False) if has_caps(args.score_mod) else call.mods
+    problem = read_problem(args, mods, grad=read_joint(joint))
     told = dataclasses.replace(call, problem=problem, mods=mods)
     for choice in candidates("backward", problem, call.options):
         choice.dialect.backward.start(told, args, joint)

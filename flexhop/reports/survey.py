@@ -79,7 +79,8 @@ def survey(
     joint = None
     if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    mods = read_mods(decompose(score), decompose(mask))
+    folds_caps = args.query.dtype.itemsize == 2
+    mods = read_mods(decompose(score), decompose(mask), folds_caps=folds_caps)
     grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites)
     problem = read_tensor_problem(args, device, mods, grad, value_is_key=value_is_key)
     options = user_options(args.options)

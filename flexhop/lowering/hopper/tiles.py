@@ -23,7 +23,7 @@ _SLACK = 1024
 # slots fit. Two slots of 128 keys ran at 0.8 of their speed.
 _SPLIT_KEYS = {64: 128, 128: 64, 256: 32}
 # Instructions of score_mod per score above which steps of 64 keys are faster than of 128: half as
-# much text in a step. Measured with 14 and 10 instructions; an exact soft cap has 9.
+# much text in a step. Measured with 14 and 10 instructions; a folded soft cap has 7.
 _LONG_SCORE = 10
 
 

@@ -1,7 +1,9 @@
 """Soft caps in forward kernels.
 
 `cap * tanh(score / cap)` is one function of the score: its factors are folded into the constants
-of tanh. Backward kernels need tanh itself for its derivative, and keep it.
+of tanh. The result is exact enough for a score, to which an absolute error below 2**-12 is
+nothing, but not for the root of `x - tanh(x)`. So a product is folded if it is only added to the
+result. Backward kernels need tanh itself for its derivative, and keep it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from flexhop.primitives.tanh import scaled_tanh
 
 aten = torch.ops.aten
 _SCALED = scaled_tanh._opoverload
+_LARGEST = 2.0**9  # factor of tanh, whose text is off by up to 2**-21 of it
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _SMALLEST = 1e-6  # scales outside of this and its inverse are left alone: constants are fp32
 
 
@@ -51,12 +55,22 @@ def _fold(graph: fx.Graph, tanh: fx.Node) -> None:
     value, inner = _split(tanh.args[0])
     if _dtype(product) != torch.float32 or _dtype(value) != torch.float32:
         return
-    if (inner, outer) == (1.0, 1.0) or not _SMALLEST < abs(inner) < 1 / _SMALLEST:
+    if not _SMALLEST < abs(inner) < 1 / _SMALLEST or not 0 < abs(outer) < _LARGEST:
+        return
+    if not _is_added(product):
         return
     with graph.inserting_before(product):
         new = graph.call_function(_SCALED, (value, inner, outer))
     new.meta = dict(product.meta)
     product.replace_all_uses_with(new)
+
+
+def _is_added(node: fx.Node) -> bool:
+    """Whether a value is only added to the result, or subtracted."""
+    return all(
+        user.op == "output" or (user.target in _SUMS and not user.kwargs and _is_added(user))
+        for user in node.users
+    )
 
 
 def _split(value: Any) -> tuple[Any, float]:

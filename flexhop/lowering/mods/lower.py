@@ -74,7 +74,8 @@ def lower_mods(
     )
     safe_mask = wrap_reads(cheaper(mask_graph, INDICES), position_ranges(0, sizes))
     (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
-    return ModBuffers(score_buffer, mask_buffer, read_mods(score_graph, mask_graph))
+    facts = read_mods(score_graph, mask_graph, folds_caps=folds_caps)
+    return ModBuffers(score_buffer, mask_buffer, facts)
 
 
 def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
@@ -96,9 +97,12 @@ def score_inputs(device: torch.device, *more: str) -> list[Any]:
     return [first, *indices, *rest]
 
 
-def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
-    """The facts of both user functions."""
+def read_mods(
+    score: fx.GraphModule, mask: fx.GraphModule, *, folds_caps: bool = False
+) -> ModFacts:
+    """The facts of both user functions; folds_caps: as in `lower_mods`."""
     score, mask = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
+    computed = fold_caps(score) if folds_caps else score
     reads = _read_positions(score, SCORE)
     mask_depends = _depends(mask, INDICES)
     line = None if is_identity(score) else key_line(score)
@@ -108,7 +112,7 @@ def read_mods(score: fx.GraphModule, mask: fx.GraphModule) -> ModFacts:
         reads_per_element=any(map(all, reads)),
         reads_by_position=any(map(any, reads)),
         reads_score="score" in _depends(score, SCORE),
-        score_cost=instructions(analysed(score, SCORE)),
+        score_cost=instructions(analysed(computed, SCORE)),
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
