@@ -80,8 +80,11 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     with hop.without_modes():
         found = analyse(graph, INPUTS, dict(zip(INPUTS[1:], sizes, strict=True)))
     is_trained = any(capture.requires_grad for capture in captures)
-    stops = is_trained and graph.graph.find_nodes(op="call_function", target=aten.detach.default)
-    if stops or len(found.mod.captures) != len(captures):
+    # The analysis ignores what gradients do not pass through.
+    stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
+    if any(is_trained or "score" in found[node].depends for node in stops):
+        return None
+    if len(found.mod.captures) != len(captures):
         return None
     choice = _Choice(found, captures, math.prod(sizes))
     with hop.without_modes():

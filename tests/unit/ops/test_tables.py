@@ -144,6 +144,14 @@ def test_what_the_user_detached_stays_detached():
     assert tabulate(arguments(mod, T5)) is None
 
 
+def test_a_part_of_the_score_that_the_user_detached_stays_detached():
+    """No captured tensor needs a gradient, but query and key do."""
+    mod = lambda s, b, h, q, k, table: s + 0.3 * s.detach() + table[t5_bucket(k - q), h]  # noqa: E731
+    assert tabulate(arguments(mod, T5.detach())) is None
+    plain = lambda s, b, h, q, k, table: s * 1.3 + table[t5_bucket(k - q), h].detach()  # noqa: E731
+    assert tabulate(arguments(plain, T5.detach())) is not None
+
+
 def test_16_bit_tables_are_summed_in_fp32():
     table = learned(32, HEADS, dtype=torch.bfloat16)
     found = tabulate(arguments(t5, table))
