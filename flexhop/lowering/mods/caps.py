@@ -14,10 +14,8 @@ import torch
 from torch import fx
 
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
-from flexhop.primitives.tanh import scaled_tanh
 
 aten = torch.ops.aten
-_SCALED = scaled_tanh._opoverload
 _LARGEST = 2.0**9  # factor of tanh, whose text is off by up to 2**-21 of it
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _SMALLEST = 1e-6  # scales outside of this and its inverse are left alone: constants are fp32
@@ -59,8 +57,9 @@ def _fold(graph: fx.Graph, tanh: fx.Node) -> None:
         return
     if not _is_added(product):
         return
+    scaled: Any = torch.ops.flexhop.scaled_tanh.default
     with graph.inserting_before(product):
-        new = graph.call_function(_SCALED, (value, inner, outer))
+        new = graph.call_function(scaled, (value, inner, outer))
     new.meta = dict(product.meta)
     product.replace_all_uses_with(new)
 
