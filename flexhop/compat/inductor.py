@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -255,6 +256,8 @@ def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str
         # Short reductions, such as over a position in space, become sums of terms.
         with (
             config.patch(unroll_reductions_threshold=_UNROLLED + 1),
+            # A broadcast of a long expression would ask for a buffer of its own.
+            mock.patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *a, **k: False),
             V.set_graph_handler(lowering),
         ):
             lowering.run(*(ir.TensorBox(x) if isinstance(x, ir.StorageBox) else x for x in inputs))

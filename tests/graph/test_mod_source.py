@@ -6,8 +6,12 @@
 # Snapshots keep the lines of the generated text.
 # ruff: noqa: E501
 
+import torch
+import torch.nn.functional as F
 from expecttest import TestCase
+from torch import Tensor
 
+import flexhop
 from flexhop.offline import generate_code
 from tests.case_inputs import make_call, make_inputs, make_loss
 from tests.cases import BY_NAME
@@ -259,3 +263,23 @@ def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_
     tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0.to(tl.float64), mask=None, sem='relaxed')
 """,
         )
+
+
+class LongExpressions(TestCase):
+    def test_a_gradient_that_is_broadcast_needs_no_buffer(self):
+        """Inductor would keep an expression of over 30 operations before it broadcasts it."""
+        points = torch.randn(64, 3, requires_grad=True)
+
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            s = F.hardtanh(s, -1.5, 2.5) - 0.1 * ((points[q] - points[k]) ** 2).sum(-1)
+            return torch.sign(s) * torch.sqrt(s.abs() + 1.0)
+
+        inputs = [torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3)]
+        generated = generate_code(
+            lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod=score_mod),
+            *inputs,
+            grad=True,
+        )
+        kernel = generated.kernel_with("grad_query_blocks")
+        added = kernel.function_text("scatter_captured_grads").count("tl.atomic_add")
+        self.assertEqual(added, 6)  # three numbers of a query's point, three of a key's
