@@ -219,6 +219,7 @@ def dense_attention(
     truncates: bool = False,
     formula: Formula = "plain",
     factors: Tensor | None = None,
+    disturbance: Tensor | float = 0.0,
 ) -> Dense:
     """Attention as the field writes it: every score at once, in the dtype of query.
 
@@ -236,6 +237,7 @@ def dense_attention(
             knows last.
         factors: of dropout: 0 for weights that are dropped, else 1 / (1 - p); they multiply the
             weights after the sums of rows.
+        disturbance: added to the scores before score_mod.
     """
     is_plain = formula == "plain"
     is_half = query.dtype in (torch.bfloat16, torch.float16)
@@ -247,7 +249,7 @@ def dense_attention(
         t.expand(batch, -1, -1, -1).repeat_interleave(group, dim=1) for t in (key, value)
     )
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = product(query, key.transpose(-1, -2)).to(wide) * scale
+    scores = product(query, key.transpose(-1, -2)).to(wide) * scale + disturbance
     if is_half and not is_plain:
         scores = RoundedGradient.apply(scores, query.dtype)
     if score_mod is not None:

@@ -81,10 +81,11 @@ def check(args: argparse.Namespace, seed: int, plan: Plan) -> str:
 
 
 def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
-    """What comes of a problem: right, served, lucky, wrong, refused or error; and a note.
+    """What comes of a problem (right, served, lucky, unstable, wrong, refused, error); a note.
 
     Served: right, by another kernel than the chosen one, which failed to compile. Lucky: plain
-    PyTorch is exact by luck, and this one filling of the operands fails.
+    PyTorch is exact by luck, and this one filling of the operands fails. Unstable: a rounding of
+    its scores in fp32 changes the results by more than is allowed.
     """
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -103,6 +104,8 @@ def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
             torch.cuda.empty_cache()  # other processes need the memory, too
     if seen:
         return "served", str(seen[0].message)[:300]
+    if note.startswith("unstable"):
+        return "unstable", note
     return ("lucky", note) if note else ("right", "")
 
 
@@ -247,7 +250,7 @@ def summary(found: Found) -> str:
     lines = [f"{sum(counts.values())} problems: {counts}"]
     lines += [
         f"{s}: {sorted(found[s])}"
-        for s in ("served", "lucky", "wrong", "error", "crash")
+        for s in ("served", "lucky", "unstable", "wrong", "error", "crash")
         if found[s]
     ]
     return "\n".join(lines)

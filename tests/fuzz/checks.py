@@ -20,6 +20,7 @@ from tests.fuzz.problem import Problem, make_call, make_problem
 
 ORDERS = 24  # of sums, in which a problem is computed if its result may be held against luck
 FILLINGS = 16  # of its operands, likewise
+DISTURBANCES = 8  # of its scores, likewise
 Results = dict[str, Tensor]
 
 
@@ -34,7 +35,8 @@ def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "ea
             portable kernels of GPUs on a CPU.
 
     Returns:
-        What this filling of the operands exceeds, though the same call does not over several; "".
+        What this filling of the operands exceeds, though the same call does not over several, or
+        though its scores leave the result open ("unstable: ..."); "".
 
     Raises:
         AssertionError: a result is further from fp64 than plain PyTorch of this dtype.
@@ -53,8 +55,30 @@ def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "ea
     try:
         judge_fillings(problem, seed % 1000, run, {n: found[n] for n in exceeded})
     except AssertionError as whole:
-        raise first from whole
+        problem.fill(make_problem(plan, seed % 1000, device))
+        if not is_unstable(problem):
+            raise first from whole
+        return f"unstable: {first}"
     return str(first)
+
+
+def is_unstable(problem: Problem) -> bool:
+    """Whether sums of 16-bit products in fp32 leave the results open: no kernel can be judged.
+
+    A mod may enlarge the scores' last bits, as the exponential of a large score does. PyTorch
+    rounds scores to 16 bits, once for both directions, so its own error does not show that.
+    """
+    if problem.plan.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    references = References.of(problem)
+    for number in range(DISTURBANCES):
+        disturbed = compute(problem, None, "fused", disturbed=number)
+        try:
+            for name in problem.leaves():
+                references.compare(problem, name, disturbed[name])
+        except AssertionError:
+            return True
+    return False
 
 
 def runner(problem: Problem, backend: str) -> Callable[[], Results]:

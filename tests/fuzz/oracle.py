@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flexhop
 from tests.budgets import Dense, Formula, dense_attention, dense_backward, evaluate_mask_mod
+from tests.fuzz.plan import Plan
 from tests.fuzz.problem import Problem
 
 Parts = dict[str, Tensor]
@@ -126,12 +127,17 @@ class Order(NamedTuple):
 
 
 def compute(
-    problem: Problem, dtype: torch.dtype | None, formula: Formula = "plain", order: int = 0
+    problem: Problem,
+    dtype: torch.dtype | None,
+    formula: Formula = "plain",
+    order: int = 0,
+    disturbed: int | None = None,
 ) -> Parts:
     """Results and gradients by name, in the dtype; None is that of the problem.
 
     Names are those of Problem.leaves, and "out", "lse", "max_scores". "unseen_" before a name:
     which rows of it must be exactly 0. order: 0, or the number of another order of all sums.
+    disturbed: see _attend_disturbed; which disturbance, if any.
     """
     copied = copy_problem(problem, dtype)
     plan, parts = copied.plan, segments(copied)
@@ -139,6 +145,8 @@ def compute(
     orders = [Order.of(part, order) for part in parts]
     dense = [
         _attend(copied, part, formula, is_short, turned)
+        if disturbed is None
+        else _attend_disturbed(copied, part, formula, is_short, turned, disturbed)
         for part, turned in zip(parts, orders, strict=True)
     ]
     places = [turned.value_columns.argsort() for turned in orders]
@@ -160,8 +168,42 @@ def compute(
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
+def _attend_disturbed(
+    problem: Problem, part: Segment, formula: Formula, is_short: bool, order: Order, number: int
+) -> Dense:
+    """Attention whose scores are off by what sums in fp32 round, forward and backward apart.
+
+    A kernel finds a score anew in its backward pass, by products of other shapes. The sum of its
+    columns is rounded after every 16 of them at best, each time by up to 2^-24 of what was added.
+    """
+    generator = torch.Generator().manual_seed(number)
+    rounded = math.ceil(problem.plan.shape.head_dim / 16) * 2.0**-24 * abs(_scale(problem.plan))
+    with torch.no_grad():
+        key = part.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
+        bound = (part.query.abs().float() @ key.abs().float().mT) * rounded
+    forward, backward = (
+        _attend(problem, part, formula, is_short, order, bound * _between(bound, generator))
+        for _ in range(2)
+    )
+    return backward._replace(out=forward.out, lse=forward.lse, largest=forward.largest)
+
+
+def _scale(plan: Plan) -> float:
+    return 1 / math.sqrt(plan.shape.head_dim) if plan.scale is None else plan.scale
+
+
+def _between(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform numbers from -1 to 1."""
+    return (2 * torch.rand(like.shape, generator=generator) - 1).to(like)
+
+
 def _attend(
-    problem: Problem, part: Segment, formula: Formula, is_short: bool, order: Order
+    problem: Problem,
+    part: Segment,
+    formula: Formula,
+    is_short: bool,
+    order: Order,
+    disturbance: Tensor | float = 0.0,
 ) -> Dense:
     """Attention of one segment, in an order; is_short: with TF32 products."""
     plan, shape = problem.plan, problem.plan.shape
@@ -173,6 +215,7 @@ def _attend(
         hidden = torch.zeros(1, 1, part.query.size(2), 1, dtype=torch.bool, device=problem.device)
         part = part._replace(key=blank[0], value=blank[1], visible=hidden)
         score_mod = mask_mod = None
+        disturbance = 0.0
     size = (part.query.size(0), shape.heads, part.query.size(2), part.key.size(2))
     visible = part.visible.expand(size)
     if mask_mod is not None:
@@ -182,13 +225,13 @@ def _attend(
     if plan.dropout and has_keys:
         wide = torch.promote_types(part.query.dtype, torch.float32)
         factors = _kept(problem, part)[..., order.keys].to(wide) / (1 - plan.dropout)
-    query, scale = part.query, 1 / math.sqrt(shape.head_dim) if plan.scale is None else plan.scale
+    query, scale = part.query, _scale(plan)
     if formula != "plain" and dict(plan.options).get("prescale_qk"):
         query, scale = query * scale, 1.0  # the option rounds the product
     return dense_attention(
         query, part.key, part.value,
         None if score_mod is None else _from(score_mod, part.first, 1, order), visible, scale,
-        formula=formula, factors=factors, truncates=is_short,
+        formula=formula, factors=factors, truncates=is_short, disturbance=disturbance,
     )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz.checks import check_results
+from tests.fuzz.checks import check_results, is_unstable
 from tests.fuzz.plan import Plan
+from tests.fuzz.problem import make_problem
 
 TF32 = (("backend", "triton"), ("float32_precision", "tf32"))
 # Errors of an H200, in units of the error of a formula that truncates weights after it divides
@@ -26,3 +28,18 @@ TRUNCATED = {
 @pytest.mark.parametrize("name", TRUNCATED)
 def test_tf32_weights_are_truncated_before_they_are_divided(name):
     assert check_results(TRUNCATED[name], 731, backend="interpreter") == ""
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1.0, True), (None, False)])
+def test_exponentials_of_large_scores_are_open(scale, expected):
+    """Scores of 60 whose exponential is the score: fp32 leaves differences of tens open."""
+    shape = Shape(1, 1, 1, 128, 128, 256, 16)
+    plan = Plan(shape=shape, dtype=torch.bfloat16, scores=("exp",), scale=scale)
+    assert is_unstable(make_problem(plan, 5, "cpu")) is expected
+
+
+def test_usual_problems_are_determined():
+    plan = Plan(
+        shape=Shape(1, 2, 1, 128, 128, 64, 64), dtype=torch.float16, scores=("exp", "square")
+    )
+    assert not is_unstable(make_problem(plan, 6, "cpu"))
