@@ -13,12 +13,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
 from torch._inductor import config, ir
-from torch._inductor.exc import SubgraphLoweringException
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
@@ -27,13 +25,10 @@ from torch._inductor.select_algorithm import (
     autotune_select_algorithm,
     realize_inputs,
 )
-from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
 from flexhop.compat import tanh, views
-from flexhop.compat.location import users_line
-from flexhop.errors import ModLoweringError
 from flexhop.templates.printers.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
 
 __all__ = [
@@ -62,7 +57,6 @@ warnings.filterwarnings(
 _MODIFICATION_TAKES_DTYPES = (
     "input_dtypes" in inspect.signature(TritonTemplateKernel.modification).parameters
 )
-_UNROLLED = 16  # most elements of a reduction; the longest row that gets gradients
 
 
 class Subgraphs(list[Any]):
@@ -222,75 +216,6 @@ def placeholder(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A scalar input of a user function, named like the template's variable."""
     layout = ir.FixedLayout(device, dtype, [], [])
     return ir.TensorBox.create(ir.InputBuffer(name=name, layout=layout))
-
-
-class _ModLowering(PointwiseSubgraphLowering):
-    """Records which node is being lowered, for the error."""
-
-    current: torch.fx.Node | None = None
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Lower one node."""
-        self.current = n
-        return super().run_node(n)
-
-
-def lower_pointwise(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:
-    """Lower a traced user function; one scalar buffer per output.
-
-    Args:
-        graph: the function.
-        inputs: its inputs, lowered.
-        mod: its name in an error.
-
-    Raises:
-        ModLoweringError: it needs an operation that a kernel cannot compute per score.
-    """
-    # Inductor's own rule for sizes reads the node of the whole graph being lowered: ours.
-    lowering = _ModLowering(
-        graph,
-        root_graph_lowering=V.graph,
-        additional_lowerings={aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis]},
-    )
-    try:
-        # Short reductions, such as over a position in space, become sums of terms.
-        with (
-            config.patch(unroll_reductions_threshold=_UNROLLED + 1),
-            # A broadcast of a long expression would ask for a buffer of its own.
-            mock.patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *a, **k: False),
-            V.set_graph_handler(lowering),
-        ):
-            lowering.run(*(ir.TensorBox(x) if isinstance(x, ir.StorageBox) else x for x in inputs))
-    except SubgraphLoweringException as error:
-        node = lowering.current
-        raise ModLoweringError(
-            mod=mod,
-            operation=str(node.target) if node is not None else "an operation",
-            location=_location(node),
-            reason="it is no pointwise operation",
-        ) from error
-    outputs = lowering.graph_outputs
-    outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-    return [_scalar_buffer(output) for output in outputs]
-
-
-def _location(node: torch.fx.Node | None) -> str:
-    """The user's line in the stack that the tracer recorded for a node, if it recorded one."""
-    return users_line((node.meta.get("stack_trace") if node is not None else None) or "")
-
-
-def _scalar_buffer(output: Any) -> Any:
-    if isinstance(output, ir.ComputedBuffer):
-        return output
-    box = output.data
-    if isinstance(box, ir.BaseView):
-        # An element of a short row; the kernel must not compute the others.
-        box = ir.Pointwise.create(
-            device=box.get_device(), dtype=box.get_dtype(), inner_fn=box.make_loader(),
-            ranges=box.get_size(),
-        ).data  # fmt: skip
-    layout = ir.FlexibleLayout(device=box.get_device(), dtype=box.get_dtype(), size=box.get_size())
-    return ir.ComputedBuffer(name=None, data=box.data, layout=layout)
 
 
 def note_subgraphs(result: Any, captures: Sequence[Any], buffers: Sequence[Any]) -> None:

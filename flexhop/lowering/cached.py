@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import gluon, guards, inductor, inline, tanh
+from flexhop.compat import gluon, guards, inductor, inline, pointwise, tanh
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering import chunked, cpu
@@ -150,7 +150,7 @@ def _lower_reader(reader: _Reader, sizes: dict[str, Any], device: torch.device) 
         for name in reader.inputs
     ]
     graph = wrap_reads(reader.graph, ranges)
-    (buffer,) = inductor.lower_pointwise(graph, [*inputs, *reader.captures], reader.name)
+    (buffer,) = pointwise.lower(graph, [*inputs, *reader.captures], reader.name)
     return buffer
 
 

@@ -23,7 +23,7 @@ from flexhop.block_mask.unknown import (
     keep_of,
     states_of,
 )
-from flexhop.compat import inductor, inline
+from flexhop.compat import inductor, inline, pointwise
 from flexhop.lowering.emission.kernel import Output, fill, select
 from flexhop.lowering.mods.analysed import kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
@@ -79,7 +79,7 @@ def lower_unknown_blocks(*operands: Any) -> tuple[Any]:
     graph = wrap_reads(kernel_graph(args.mask_mod, INDICES), index_ranges(0, sizes))
     indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
     captures = inductor.realize(args.captures)
-    buffers = inductor.lower_pointwise(graph, [*indices, *captures], "mask_mod")
+    buffers = pointwise.lower(graph, [*indices, *captures], "mask_mod")
     inputs = [inductor.contiguous(states), inductor.contiguous(args.lengths)]
     output, subgraphs = Output(layout, size), inductor.Subgraphs(buffers)
     made = {"num_warps": _WARPS, "num_stages": 1, **dataclasses.asdict(constants(args.block))}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat import inductor, pointwise
 from flexhop.compat.cpp_kernel import Printer, Stored
 from flexhop.compat.inductor import ops
 from flexhop.lowering.cpu.mods import (
@@ -49,9 +49,7 @@ def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
     device = inductor.device_of(args.query)
     graph = wrap_reads(kernel_graph(args.joint, JOINT), position_ranges(1), sites)
     inputs = score_inputs(device, "grad_score")
-    buffers = inductor.lower_pointwise(
-        graph, [*inputs, *mods.score_captures], "the gradient of score_mod"
-    )
+    buffers = pointwise.lower(graph, [*inputs, *mods.score_captures], "the gradient of score_mod")
     # No first subgraph, because C++ calls the functions by name; its sums are ordered otherwise.
     reads = Reads(args.joint, sites, args.score_captures, 0, is_exact=False)
     sums = make_sums(reads, args.query, args.key)

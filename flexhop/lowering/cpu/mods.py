@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop.analysis import INDICES
-from flexhop.compat import cpp_kernel, inductor
+from flexhop.compat import cpp_kernel, inductor, pointwise
 from flexhop.compat.cpp_kernel import Printer, Stored
 from flexhop.compat.inductor import ops
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
@@ -80,10 +80,10 @@ def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None =
     score = mask = None
     if not is_identity(score_graph):
         safe = wrap_reads(score_graph, position_ranges(1, sizes))
-        (score,) = inductor.lower_pointwise(safe, [first, *indices, *captures[0]], "score_mod")
+        (score,) = pointwise.lower(safe, [first, *indices, *captures[0]], "score_mod")
     if not is_all_true(mask_graph):
         safe = wrap_reads(mask_graph, position_ranges(0, sizes))
-        (mask,) = inductor.lower_pointwise(safe, [*indices, *captures[1]], "mask_mod")
+        (mask,) = pointwise.lower(safe, [*indices, *captures[1]], "mask_mod")
     return Mods(score, mask, *captures)
 
 

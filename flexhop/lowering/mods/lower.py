@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import INDICES
-from flexhop.compat import inductor
+from flexhop.compat import inductor, pointwise
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
 from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
@@ -69,11 +69,9 @@ def lower_mods(
     folded = fold_caps(score_graph) if folds_caps else score_graph
     fast_score = cheaper(folded, SCORE)
     safe_score = wrap_reads(fast_score, position_ranges(1, sizes))
-    (score_buffer,) = inductor.lower_pointwise(
-        safe_score, [first, *indices, *captures[0]], "score_mod"
-    )
+    (score_buffer,) = pointwise.lower(safe_score, [first, *indices, *captures[0]], "score_mod")
     safe_mask = wrap_reads(cheaper(mask_graph, INDICES), position_ranges(0, sizes))
-    (mask_buffer,) = inductor.lower_pointwise(safe_mask, [*indices, *captures[1]], "mask_mod")
+    (mask_buffer,) = pointwise.lower(safe_mask, [*indices, *captures[1]], "mask_mod")
     facts = read_mods(score_graph, mask_graph, folds_caps=folds_caps)
     return ModBuffers(score_buffer, mask_buffer, facts)
 
@@ -84,7 +82,7 @@ def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tup
     parts = (part or zero(graph) for part in key_line(graph) or (None, None))
     safe_parts = [wrap_reads(part, position_ranges(1)) for part in parts]
     inputs = [*score_inputs(device), *captures]
-    return tuple(inductor.lower_pointwise(part, inputs, "score_mod")[0] for part in safe_parts)
+    return tuple(pointwise.lower(part, inputs, "score_mod")[0] for part in safe_parts)
 
 
 def score_inputs(device: torch.device, *more: str) -> list[Any]:
@@ -179,7 +177,7 @@ def lower_joint(
     inputs = score_inputs(device, "grad_score")
     fast = cheaper(kernel_graph(joint, JOINT), JOINT)
     safe = wrap_reads(fast, position_ranges(1), sites)
-    return inductor.lower_pointwise(safe, [*inputs, *captures], "the gradient of score_mod")
+    return pointwise.lower(safe, [*inputs, *captures], "the gradient of score_mod")
 
 
 def _output(graph: fx.GraphModule) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import inductor, inline, transforms
+from flexhop.compat import inline, pointwise, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.indices import wrap_reads
@@ -34,9 +34,7 @@ def lower_push(
     graph = trace_push(graph_of(score), sorted(moved))
     safe = wrap_reads(cheaper(graph, SCORE), position_ranges(1))
     tangents = [moved[i] for i in sorted(moved)]
-    (buffer,) = inductor.lower_pointwise(
-        safe, [*inputs, *captures, *tangents], "the tangent of score_mod"
-    )
+    (buffer,) = pointwise.lower(safe, [*inputs, *captures, *tangents], "the tangent of score_mod")
     return buffer
 
 
@@ -76,7 +74,7 @@ def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any
     traced = inline.trace_fresh(bent, [*first, first[0], first[0], *examples[NUM_SCORE_INPUTS:]])
     transforms.write_zeros(traced)
     safe = wrap_reads(traced, position_ranges(1))
-    (buffer,) = inductor.lower_pointwise(
+    (buffer,) = pointwise.lower(
         cheaper(safe, SCORE), [*inputs, *captures[: len(examples) - NUM_SCORE_INPUTS]],
         "the second derivative of score_mod",
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import inductor, inline, transforms
+from flexhop.compat import inline, pointwise, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.analysed import JOINT, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
@@ -52,7 +52,7 @@ def lower_sums(
     inputs = [*first, *captures[:count], score_dot, grad_dot]
     fast = cheaper(kernel_graph(graph, JOINT), JOINT)
     safe = wrap_reads(fast, position_ranges(1), sites)
-    functions = inductor.lower_pointwise(safe, inputs, "the second derivative of score_mod")
+    functions = pointwise.lower(safe, inputs, "the second derivative of score_mod")
     return Sums(graph, sites, functions)
 
 
