@@ -20,19 +20,17 @@ from flexhop.lowering.hopper import backward, bits
 from flexhop.lowering.hopper.add_order import emit_order, order_size
 from flexhop.lowering.hopper.emit import emit_kernel, fill_kernel
 from flexhop.lowering.hopper.mask_bits import bits_size, emit_mask_bits
+from flexhop.lowering.hopper.statistics import drop_padding, prepare, prepared_sizes
 from flexhop.lowering.mods.lower import joint_outputs, lower_joint
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
-from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs, BlockTensors
 from flexhop.ops.layout import dense_strides
 from flexhop.options import KernelOptions
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
-INF = float("inf")
 
 
 class Operands(NamedTuple):
@@ -50,7 +48,7 @@ class Operands(NamedTuple):
     grad_out: Any
     grad_query: Any  # fp32 accumulator
     grad_value: Any
-    counter: Any  # tile scheduler, and whose turn it is
+    counter: Any  # of tiles handed out; if sums have an order, then whose turn each tile is
     order: Any  # order of additions to grad_query; query if there is none
     words: Any  # stored bits; counter if there are none
     lists: Sequence[Any]
@@ -65,39 +63,10 @@ class Operands(NamedTuple):
         return Output(layout, self.key.get_size(), written)
 
 
-class Sizes(NamedTuple):
-    """Sizes of tensors allocated for the kernel; `order` is None if additions have no order."""
-
-    statistic: list[Any]  # of lse and delta
-    grad_query: list[Any]
-    counter: list[Any]
-    order: list[Any] | None
-
-
-def operand_sizes(problem: Problem, query: Any, key: Any) -> Sizes:
-    """Sizes of the tensors that the backward graph allocates for the kernel."""
-    batch, heads, length, _ = query.get_size()
-    statistic = [batch, heads, length + gluon.fill_up(length, _block_rows(problem))]
+def _order_size(problem: Problem, query: Any, key: Any) -> list[Any] | None:
+    """Sizes of the order of additions; None if there is none."""
     has_order = problem.is_deterministic and problem.blocks is not None
-    order = order_size(problem, query, key) if has_order else None
-    return Sizes(statistic, query.get_size(), [_counters(problem, statistic)], order)
-
-
-def _block_rows(problem: Problem) -> int:
-    """The statistics of queries are padded to a multiple of this many rows."""
-    tile = backward.table_tile(problem)
-    return tile.block_m if problem.blocks is None else problem.blocks.q_size
-
-
-def _counters(problem: Problem, statistic: Sequence[Any]) -> Any:
-    """The tile scheduler's counter and, if sums have an order, whose turn it is.
-
-    The latter is one number per tile of queries.
-    """
-    if not problem.is_deterministic:
-        return 1
-    batch, heads, rows = statistic
-    return 1 + batch * heads * rows // backward.table_tile(problem).block_m
+    return order_size(problem, query, key) if has_order else None
 
 
 class _Gradients:
@@ -147,6 +116,7 @@ class _Gradients:
             return None
         # Read after the kernel, or zeros would be scaled.
         added = inductor.ir.TensorBox(operands.grad_query)
+        added = drop_padding(added, query.get_size()[2])
         scaled = inductor.call_lowering(aten.mul.Tensor, added, problem.scale)
         grad_query = inductor.call_lowering(convert, scaled, query.get_dtype())
         return grad_query, grad_key, operands.grad_value
@@ -193,14 +163,11 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     if not gluon.suits_bulk_copies(grad_out):
         grad_out = inductor.contiguous(grad_out)
     device = inductor.device_of(query)
-    sizes = operand_sizes(call.problem, query, key)
-    lse, delta = _statistics(args, _block_rows(call.problem))
-    grad_query = inductor.zeros(sizes.grad_query, torch.float32, device)
+    lse, delta, counter, grad_query = prepare(call.problem, args)
     layout = output_like(value, 2).layout
     grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
-    counter = inductor.zeros(sizes.counter, torch.int32, device)
     lists, order = block_inputs(args, "q", lse, query), query
-    if sizes.order is not None:
+    if _order_size(call.problem, query, key) is not None:
         order = emit_order(call.problem, (query, key), lists)
     stored = bits.of_keys(call.problem)
     words = emit_mask_bits(call, (query, key), lists, stored, by_key=True) or counter
@@ -215,7 +182,7 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
     Operands."""
     query: Any = args.query
     device, dtype = inductor.device_of(query), query.get_dtype()
-    sizes = operand_sizes(call.problem, query, args.key)
+    sizes = prepared_sizes(call.problem, query)
     statistic = inductor.contiguous_layout(device, torch.float32, sizes.statistic)
     out = inductor.output_meta()[0]
     out_size, strides = map(inductor.as_expressions, (out.shape, ahead.gradient_strides(out)))
@@ -225,10 +192,11 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
         "grad_out": inductor.fixed_layout(device, dtype, out_size, strides),
         "grad_query": inductor.contiguous_layout(device, torch.float32, sizes.grad_query),
         "grad_value": _like(args.value),
-        "counter": inductor.contiguous_layout(device, torch.int32, sizes.counter),
+        "counter": inductor.contiguous_layout(device, torch.int32, sizes.statistic),
     }
-    if sizes.order is not None:
-        predicted["order"] = inductor.contiguous_layout(device, torch.int32, sizes.order)
+    order = _order_size(call.problem, query, args.key)
+    if order is not None:
+        predicted["order"] = inductor.contiguous_layout(device, torch.int32, order)
     stored = bits.of_keys(call.problem)
     if stored.blocks:
         lists: Any = BlockTensors(*args.blocks)
@@ -281,28 +249,3 @@ def _like(tensor: Any) -> Any:
     return inductor.fixed_layout(
         inductor.device_of(tensor), tensor.get_dtype(), size, dense_strides(size, order)
     )
-
-
-def _statistics(args: Any, rows: int) -> tuple[Any, Any]:
-    """lse in base 2 and delta, [B, Hq, M rounded up to a multiple of `rows`].
-
-    delta = rowsum(out * grad_out) - grad_lse. Queries that see nothing, and padding rows, have an
-    lse of +inf, which makes their weights 0; padding rows have a delta of 0.
-    """
-    call, query = inductor.call_lowering, args.query
-    length = query.get_size()[2]
-    missing = gluon.fill_up(length, rows)
-    weighted = product(args.out, args.grad_out)
-    lse, grad_lse = args.lse, args.grad_lse
-    if not inductor.is_multiple(length, rows):
-        weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
-        lse = call(aten.constant_pad_nd.default, lse, [0, missing], -INF)
-        if grad_lse is not None:
-            grad_lse = call(aten.constant_pad_nd.default, grad_lse, [0, missing], 0.0)
-    delta = call(aten.sum.dim_IntList, weighted, [-1])
-    if grad_lse is not None:
-        delta = call(aten.sub.Tensor, delta, grad_lse)
-    in_base_2 = call(aten.mul.Tensor, lse, kernels.LOG2_E)
-    is_empty = call(aten.eq.Scalar, lse, -INF)
-    in_base_2 = call(aten.where.self, is_empty, INF, in_base_2)
-    return inductor.contiguous(in_base_2), inductor.contiguous(delta)

@@ -1,0 +1,109 @@
+"""What the Hopper backward kernel reads of queries, and the zeros that it adds to.
+
+All of it comes from one kernel of Inductor: for short sequences, each launch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flexhop.compat import gluon, inductor
+from flexhop.compat.beside import beside
+from flexhop.lowering.hopper import backward
+from flexhop.lowering.portable import kernels
+from flexhop.lowering.problem import Problem
+from flexhop.lowering.products import product
+
+aten = torch.ops.aten
+INF = float("inf")
+# More rows of padding would cost the gradient of query more memory than a launch is worth.
+_MOST_ROWS = 128
+
+
+class Prepared(NamedTuple):
+    """Tensors computed and cleared before the kernel.
+
+    lse: in base 2. counter: zeros, of which the kernel uses the first ones. grad_query: zeros in
+    fp32, perhaps with more rows than there are queries.
+    """
+
+    lse: Any
+    delta: Any
+    counter: Any
+    grad_query: Any
+
+
+class Sizes(NamedTuple):
+    """Sizes of these tensors. statistic: of lse, delta and counter."""
+
+    statistic: list[Any]
+    grad_query: list[Any]
+
+
+def prepared_sizes(problem: Problem, query: Any) -> Sizes:
+    """Sizes of the tensors that the backward graph computes before the kernel."""
+    batch, heads, length, width = query.get_size()
+    rows = length + gluon.fill_up(length, _block_rows(problem))
+    return Sizes(
+        [batch, heads, rows], [batch, heads, rows if _clears_rows(problem) else length, width]
+    )
+
+
+def _block_rows(problem: Problem) -> int:
+    """The statistics of queries are padded to a multiple of this many rows."""
+    tile = backward.table_tile(problem)
+    return tile.block_m if problem.blocks is None else problem.blocks.q_size
+
+
+def _clears_rows(problem: Problem) -> bool:
+    """Whether the kernel that reads the rows of out also clears the gradient of query."""
+    is_square = problem.head_dim == problem.value_head_dim
+    return is_square and _block_rows(problem) <= _MOST_ROWS
+
+
+def prepare(problem: Problem, args: Any) -> Prepared:
+    """Compute lse and delta, [B, Hq, M rounded up to whole blocks], and clear the rest.
+
+    delta = rowsum(out * grad_out) - grad_lse. Queries that see nothing, and padding rows, have an
+    lse of +inf, which makes their weights 0; padding rows have a delta of 0.
+    """
+    call, query = inductor.call_lowering, args.query
+    length, rows = query.get_size()[2], _block_rows(problem)
+    sizes = prepared_sizes(problem, query)
+    missing = gluon.fill_up(length, rows)
+    weighted = product(args.out, args.grad_out)
+    lse, grad_lse = args.lse, args.grad_lse
+    if not inductor.is_multiple(length, rows):
+        weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
+        lse = call(aten.constant_pad_nd.default, lse, [0, missing], -INF)
+        if grad_lse is not None:
+            grad_lse = call(aten.constant_pad_nd.default, grad_lse, [0, missing], 0.0)
+    delta = call(aten.sum.dim_IntList, weighted, [-1])
+    if grad_lse is not None:
+        delta = call(aten.sub.Tensor, delta, grad_lse)
+    delta = inductor.contiguous(delta)
+    counter = _zeros(sizes.statistic, torch.int32, query)
+    grad_query = _zeros(sizes.grad_query, torch.float32, query)
+    if _clears_rows(problem):
+        grad_query = beside(grad_query, weighted)
+    made = (beside(_to_base_2(lse), delta), delta, beside(counter, delta), grad_query)
+    return Prepared(*map(inductor.contiguous, made))
+
+
+def _zeros(size: Sequence[Any], dtype: torch.dtype, query: Any) -> Any:
+    device = inductor.device_of(query)
+    return inductor.call_lowering(aten.full.default, list(size), 0, dtype=dtype, device=device)
+
+
+def _to_base_2(lse: Any) -> Any:
+    call = inductor.call_lowering
+    scaled = call(aten.mul.Tensor, lse, kernels.LOG2_E)
+    return call(aten.where.self, call(aten.eq.Scalar, lse, -INF), INF, scaled)
+
+
+def drop_padding(grad_query: Any, length: Any) -> Any:
+    """The rows of a gradient that belong to queries."""
+    return inductor.call_lowering(aten.slice.Tensor, grad_query, 2, 0, length)
