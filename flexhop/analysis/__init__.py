@@ -17,6 +17,7 @@ number of its dtype, and it depends on everything that its operands depend on.
 """
 
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
+from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth
 from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
@@ -26,8 +27,8 @@ from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.magnitudes import with_magnitudes
 from flexhop.analysis.spans import Span, find_span
 from flexhop.analysis.tables import OutOfRange, Tables
-from flexhop.analysis.trace import Untraceable, trace
-from flexhop.analysis.truths import All, AtLeast, Choice, Equals, Leaf, Some, Truth, truth_of
+from flexhop.analysis.trace import Mapped, Untraceable, trace
+from flexhop.analysis.truths import truth_of
 from flexhop.analysis.values import Values, can_compute
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "GraphTables",
     "Interval",
     "Leaf",
+    "Mapped",
     "Mod",
     "OutOfRange",
     "Seen",

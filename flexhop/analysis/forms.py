@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis.boxes import evaluate, plain_inputs
-from flexhop.analysis.graph import Mod, dtype_of, is_number
+from flexhop.analysis.graph import Mod, constant_of, dtype_of, is_number
 from flexhop.analysis.interval import Interval, extent, is_int
 from flexhop.analysis.operators import Trait, packet_of, traits_of
 
@@ -144,6 +144,8 @@ class Forms:
             return Form({}, int(value))
         if not isinstance(value, fx.Node) or not is_number(value):
             return None
+        if (number := self.form(constant_of(value))) is not None:
+            return number
         if value not in self._forms:
             is_integer = self.is_integer(value)
             self._forms[value] = (
@@ -166,11 +168,8 @@ class Forms:
             parts = [self.form(a) for a in node.args[:2]]
             is_sum = len(parts) == 2 and parts[0] is not None and parts[1] is not None
             found = self._sum_form(packet, node, parts[0], parts[1]) if is_sum else None  # type: ignore[arg-type]
-        bounds = found and self._bounds(found.terms.items())
-        if found is None or bounds is None:
-            return None
-        reach = max(abs(bounds[0]), abs(bounds[1])) + abs(found.offset)
-        return found if reach <= limit else None
+        reach = found and self._reach(found)
+        return found if reach is not None and reach <= limit else None
 
     def _is_integer_node(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and self.is_integer(value)
@@ -184,6 +183,8 @@ class Forms:
         if packet in _CONVERSIONS and not self.is_exact(node.args[0]):
             return None  # a change of width
         parts = [self.form(a) for a in node.args[:2]]
+        if packet is aten.bitwise_not and parts[0] is not None:  # ~x is -1 - x
+            return Form({}, -1).plus(parts[0], -1)
         if packet in (*_CONVERSIONS, aten.neg) and parts[0] is not None:
             return parts[0].times(-1 if packet is aten.neg else 1)
         if len(parts) < 2 or parts[0] is None or parts[1] is None:
@@ -218,6 +219,23 @@ class Forms:
         first, last = extent(dtype)
         is_given = value.op == "placeholder" or packet_of(value.target) is aten.index
         return is_given or (first < low and high < last)
+
+    def is_whole(self, value: Any) -> bool:
+        """Whether a value is the integer that its form says, exactly; perhaps as a float."""
+        is_float = isinstance(value, float) or not self._is_integer_node(value)
+        return self.is_exact(value) or (is_float and self.form(value) is not None)
+
+    def can_hold(self, node: fx.Node, form: Form) -> bool:
+        """Whether the dtype of a node represents all values of a form."""
+        dtype, reach = dtype_of(node), self._reach(form)
+        if dtype is None or reach is None:
+            return False
+        return reach <= (extent(dtype)[1] if is_int(dtype) else _WHOLE.get(dtype, 0))
+
+    def _reach(self, form: Form) -> int | None:
+        """A bound on the absolute value of a form; None if there is none."""
+        bounds = self._bounds(form.terms.items())
+        return None if bounds is None else max(map(abs, bounds)) + abs(form.offset)
 
     # Coordinates.
 

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis.operators import TRANSPARENT, packet_of
+from flexhop.analysis.operators import TRANSPARENT, Trait, packet_of, traits_of
 from flexhop.compat.stand_in import is_traced
 
 aten = torch.ops.aten
+_ONES = {aten.ones, aten.ones_like, aten.new_ones}
+_ZEROS = {aten.zeros, aten.zeros_like, aten.new_zeros}
 
 
 class Mod(NamedTuple):
@@ -137,6 +139,17 @@ def is_number(value: Any) -> bool:
     """Whether a node is a 0-d tensor."""
     example = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(example, Tensor) and example.dim() == 0
+
+
+def constant_of(value: Any) -> Any:
+    """The number from the program that a node holds; None if it holds another value."""
+    if not isinstance(value, fx.Node):
+        return value if isinstance(value, (bool, int, float)) else None
+    packet = packet_of(value.target)
+    if packet in _ONES | _ZEROS:
+        return int(packet in _ONES)
+    is_filled = value.op == "call_function" and Trait.FACTORY in traits_of(packet)
+    return constant_of(value.args[-1]) if is_filled and value.args else None
 
 
 def dtype_of(value: Any) -> torch.dtype | None:

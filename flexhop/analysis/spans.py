@@ -17,20 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth
 from flexhop.analysis.forms import Form, Forms, agreed
 from flexhop.analysis.interval import HUGE
 from flexhop.analysis.operators import Trait, packet_of, traits_of
-from flexhop.analysis.truths import (
-    All,
-    AtLeast,
-    Choice,
-    Equals,
-    Leaf,
-    Some,
-    Truth,
-    are_integers,
-    truth_of,
-)
+from flexhop.analysis.truths import are_integers, truth_of
 from flexhop.analysis.values import NotReproducible, Values
 
 aten = torch.ops.aten

@@ -8,69 +8,39 @@ comparisons say that a linear form is not negative. So equal masks have one `Tru
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from flexhop.analysis.forms import Form, Forms
-from flexhop.analysis.graph import dtype_of
+from flexhop.analysis.cases import Cases
+from flexhop.analysis.conditions import (
+    All,
+    AtLeast,
+    Choice,
+    Equals,
+    Leaf,
+    Some,
+    Truth,
+    all_of,
+    at_least,
+    equals,
+    some_of,
+)
+from flexhop.analysis.forms import POSITIONS, Form, Forms
+from flexhop.analysis.graph import constant_of, dtype_of
 from flexhop.analysis.interval import extent, is_int
 from flexhop.analysis.operators import Trait, packet_of, traits_of
 
 aten = torch.ops.aten
 
 
-class All(NamedTuple):
-    """Every part is true."""
-
-    parts: tuple[Truth, ...]
-
-
-class Some(NamedTuple):
-    """At least one part is true."""
-
-    parts: tuple[Truth, ...]
-
-
-class AtLeast(NamedTuple):
-    """form >= 0, in unbounded integers. Its coefficients have no common divisor."""
-
-    form: Form
-
-
-class Equals(NamedTuple):
-    """Whether form == 0, or form != 0, in unbounded integers."""
-
-    form: Form
-    is_equal: bool
-
-
-class Choice(NamedTuple):
-    """One of two conditions, chosen by a node that is the same for all keys."""
-
-    condition: fx.Node
-    chosen: Truth
-    other: Truth
-
-
-class Leaf(NamedTuple):
-    """A node that is true, or false."""
-
-    node: fx.Node
-    is_true: bool
-
-
-Truth = All | Some | AtLeast | Equals | Choice | Leaf | bool
-
-
 def truth_of(forms: Forms, value: Any, is_true: bool = True) -> Truth:
     """The condition that a node is true, or that it is false."""
-    if not isinstance(value, fx.Node):
-        return bool(value) == is_true
-    known = _constant(value)
+    known = constant_of(value)
     if known is not None:
-        return known == is_true
+        return bool(known) == is_true
     if dtype_of(value) != torch.bool:
         return _not_zero(forms, value, is_true)
     return _by_operator(forms, value, is_true)
@@ -80,10 +50,10 @@ def _by_operator(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
     packet, traits = packet_of(node.target), traits_of(node.target)
     if Trait.NOT in traits:
         return truth_of(forms, node.args[0], not is_true)
-    if Trait.AND in traits or packet is aten.mul:
+    if Trait.AND in traits or packet in (aten.mul, aten.minimum):
         parts = [truth_of(forms, a, is_true) for a in node.args]
         return all_of(*parts) if is_true else some_of(*parts)
-    if Trait.OR in traits or packet is aten.add:
+    if Trait.OR in traits or packet in (aten.add, aten.maximum):
         parts = [truth_of(forms, a, is_true) for a in node.args]
         return some_of(*parts) if is_true else all_of(*parts)
     if Trait.CHOICE in traits:
@@ -95,42 +65,11 @@ def _by_operator(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
     return Leaf(node, is_true)
 
 
-def all_of(*parts: Truth) -> Truth:
-    """The condition that all parts are true."""
-    kept: list[Truth] = []
-    for part in parts:
-        if part is False:
-            return False
-        kept += part.parts if isinstance(part, All) else () if part is True else (part,)
-    return kept[0] if len(kept) == 1 else All(tuple(kept)) if kept else True
-
-
-def some_of(*parts: Truth) -> Truth:
-    """The condition that one part is true."""
-    kept: list[Truth] = []
-    for part in parts:
-        if part is True:
-            return True
-        kept += part.parts if isinstance(part, Some) else () if part is False else (part,)
-    return kept[0] if len(kept) == 1 else Some(tuple(kept)) if kept else False
-
-
-def _constant(node: fx.Node) -> bool | None:
-    """The truth of a node that is one number from the program."""
-    packet = packet_of(node.target)
-    if packet in (aten.ones, aten.ones_like, aten.new_ones):
-        return True
-    if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
-        return False
-    value = node.args[-1] if Trait.FACTORY in traits_of(packet) and node.args else None
-    return bool(value) if isinstance(value, (bool, int, float)) else None
-
-
 def _not_zero(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
     form = forms.form(node)
-    if form is None or not forms.is_exact(node):
-        return Leaf(node, is_true)
-    return _equals(form, not is_true)
+    is_known = form is not None and forms.is_exact(node)
+    found = equals(form, not is_true) if is_known else Leaf(node, is_true)  # type: ignore[arg-type]
+    return _in_cases(forms, (node, 0), lambda form: _equals(forms, form, not is_true), found)
 
 
 def _choice(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
@@ -148,6 +87,9 @@ def _choice(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
 
 
 # Comparisons.
+
+
+_WHOLE = 2**24  # integers up to here are compared with floats as they are
 
 
 def _fits(value: int, dtype: torch.dtype) -> bool:
@@ -169,32 +111,117 @@ _COMPARISONS: dict[Any, _Order | bool] = {
     aten.lt: _Order(True, 1),
     aten.eq: True,
     aten.ne: False,
+    **dict.fromkeys((aten.bitwise_xor, aten.__xor__, aten.logical_xor), False),
 }
 
 
 def _comparison(forms: Forms, node: fx.Node, order: _Order | bool, is_true: bool) -> Truth:
     a, b = node.args[:2]
     if isinstance(order, bool):
-        return _equality(forms, node, order == is_true)
+        is_equal = order == is_true
+        found = _equality(forms, a, b, is_equal)
+        other = Leaf(node, order if is_equal else not order)
+        return _in_cases(
+            forms, (a, b), lambda form: _equals(forms, form, is_equal), found or other
+        )
     if order.is_swapped:
         a, b = b, a
     if not is_true:  # not (a - b >= least) is b - a >= 1 - least
         a, b = b, a
-    if not are_integers(forms, a, b):
-        return Leaf(node, is_true)
-    found = _ordered(forms, a, b, order.least if is_true else 1 - order.least)
-    return Leaf(node, is_true) if found is None else found
+    least = order.least if is_true else 1 - order.least
+    found = _ordered(forms, a, b, least) if are_integers(forms, a, b) else None
+    if _is_fraction(a) or _is_fraction(b):  # an integer is above 0.5, or from 1 on
+        a, b, least = _rounded(a, math.floor), _rounded(b, math.ceil), 0
+    found = Leaf(node, is_true) if found is None else found
+    return _in_cases(forms, (a, b), lambda form: _at_least(forms, form, least), found)
 
 
-def _equality(forms: Forms, node: fx.Node, is_equal: bool) -> Truth:
-    a, b = node.args[:2]
-    for side, other in ((a, b), (b, a)):  # bools, one of them constant
-        if isinstance(other, bool) and dtype_of(side) == torch.bool:
-            return truth_of(forms, side, other == is_equal)
+def _equality(forms: Forms, a: Any, b: Any, is_equal: bool) -> Truth | None:
     first, second = (_exact_form(forms, x) for x in (a, b))
     if not are_integers(forms, a, b) or first is None or second is None:
-        return Leaf(node, (packet_of(node.target) is aten.eq) == is_equal)
-    return _equals(first.plus(second, -1), is_equal)
+        return None
+    return equals(first.plus(second, -1), is_equal)
+
+
+def _in_cases(
+    forms: Forms, pair: tuple[Any, Any], test: Callable[[Form], Truth], found: Truth
+) -> Truth:
+    """`found`, or a condition on forms in place of nodes that depend on both positions."""
+    if not _is_open(forms, found) or not _are_comparable(forms, *pair):
+        return found
+    better = Cases(forms, truth_of).compared(*pair, test)
+    return found if better is None else better
+
+
+def _is_open(forms: Forms, truth: Truth) -> bool:
+    """Whether a condition is about a node that depends on both positions."""
+    if isinstance(truth, (All, Some)):
+        return any(_is_open(forms, part) for part in truth.parts)
+    if isinstance(truth, Leaf):
+        return forms.depends_on(truth.node) >= POSITIONS
+    terms = truth.form.terms if isinstance(truth, (AtLeast, Equals)) else ()
+    return any(forms.depends_on(atom) >= POSITIONS for atom in terms)
+
+
+def _are_comparable(forms: Forms, a: Any, b: Any) -> bool:
+    """Whether operands are compared as they are: their common dtype represents both."""
+    dtypes = [dtype_of(x) for x in (a, b)]
+    if torch.bool in dtypes or are_integers(forms, a, b):
+        return True
+    numbers = (x for x in (a, b) if forms.is_integer(x) or not isinstance(x, fx.Node))
+    return all(abs(end) <= _WHOLE for x in numbers for end in forms.range_of(x))
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and not value.is_integer()
+
+
+def _rounded(value: Any, rounding: Callable[[float], int]) -> Any:
+    """A number of the program that is no integer, rounded as it is compared with integers."""
+    return rounding(torch.tensor(value).item()) if _is_fraction(value) else value
+
+
+def _at_least(forms: Forms, form: Form, least: int) -> Truth:
+    """form >= least; x // 8 >= 3 is x >= 24."""
+    found = at_least(form, least)
+    if not isinstance(found, AtLeast) or len(found.form.terms) != 1:
+        return found
+    ((atom, sign),) = found.form.terms.items()
+    of_atom = _quotient(forms, atom)
+    if of_atom is None:
+        return found
+    inner, divisor, rounds_down = of_atom
+    if sign < 0:  # the quotient is at most the offset: not from the next number on
+        place = _first(found.form.offset + 1, divisor, rounds_down)
+        return _at_least(forms, inner.times(-1), 1 - place)
+    return _at_least(forms, inner, _first(-found.form.offset, divisor, rounds_down))
+
+
+def _equals(forms: Forms, form: Form, is_equal: bool) -> Truth:
+    """Whether form == 0, or form != 0; x // 8 == 3 is 24 <= x < 32."""
+    if len(form.terms) != 1 or _quotient(forms, *form.terms) is None:
+        return equals(form, is_equal)
+    least = 0 if is_equal else 1
+    sides = (_at_least(forms, form.times(sign), least) for sign in (1, -1))
+    return all_of(*sides) if is_equal else some_of(*sides)
+
+
+def _first(quotient: int, divisor: int, rounds_down: bool) -> int:
+    """The smallest number whose quotient is at least `quotient`."""
+    if rounds_down or quotient > 0:
+        return quotient * divisor
+    return quotient * divisor - divisor + 1
+
+
+def _quotient(forms: Forms, node: fx.Node) -> tuple[Form, int, bool] | None:
+    """An integer divided by a positive number: its form, the number, whether it rounds down."""
+    packet = packet_of(node.target) if node.op == "call_function" else None
+    if packet not in (aten.floor_divide, aten.div) or not forms.depends_on(node) >= POSITIONS:
+        return None
+    form, divisor = (_exact_form(forms, a) for a in node.args[:2])
+    if form is None or divisor is None or divisor.terms or divisor.offset <= 0:
+        return None
+    return form, divisor.offset, node.kwargs.get("rounding_mode") != "trunc"
 
 
 def are_integers(forms: Forms, a: Any, b: Any) -> bool:
@@ -242,23 +269,3 @@ def _magnitude(forms: Forms, inner: Any, bound: Any, order: tuple[bool, int]) ->
 
 def _exact_form(forms: Forms, value: Any) -> Form | None:
     return forms.form(value) if forms.is_exact(value) else None
-
-
-def at_least(form: Form, least: int = 0) -> Truth:
-    """form >= least."""
-    offset = form.offset - least
-    if not form.terms:
-        return offset >= 0
-    divisor = math.gcd(*form.terms.values())
-    terms = {atom: coefficient // divisor for atom, coefficient in form.terms.items()}
-    return AtLeast(Form(terms, offset // divisor))
-
-
-def _equals(form: Form, is_equal: bool) -> Truth:
-    if not form.terms:
-        return (form.offset == 0) == is_equal
-    divisor = math.gcd(*form.terms.values())
-    if form.offset % divisor:
-        return not is_equal
-    terms = {atom: coefficient // divisor for atom, coefficient in form.terms.items()}
-    return Equals(Form(terms, form.offset // divisor), is_equal)

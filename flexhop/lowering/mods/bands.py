@@ -32,6 +32,8 @@ def key_band(mask: fx.GraphModule) -> Band | None:
     """
     found = analysed(mask, INDICES)
     truth = truth_of(found.forms, found.mod.result)
+    if truth is False:
+        return Band(1, 0)
     band = Band(-_FAR, _FAR)
     for part in truth.parts if isinstance(truth, All) else (truth,):
         side = _side(part, found.mod.inputs["q"], found.mod.inputs["k"])

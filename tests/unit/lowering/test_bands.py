@@ -32,6 +32,7 @@ BANDS = {
     "number_first": (lambda b, h, q, k: torch.logical_and(k - q + 3 >= 0, 8 > k - q), Band(-3, 8)),
     "from_a_number": (lambda b, h, q, k: (5 - (q - k) >= 0) & (-(q - k) < 4), Band(-5, 4)),
     "moved": (lambda b, h, q, k: (q + 7 >= k) & (k + 3 > q + 1), Band(-1, 8)),
+    "floats": (lambda b, h, q, k: (q >= k) & (q.float() - k < 15.5), Band(-15, 1)),
     "three_sides": (lambda b, h, q, k: (q >= k) & (q - k < 16) & (q - k < 12), Band(-11, 1)),
     "nothing": (lambda b, h, q, k: (q > k) & (k > q), Band(1, 0)),
 }
@@ -57,15 +58,16 @@ def test_a_band_is_what_the_mask_keeps(name):
         lambda b, h, q, k: (q >= k) & (2 * q - k < 16),
         lambda b, h, q, k: (q >= k) & (q - k < 2 * h),
         lambda b, h, q, k: (q >= k) & (IDS[q] == IDS[k]),
-        lambda b, h, q, k: (q >= k) & (q.float() - k < 16),
+        lambda b, h, q, k: (q >= k) & (q.half() - k < 16),
+        lambda b, h, q, k: (q >= k) & (q.float() * 0.3 - k < 16),
         lambda b, h, q, k: (q >= k) & (torch.sub(q, k, alpha=2) < 16),
         lambda b, h, q, k: (q >= k) & (q - k < 2**31 - 9),
         lambda b, h, q, k: (q - k).abs() >= 9,
         masks.dilated_sliding_window(16, 2),
     ],
     ids=[
-        "one_side", "from_a_key_on", "either", "sum", "twice", "by_head", "table", "floats",
-        "alpha", "far", "outside", "dilated",
+        "one_side", "from_a_key_on", "either", "sum", "twice", "by_head", "table", "halves",
+        "fractions", "alpha", "far", "outside", "dilated",
     ],
 )  # fmt: skip
 def test_other_masks_have_none(mod):

@@ -1,0 +1,65 @@
+"""Linear forms as operators of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from flexhop.analysis.facts import Analysis
+from flexhop.analysis.forms import Form
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def copied(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy to write to, and the copy of each node."""
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, known))
+    return fx.GraphModule(module, graph), known
+
+
+class Writer:
+    """Writes linear forms of nodes.
+
+    Args:
+        found: the analysis of the graph that was copied.
+        copies: the copy of each of its nodes.
+    """
+
+    def __init__(self, found: Analysis, copies: Mapping[fx.Node, fx.Node]) -> None:
+        values = reversed(list(found.known.items()))  # of equal nodes, the first one
+        self._copies = {value: copies[node] for node, value in values if node in copies}
+
+    def write(self, before: fx.Node, form: Form) -> Any:
+        """The sum, in front of a node: a node, or a number if the form has no terms."""
+        result: Any = None
+        for atom, factor in sorted(form.terms.items(), key=lambda term: term[1] < 0):
+            node = self._copies[atom]
+            if abs(factor) != 1:
+                node = self.call(before, aten.mul.Tensor, node, abs(factor))
+            if result is None:
+                result = node if factor > 0 else self.call(before, aten.neg.default, node)
+            else:
+                kind = aten.add.Tensor if factor > 0 else aten.sub.Tensor
+                result = self.call(before, kind, result, node)
+        if result is None or not form.offset:
+            return form.offset if result is None else result
+        return self.call(before, aten.add.Tensor, result, form.offset)
+
+    def call(self, before: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A new operator in front of a node."""
+        examples = fx.map_arg(args, lambda node: node.meta["val"])
+        with before.graph.inserting_before(before):
+            new = before.graph.call_function(target, args)
+        new.meta["val"] = target(*examples)
+        return new
+
+    def replace(self, node: fx.Node, new: fx.Node) -> None:
+        """Use a value in place of a node, in its dtype."""
+        dtype = node.meta["val"].dtype
+        if new.meta["val"].dtype != dtype:
+            new = self.call(node, prims.convert_element_type.default, new, dtype)
+        node.replace_all_uses_with(new)
