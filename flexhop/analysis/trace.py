@@ -27,6 +27,7 @@ from flexhop.compat.stand_in import (
     is_traced,
     reads_or_writes,
 )
+from flexhop.compat.vmapped import is_mapped
 
 aten = torch.ops.aten
 _CONSTANTS = (aten.full, aten.zeros, aten.ones)
@@ -36,6 +37,10 @@ _known: dict[Any, tuple[torch.dtype, tuple[int, ...]]] = {}
 
 class Untraceable(Exception):
     """The mod does something that has no graph, or captures something other than plain tensors."""
+
+
+class Mapped(Untraceable):
+    """The mod captures a tensor that a torch.vmap around the call maps."""
 
 
 class _Value(StandIn):
@@ -96,7 +101,7 @@ class _Tracer:
             return value.node
         if isinstance(value, Tensor):
             if not is_plain(value) and not (self.in_graph and is_traced(value)):
-                raise Untraceable
+                raise Mapped if is_mapped(value) else Untraceable
             return self.builder.capture(
                 self._example(value.shape, value.dtype), value, self.device
             )

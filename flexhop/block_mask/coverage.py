@@ -30,6 +30,7 @@ from flexhop.block_mask.scores import (
     coverage_by_chunks,
 )
 from flexhop.compat.indexing import IndexMode
+from flexhop.errors import VmapError
 from flexhop.mods.functions import MaskMod
 
 COARSE = 16  # side of a coarse block, in blocks
@@ -113,6 +114,9 @@ def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
     """The graph of a mask; None if tracing fails: evaluating scores will report the error."""
     try:
         return analysis.trace(mask_mod, device)
+    except analysis.Mapped as error:
+        words = "a tensor that mask_mod captures in an eager create_block_mask"
+        raise VmapError(argument=words) from error
     except Exception:  # anything that the user's function raises
         return None
 

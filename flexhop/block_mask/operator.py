@@ -73,6 +73,24 @@ hop.register_checkpoint(block_lists)
 transforms.register_constant(block_lists)
 
 
+def _fold(count: int, mapped: Any, operands: Any) -> tuple[ListsArgs, Any]:
+    """torch.vmap of a graph that creates a mask: see hop.register_vmap."""
+    args, is_mapped = ListsArgs(*operands), ListsArgs(*mapped).captures
+    if True not in is_mapped:
+        return args, lambda lists: [(each, False) for each in lists]
+    batch = args.sizes[0]
+
+    def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *captures: Any) -> Tensor:
+        own = (c[b // batch] if m is True else c for c, m in zip(captures, is_mapped, strict=True))
+        return args.mask_mod(b % batch, h, q_idx, kv_idx, *own)
+
+    folded = args._replace(mask_mod=keep, sizes=(count * batch, *args.sizes[1:]))
+    return folded, lambda lists: [(each.unflatten(0, (count, batch)), True) for each in lists]
+
+
+hop.register_vmap(block_lists, _fold)
+
+
 @hop.register_autograd(block_lists)
 def _autograd(*operands: Any) -> tuple[Tensor, ...]:
     """Lists have no gradient."""

@@ -357,7 +357,7 @@ class AuxConflictError(FlexhopError, ValueError):
 class VmapError(FlexhopError, NotImplementedError):
     """A torch.vmap transform that the operator does not support."""
 
-    message = "torch.vmap cannot map {argument} of flex_attention; fold it into the batch instead."
+    message = "torch.vmap cannot map {argument}; fold it into the batch instead."
 
 
 class NoTritonError(FlexhopError, RuntimeError):

@@ -86,7 +86,9 @@ def _autograd(*operands: Any) -> Any:
 hop.register_refusal(cached_attention, "Grad", gradient_refusal)
 hop.register_refusal(cached_attention, "Jvp", gradient_refusal)
 hop.register_refusal(
-    cached_attention, "Vmap", lambda: VmapError(argument="page_table, k_mod or v_mod")
+    cached_attention,
+    "Vmap",
+    lambda: VmapError(argument="page_table, k_mod or v_mod of flex_attention"),
 )
 
 

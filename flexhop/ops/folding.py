@@ -93,7 +93,7 @@ class _Fold:
 
 def _fold_of(count: int, args: Any, is_mapped: Any) -> _Fold:
     if args.dropout_seed:
-        raise VmapError(argument="the dropout")
+        raise VmapError(argument="the dropout of flex_attention")
     sizes = (t.size(1 if flag else 0) for t, flag in zip(args[:2], is_mapped[:2], strict=True))
     return _Fold(count, *sizes)
 

@@ -227,7 +227,7 @@ def _fold(count: int, mapped: Any, operands: Any) -> tuple[AttentionArgs, Any]:
     """Fold torch.vmap's dimension into the batch; see hop.register_vmap."""
     args = AttentionArgs(*operands)
     if args.dropout_seed:
-        raise VmapError(argument="the dropout")
+        raise VmapError(argument="the dropout of flex_attention")
     is_mapped: Any = AttentionArgs(*mapped)
     batch = args.query.size(1 if is_mapped.query else 0)
     key, value = into_batch(args[1:3], is_mapped[1:3], count, batch)

@@ -332,7 +332,7 @@ ERRORS = [
     ),
     (
         errors.VmapError,
-        {"argument": "query"},
+        {"argument": "query of flex_attention"},
         (NotImplementedError,),
         "torch.vmap cannot map query of flex_attention; fold it into the batch instead.",
     ),

@@ -17,6 +17,7 @@ from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.block_mask.graphed import Mask
 from flexhop.block_mask.listing import listed
 from flexhop.block_mask.scores import Grid, coverage_by_chunks
+from flexhop.errors import VmapError
 from tests.mask_programs import Program
 from tests.unit.test_mask_coverage import NAMED, PROGRAMS, outcome
 
@@ -59,6 +60,43 @@ def test_compiled(name):
     )
     torch._dynamo.reset()
     assert_same(torch.compile(create, fullgraph=True, backend="aot_eager")(), create())
+
+
+MAPPED = {
+    "nothing": lambda ids, n: lambda b, h, q, k: q >= k,
+    "a number": lambda ids, n: lambda b, h, q, k: (q >= k) & (k < n),
+    "a table": lambda ids, n: lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
+    "both": lambda ids, n: lambda b, h, q, k: (ids[q] == ids[k]) & (k < n + b),
+}
+SAMPLES = (
+    torch.arange(160).repeat(3, 1) // torch.tensor([[7], [50], [90]]),
+    torch.tensor([9, 80, 160]),
+)
+
+
+def lists_of_sample(kind, batch, *sample):
+    mask = create_block_mask(MAPPED[kind](*sample), batch, 1, 160, 160, "cpu", BLOCK_SIZE=16)
+    return tuple(getattr(mask, name) for name in TENSOR_FIELDS if getattr(mask, name) is not None)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", MAPPED)
+def test_compiled_under_vmap(kind, batch):
+    """Each sample of torch.vmap has its own mask."""
+    torch._dynamo.reset()
+    create = functools.partial(lists_of_sample, kind, batch)
+    compiled = torch.compile(torch.vmap(create), fullgraph=True, backend="aot_eager")
+    found = compiled(*SAMPLES)
+    for i, sample in enumerate(zip(*SAMPLES, strict=True)):
+        for a, b in zip(found, create(*sample), strict=True):
+            assert torch.equal(a[i], b)
+
+
+def test_eager_masks_of_a_mapped_tensor_are_refused():
+    lists = torch.vmap(functools.partial(lists_of_sample, "nothing", 1))(*SAMPLES)
+    assert all(len(each) == 3 for each in lists)
+    with pytest.raises(VmapError, match="captures in an eager create_block_mask; fold it into"):
+        torch.vmap(functools.partial(lists_of_sample, "a number", 1))(*SAMPLES)
 
 
 def no_scores(*_):
