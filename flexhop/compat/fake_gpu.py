@@ -36,7 +36,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
-from flexhop.compat import fake_methods, shared
+from flexhop.compat import fake_methods, inline
+from flexhop.compat.moving import move_graph, trace_on_cpu, values_of
 
 __all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu", "zeros_for"]
 
@@ -182,6 +183,8 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield mock.patch.object(torch.Tensor, "copy_", fake_methods.copy)
     yield mock.patch.object(torch.Tensor, "__invert__", fake_methods.invert)
     yield fake_methods.Slices()
+    # Nor can formulas that take derivatives be traced there.
+    yield mock.patch.object(inline, "trace", trace_on_cpu(inline.trace))
 
 
 def _answer(
@@ -333,14 +336,14 @@ def gpu_code(
         texts.append(wrapper.value)
         return SimpleNamespace(call=lambda args: None)
 
-    mode = detect_fake_mode(inputs) or detect_fake_mode(_values(graph))
+    mode = detect_fake_mode(inputs) or detect_fake_mode(values_of(graph))
     moved = copy.deepcopy(graph)
     with (
         _disable_current_modes(),
         fake_gpu(capability),
         mock.patch.object(GraphLowering, "compile_to_module", stop_at_text),
     ):
-        fakes = _move_graph(moved, mode, torch.device("cuda", 0))
+        fakes = move_graph(moved, mode, torch.device("cuda", 0))
         examples = [
             _strided_like(fake, given) if isinstance(given, torch.Tensor) else given
             for fake, given in zip(fakes, inputs, strict=True)
@@ -361,39 +364,3 @@ def _strided_like(fake: Any, given: torch.Tensor) -> Any:
         return torch.empty_strided(
             given.size(), given.stride(), dtype=fake.dtype, device=fake.device
         )
-
-
-def _values(graph: GraphModule) -> list[Any]:
-    return [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-
-
-def _move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]:
-    """Put every CPU tensor and device argument of `graph` and its subgraphs on `device`."""
-
-    def move_tensor(value: Any) -> Any:
-        if not isinstance(value, FakeTensor) or value.device.type != "cpu":
-            return value
-        with mode:
-            return torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device=device
-            )
-
-    def move_device(value: Any) -> Any:
-        on_host = isinstance(value, torch.device) and value.type == "cpu"
-        return device if on_host else value
-
-    def move_copy(module: GraphModule) -> GraphModule:
-        moved = copy.deepcopy(module)
-        _move_graph(moved, mode, device)
-        return moved
-
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                shared.move(node, move_copy)
-                node.args = torch.fx.node.map_aggregate(node.args, move_device)
-                node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move_device)
-                for key in node.meta.keys() & {"val", "example_value"}:
-                    node.meta[key] = pytree.tree_map(move_tensor, node.meta[key])
-            module.recompile()
-    return _values(graph)

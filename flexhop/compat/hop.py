@@ -29,7 +29,6 @@ from torch._higher_order_ops.utils import (
     _has_potential_branch_input_mutation,
     _maybe_run_with_interpreter,
     redirect_to_mode,
-    reenter_make_fx,
     register_fake,
     setup_compilation_env,
 )
@@ -49,6 +48,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from flexhop import debug
 from flexhop.compat import shared
 from flexhop.compat.imports import after_import
+from flexhop.compat.retrace import retrace
 from flexhop.errors import FlexhopError
 
 __all__ = [
@@ -224,7 +224,7 @@ def register_proxy(
             op.callable_positions, names, examples(*operands), strict=True
         ):
             with mode_of_mods():
-                graph = reenter_make_fx(operands[position])(*example)
+                graph = retrace(operands[position])(*example)
             debug.show_graph(name.removeprefix("flexhop_"), graph)
             qualified = mode.tracer.get_fresh_qualname(name)
             mode.tracer.root.register_module(qualified, graph)

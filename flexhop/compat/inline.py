@@ -30,6 +30,7 @@ __all__ = [
     "lower_formula",
     "lower_operands",
     "separate",
+    "trace",
     "trace_fresh",
     "while_loop",
     "with_strides",
@@ -121,7 +122,7 @@ def lower_formula(
     Returns:
         The formula's results as IR.
     """
-    graph = _traced(formula, fakes)
+    graph = trace(formula, fakes)
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
             part.graph.eliminate_dead_code()
@@ -134,7 +135,8 @@ def lower_formula(
     return results
 
 
-def _traced(formula: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
+def trace(formula: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
+    """The graph of a formula, as AOTAutograd would trace it."""
     with V.fake_mode, torch.no_grad():
         return make_fx(formula, decomposition_table=select_decomp_table())(*fakes)
 
@@ -148,7 +150,7 @@ def trace_fresh(function: Callable[..., Any], likes: Sequence[Any]) -> Any:
             else t
             for t in likes
         ]
-    graph = _traced(function, fresh)
+    graph = trace(function, fresh)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()

@@ -41,6 +41,11 @@ def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> 
     return 2 * (s * t[h, 1]).tanh() + t[h, 2] * torch.clamp(i - j, 0, 8)
 
 
+def detached(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """Inductor's decompositions drop `detach`."""
+    return s * t[h, 1] + 0.5 * s.detach() * t[h, 2]
+
+
 def weighed(results: Any) -> Tensor:
     """A number that depends on out and lse."""
     out, aux = results
@@ -86,6 +91,7 @@ def of_gradient(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Calla
 CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "twice": (twice, None, None, torch.float32),
     "twice-alibi-mask-deterministic": (twice, alibi, gaps, torch.bfloat16),
+    "twice-detached": (twice, detached, None, torch.float32),
     "twice-capped": (twice, capped, gaps, torch.float32),
     "of_tangent": (of_tangent, None, gaps, torch.float32),
     "of_tangent-capped": (of_tangent, capped, None, torch.float16),
@@ -138,6 +144,26 @@ def test_interpreted(name: str):
         error = (found.double() - exact).abs().max()
         budget = 2 * (rounded.double() - exact).abs().max() + unit * exact.abs().max()
         assert error <= budget, (float(error), float(budget))
+
+
+def test_chunks_are_traced_without_a_gpu():
+    """Along the tangent of a captured tensor there is no kernel; PyTorch's autograd asks the
+    device, and ended the process."""
+    query, key, value = (torch.randn(1, 2, 21, 8) for _ in range(3))
+
+    def attend(table: Tensor) -> Tensor:
+        def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return capped(s, b, h, i, j, table)
+
+        return flexhop.flex_attention(query, key, value, biased, kernel_options=OPTIONS)
+
+    def slopes(table: Tensor) -> Tensor:
+        return grad(lambda t: attend(t).sin().sum())(table).square().sum()
+
+    table = torch.randn(2, 3)
+    generated = interpret(grad(slopes), table, memory=Memory(poison=True, check_bounds=True))
+    assert not any(MARK in kernel.functions for kernel in generated.templates)
+    torch.testing.assert_close(generated.result, grad(slopes)(table), rtol=1e-4, atol=1e-5)
 
 
 def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:

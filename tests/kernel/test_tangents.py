@@ -34,6 +34,11 @@ def hidden_infinity(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Te
     return s + torch.where(i >= j, i - j, 0).to(s.dtype).sqrt() * t[h, 1]
 
 
+def detached(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """Inductor's decompositions drop `detach`."""
+    return s + 0.5 * s.detach() * t[h, 0] + t[h, 1].detach()
+
+
 def gaps(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Causal, but query 3 sees nothing, and heads differ."""
     return (i >= j) & (i != 3) & ((j + h) % 5 != 0)
@@ -47,6 +52,7 @@ CASES: dict[str, tuple[Any, Any, torch.dtype, tuple[int, ...], dict[str, Any]]] 
     "capture-fp16": (biased, None, torch.float16, (3,), {}),
     "keys-values": (None, gaps, torch.bfloat16, (1, 2), {"scale": -0.3}),
     "hidden": (hidden_infinity, gaps, torch.float32, (0, 3), {}),
+    "detached": (detached, gaps, torch.float32, (0, 1, 3), {}),
     "dropout": (None, gaps, torch.float32, (0, 2), {"dropout_p": 0.3, "dropout_seed": SEED}),
     "sinks": (None, gaps, torch.float32, (1, 4), {}),
 }
