@@ -11,8 +11,17 @@ from torch import Tensor
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, wrong_products
 from flexhop.offline.interpret import Memory, interpret
+from flexhop.offline.kernel import Kernel
 from tests.budgets import TF32, assert_within_budget, kernel_formulas
 from tests.compiler_stages import compile_to_llvm
+from tests.fuzz.derivatives import (
+    MOVED,
+    compute_derivative,
+    inputs_of,
+    leaving_forward_mode,
+    make_derivative,
+    named_results,
+)
 from tests.fuzz.devices import evaluate_mods
 from tests.fuzz.oracle import compute, loss_of
 from tests.fuzz.plan import Plan
@@ -22,6 +31,8 @@ ORDERS = 24  # of sums, in which a problem is computed if its result may be held
 FILLINGS = 16  # of its operands, likewise
 DISTURBANCES = 8  # of its scores, likewise
 Results = dict[str, Tensor]
+Run = Callable[[], Results]
+Oracle = Callable[..., Results]  # of a problem, as oracle.compute
 
 
 def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "eager") -> str:
@@ -44,18 +55,30 @@ def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "ea
     torch._dynamo.reset()
     problem = make_problem(plan, seed % 1000, device)
     problem.is_for_gpu = device == "cuda" or backend == "interpreter"
-    run = runner(problem, backend)
+    lucky = _check(problem, seed % 1000, runner(problem, backend), compute)
+    if plan.derivative:
+        torch._dynamo.reset()
+        problem = make_problem(plan, seed % 1000, device)
+        problem.is_for_gpu = device == "cuda" or backend == "interpreter"
+        run = derivative_runner(problem, backend)
+        with leaving_forward_mode():
+            lucky = _check(problem, seed % 1000, run, compute_derivative) or lucky
+    return lucky
+
+
+def _check(problem: Problem, seed: int, run: Run, oracle: Oracle) -> str:
+    """Hold what `run` computes against the oracle; see check_results."""
     found = run()
-    exceeded = judge(problem, found)
+    exceeded = judge(problem, found, oracle)
     if not exceeded:
         return ""
     _, first = next(iter(exceeded.items()))
-    if plan.reads_cache:
+    if problem.plan.reads_cache:
         raise first
     try:
-        judge_fillings(problem, seed % 1000, run, {n: found[n] for n in exceeded})
+        judge_fillings(problem, seed, run, {n: found[n] for n in exceeded}, oracle)
     except AssertionError as whole:
-        problem.fill(make_problem(plan, seed % 1000, device))
+        problem.fill(make_problem(problem.plan, seed, problem.device))
         if not is_unstable(problem):
             raise first from whole
         return f"unstable: {first}"
@@ -70,7 +93,7 @@ def is_unstable(problem: Problem) -> bool:
     """
     if problem.plan.dtype not in (torch.bfloat16, torch.float16):
         return False
-    references = References.of(problem)
+    references = References.of(problem, compute)
     for number in range(DISTURBANCES):
         disturbed = compute(problem, None, "fused", disturbed=number)
         try:
@@ -81,7 +104,26 @@ def is_unstable(problem: Problem) -> bool:
     return False
 
 
-def runner(problem: Problem, backend: str) -> Callable[[], Results]:
+def derivative_runner(problem: Problem, backend: str) -> Run:
+    """A function that computes the problem's derivative of what its leaves are now."""
+    plan = problem.plan
+    function = make_derivative(problem, by_autograd=backend == "eager")
+    if backend not in ("eager", "interpreter"):
+        function = torch.compile(function, backend=backend, fullgraph=True, dynamic=plan.dynamic)
+
+    def run() -> Results:
+        inputs = inputs_of(problem)
+        if backend == "interpreter":
+            memory = Memory(poison=True, check_bounds=True)
+            found = interpret(function, *inputs, memory=memory, dynamic=plan.dynamic).result
+        else:
+            found = function(*inputs)
+        return named_results(problem, [t.detach() for t in found])
+
+    return run
+
+
+def runner(problem: Problem, backend: str) -> Run:
     """A function that computes what the operands give now."""
     plan, loss, call = problem.plan, loss_of(problem), make_call(problem)
     if backend == "interpreter":
@@ -133,25 +175,25 @@ class References(NamedTuple):
     others: list[Results]
 
     @classmethod
-    def of(cls, problem: Problem) -> References:
+    def of(cls, problem: Problem, oracle: Oracle) -> References:
         formulas = kernel_formulas(problem.plan.dtype, truncates=problem.truncates)
-        others = [compute(problem, None, formula) for formula in ("plain", *formulas)]
-        return cls(compute(problem, torch.float64), others)
+        others = [oracle(problem, None, formula) for formula in ("plain", *formulas)]
+        return cls(oracle(problem, torch.float64), others)
 
     def compare(self, problem: Problem, name: str, actual: Tensor, *more: Results) -> None:
         """Judge one result."""
         allowed = [other[name] for other in (*self.others, *more)]
         assert_within_budget(
             actual, self.gold[name], *allowed, name=name,
-            captured=name in (*problem.plan.learned, "sinks"),
+            captured=name.removeprefix(MOVED) in (*problem.plan.learned, "sinks"),
             unseen=self.gold.get(f"unseen_{name}"),
             budget=TF32 if problem.truncates else None,
         )  # fmt: skip
 
 
-def judge(problem: Problem, found: Results) -> dict[str, AssertionError]:
+def judge(problem: Problem, found: Results, oracle: Oracle = compute) -> dict[str, AssertionError]:
     """Hold results against fp64: what exceeds its budget."""
-    references = References.of(problem)
+    references = References.of(problem, oracle)
     reordered: list[Results] = []
     exceeded: dict[str, AssertionError] = {}
     for name, actual in found.items():
@@ -161,7 +203,7 @@ def judge(problem: Problem, found: Results) -> dict[str, AssertionError]:
         except AssertionError:
             # Sums of few numbers, or one sum: plain PyTorch may be exact by luck. It is as far off
             # as it is in the worst of several orders.
-            reordered = reordered or [compute(problem, None, order=n + 1) for n in range(ORDERS)]
+            reordered = reordered or [oracle(problem, None, order=n + 1) for n in range(ORDERS)]
         try:
             references.compare(problem, name, actual, *reordered)
         except AssertionError as error:
@@ -170,7 +212,7 @@ def judge(problem: Problem, found: Results) -> dict[str, AssertionError]:
 
 
 def judge_fillings(
-    problem: Problem, seed: int, run: Callable[[], Results], found: Results
+    problem: Problem, seed: int, run: Run, found: Results, oracle: Oracle = compute
 ) -> None:
     """Hold results against fp64 again, as one tensor of those of several fillings.
 
@@ -182,6 +224,7 @@ def judge_fillings(
         seed: of its tensors until now, which belong to the fillings.
         run: computes its results.
         found: those to judge.
+        oracle: what they must be.
 
     Raises:
         AssertionError: one is too far away.
@@ -192,7 +235,7 @@ def judge_fillings(
             problem.fill(make_problem(problem.plan, 1000 * number + seed, problem.device))
             results = run()
             found = {name: results[name] for name in found}
-        whole = References.of(problem)
+        whole = References.of(problem, oracle)
         names = [*found, *(f"unseen_{name}" for name in found)]
         gold, *others = ({n: r[n] for n in names if n in r} for r in (whole.gold, *whole.others))
         kept.append((found, References(gold, others)))
@@ -221,13 +264,7 @@ def compile_offline(
     count = 0
     evaluate_mods(make_problem(plan, 0))
     for architecture in architectures:
-        problem = make_problem(plan, 0)
-        generated = generate_code(
-            make_call(problem), *problem.operands, dynamic=plan.dynamic,
-            grad=loss_of(problem) if plan.is_differentiated else False,
-            capability=(architecture // 10, architecture % 10),
-        )  # fmt: skip
-        for kernel in generated.templates:
+        for kernel in _kernels(plan, (architecture // 10, architecture % 10)):
             if level == "llvm":
                 compile_to_llvm(kernel, architecture)
             if level == "cubin":
@@ -235,3 +272,20 @@ def compile_offline(
                 assert not wrong, (kernel.name, wrong)
             count += 1
     return count
+
+
+def _kernels(plan: Plan, capability: tuple[int, int]) -> list[Kernel]:
+    """The kernels of results and gradients, and of the derivative."""
+    problem = make_problem(plan, 0)
+    generated = generate_code(
+        make_call(problem), *problem.operands, dynamic=plan.dynamic, capability=capability,
+        grad=loss_of(problem) if plan.is_differentiated else False,
+    )  # fmt: skip
+    if not plan.derivative:
+        return generated.templates
+    problem = make_problem(plan, 0)
+    inputs = inputs_of(problem)
+    derived = generate_code(
+        make_derivative(problem), *inputs, dynamic=plan.dynamic, capability=capability
+    )
+    return [*generated.templates, *derived.templates]

@@ -10,7 +10,7 @@ import torch
 
 from tests.case_inputs import Shape
 from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
-from tests.fuzz.plan import Around, Family, Plan
+from tests.fuzz.plan import Around, Derivative, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
 
 LENGTHS = (1, 2, 7, 16, 17, 31, 33, 37, 48, 63, 64, 65, 70)
@@ -63,8 +63,10 @@ def draw(seed: int, *, large: bool = False) -> Plan:
     plan = dataclasses.replace(plan, **_of_family(r, plan))
     plan = dataclasses.replace(plan, options=_options(r, plan, large))
     plan = _consistent(plan)
-    # By numbers of its own: it came later, and problems keep their numbers.
-    return dataclasses.replace(plan, around=_around(random.Random(f"around {seed}"), plan))
+    # By numbers of their own: they came later, and problems keep their numbers.
+    plan = dataclasses.replace(plan, around=_around(random.Random(f"around {seed}"), plan))
+    r = random.Random(f"derivative {seed}")
+    return dataclasses.replace(plan, derivative=_derivative(r, plan))
 
 
 def _around(r: random.Random, plan: Plan) -> Around:
@@ -77,6 +79,15 @@ def _around(r: random.Random, plan: Plan) -> Around:
         "vmap": plan.family == "dense" and not plan.dropout,
     }
     return chosen if takes.get(chosen) else ""
+
+
+def _derivative(r: random.Random, plan: Plan) -> Derivative:
+    """What is computed besides the gradient, if the call has it."""
+    chosen: Derivative = r.choice(["tangent"] * 5 + ["second"] * 6 + ["flow"] * 4 + [""] * 85)
+    has_leaves = plan.is_differentiated and plan.family in ("dense", "packed")
+    # Others have first derivatives alone.
+    has_kernel = dict(plan.options).get("backend") != "hopper"
+    return chosen if has_leaves and has_kernel and not plan.around else ""
 
 
 def _shape(r: random.Random, large: bool) -> Shape:

@@ -177,7 +177,7 @@ def _attend_disturbed(
     columns is rounded after every 16 of them at best, each time by up to 2^-24 of what was added.
     """
     generator = torch.Generator().manual_seed(number)
-    rounded = math.ceil(problem.plan.shape.head_dim / 16) * 2.0**-24 * abs(_scale(problem.plan))
+    rounded = math.ceil(problem.plan.shape.head_dim / 16) * 2.0**-24 * abs(scale_of(problem.plan))
     with torch.no_grad():
         key = part.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
         bound = (part.query.abs().float() @ key.abs().float().mT) * rounded
@@ -188,7 +188,8 @@ def _attend_disturbed(
     return backward._replace(out=forward.out, lse=forward.lse, largest=forward.largest)
 
 
-def _scale(plan: Plan) -> float:
+def scale_of(plan: Plan) -> float:
+    """What multiplies products of query and key."""
     return 1 / math.sqrt(plan.shape.head_dim) if plan.scale is None else plan.scale
 
 
@@ -220,22 +221,24 @@ def _attend(
     visible = part.visible.expand(size)
     if mask_mod is not None:
         like = torch.empty(size, device=problem.device)
-        visible = visible & evaluate_mask_mod(_from(mask_mod, part.first, 0, order), like)
+        visible = visible & evaluate_mask_mod(from_batch(mask_mod, part.first, 0, order), like)
     factors = None
     if plan.dropout and has_keys:
         wide = torch.promote_types(part.query.dtype, torch.float32)
-        factors = _kept(problem, part)[..., order.keys].to(wide) / (1 - plan.dropout)
-    query, scale = part.query, _scale(plan)
+        factors = kept_weights(problem, part)[..., order.keys].to(wide) / (1 - plan.dropout)
+    query, scale = part.query, scale_of(plan)
     if formula != "plain" and dict(plan.options).get("prescale_qk"):
         query, scale = query * scale, 1.0  # the option rounds the product
     return dense_attention(
         query, part.key, part.value,
-        None if score_mod is None else _from(score_mod, part.first, 1, order), visible, scale,
+        None if score_mod is None else from_batch(score_mod, part.first, 1, order), visible, scale,
         formula=formula, factors=factors, truncates=is_short, disturbance=disturbance,
     )  # fmt: skip
 
 
-def _from(mod: Callable[..., Any], first: int, place: int, order: Order) -> Callable[..., Any]:
+def from_batch(
+    mod: Callable[..., Any], first: int, place: int, order: Order
+) -> Callable[..., Any]:
     """A mod whose batches count from `first`, of keys in an order."""
     keys = order.keys.int()
 
@@ -248,7 +251,7 @@ def _from(mod: Callable[..., Any], first: int, place: int, order: Order) -> Call
     return counted
 
 
-def _kept(problem: Problem, part: Segment) -> Tensor:
+def kept_weights(problem: Problem, part: Segment) -> Tensor:
     """Which weights dropout keeps, as flexhop publishes it."""
     plan, shape = problem.plan, problem.plan.shape
     if not plan.queries:

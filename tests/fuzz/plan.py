@@ -16,6 +16,7 @@ from tests.fuzz.scores import IGNORING, SCORES
 
 Family = Literal["dense", "packed", "nested", "paged", "cached"]
 Around = Literal["", "autocast", "checkpoint", "vmap"]
+Derivative = Literal["", "tangent", "second", "flow"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Plan:
         used: seqused_k. causal, window, bottom_right: of varlen_attention.
         page: size of a page. stored: dtype of the cache. key_mod: "none", "number", "head", "key",
             "shift".
+        around: what the call stands in. derivative: what is computed besides; see derivatives.py.
     """
 
     family: Family = "dense"
@@ -71,6 +73,7 @@ class Plan:
     stored: torch.dtype | None = None
     key_mod: str = "none"
     around: Around = ""
+    derivative: Derivative = ""
 
     @property
     def entries(self) -> list[Entry]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,18 @@ class Problem:
                     if stride == 0:  # the same numbers everywhere
                         mine, new = mine.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
                 mine.copy_(new)
+
+    def with_leaves(self, values: Sequence[Tensor]) -> Problem:
+        """The same problem of other tensors, in the order of `leaves`."""
+        named = dict(zip(self.leaves(), values, strict=True))
+        pairs = zip("qkv", self.operands, strict=True)
+        query, key, value = (named.get(f"grad_{n}", t) for n, t in pairs)
+        captures = dict(vars(self.captures)) | {n: named[n] for n in self.plan.learned}
+        fresh = copy.copy(self)
+        fresh.operands = (query, key, value)
+        fresh.captures = SimpleNamespace(**captures)
+        fresh.sinks = named.get("sinks", self.sinks)
+        return fresh
 
     def score_mod(self) -> Mod | None:
         names = self.plan.scores
@@ -200,10 +213,11 @@ def _applied(mod: Mod, stored: Tensor, batch: int) -> Tensor:
 
 def make_call(problem: Problem) -> Callable[..., Any]:
     """A function of query, key and value."""
-    return surrounded(problem, _bare_call(problem))
+    return surrounded(problem, bare_call(problem))
 
 
-def _bare_call(problem: Problem) -> Callable[..., Any]:
+def bare_call(problem: Problem) -> Callable[..., Any]:
+    """The same without what stands around it; keywords replace those of the problem."""
     plan, keywords = problem.plan, _keywords(problem)
     if plan.family == "packed":
         return _packed_call(problem, keywords)
@@ -214,9 +228,9 @@ def _bare_call(problem: Problem) -> Callable[..., Any]:
     mask_mod = problem.mask_mod()
     mask = None if mask_mod is None else _block_mask(problem, mask_mod)
 
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    def call(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:
         return flexhop.flex_attention(
-            query, key, value, block_mask=mask, **keywords, **problem.key_mods
+            query, key, value, block_mask=mask, **problem.key_mods, **(keywords | others)
         )
 
     return call
@@ -276,10 +290,11 @@ def _packed_call(problem: Problem, keywords: dict[str, Any]) -> Callable[..., An
     starts = offsets(plan.queries, device)
     mask_mod = problem.mask_mod()
 
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    def call(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:
         return flexhop.varlen_attention(
             query, key, value, starts, keys, mask_mod=mask_mod, is_causal=plan.causal,
-            window_size=plan.window, bottom_right=plan.bottom_right, seqused_k=used, **keywords,
+            window_size=plan.window, bottom_right=plan.bottom_right, seqused_k=used,
+            **(keywords | others),
         )  # fmt: skip
 
     return call

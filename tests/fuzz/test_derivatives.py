@@ -1,0 +1,62 @@
+"""Derivatives of random problems: what their judge accepts, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.case_inputs import Shape
+from tests.fuzz.checks import check_results, derivative_runner, judge
+from tests.fuzz.derivatives import compute_derivative
+from tests.fuzz.draw import draw
+from tests.fuzz.plan import Derivative, Plan
+from tests.fuzz.problem import make_problem
+
+pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+DERIVATIVES: tuple[Derivative, ...] = ("tangent", "second", "flow")
+
+
+def plan_of(derivative: Derivative) -> Plan:
+    """A learned slope, a score that is kept from gradients, and rows without keys."""
+    return Plan(
+        shape=Shape(2, 4, 2, 7, 9, 8, 16), masks=("remainder",),
+        scores=("head", "half_detached"), learned=("head_factor",), lse=True, sinks=True,
+        derivative=derivative,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_right_results_pass(derivative, backend):
+    assert check_results(plan_of(derivative), 12, backend=backend) == ""
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_wrong_results_do_not(derivative):
+    problem = make_problem(plan_of(derivative), 12)
+    found = derivative_runner(problem, "eager")()
+    assert judge(problem, found, compute_derivative) == {}
+    for name, values in found.items():
+        assert values.abs().max() > 1e-3  # or nothing would be judged
+        wrong = found | {name: values * 1.001}
+        assert [*judge(problem, wrong, compute_derivative)] == [name]
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_tf32_products_have_derivatives(derivative):
+    """The judge's own, of operands that lost their last bits."""
+    options = (("float32_precision", "tf32"),)
+    plan = Plan(shape=Shape(1, 1, 1, 7, 9, 8, 8), options=options, derivative=derivative)
+    problem = make_problem(plan, 3)
+    problem.is_for_gpu = True
+    exact = compute_derivative(problem, torch.float64)
+    for name, values in compute_derivative(problem, None).items():
+        if name != "lse_dot":  # which nobody asked for
+            error = (values - exact[name]).abs().mean() / exact[name].abs().mean()
+            assert 1e-5 < error < 5e-3
+
+
+def test_every_kind_is_drawn_and_changes_nothing_else():
+    plans = [draw(seed) for seed in range(400)]
+    assert {plan.derivative for plan in plans} == {"", *DERIVATIVES}
+    assert all(plan.is_differentiated for plan in plans if plan.derivative)
