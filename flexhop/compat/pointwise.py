@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from torch._inductor.exc import SubgraphLoweringException
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
+from flexhop.compat.inductor import hint
 from flexhop.compat.location import users_line
 from flexhop.errors import ModLoweringError
 
@@ -20,14 +22,22 @@ _UNROLLED = 16  # most elements of a reduction; the longest row that gets gradie
 
 
 class _ModLowering(PointwiseSubgraphLowering):
-    """Records which node is being lowered, for the error."""
+    """Records which node is being lowered, for the error; makes lengths of rows static."""
 
     current: torch.fx.Node | None = None
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Lower one node."""
         self.current = n
+        if torch.Tag.reduction in getattr(n.target, "tags", ()):
+            _settle(self.env[n.args[0]].get_size())
         return super().run_node(n)
+
+
+def _settle(sizes: Sequence[Any]) -> None:
+    """Make the symbolic lengths of a short row static: its sum has as many terms."""
+    if math.prod(hint(size) for size in sizes) <= _UNROLLED:
+        V.graph.sizevars.guard_int_seq(sizes)
 
 
 def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:

@@ -6,6 +6,8 @@
 # Snapshots keep the lines of the generated text.
 # ruff: noqa: E501
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
@@ -274,12 +276,14 @@ class LongExpressions(TestCase):
             s = F.hardtanh(s, -1.5, 2.5) - 0.1 * ((points[q] - points[k]) ** 2).sum(-1)
             return torch.sign(s) * torch.sqrt(s.abs() + 1.0)
 
+        self._assert_numbers_of_points_are_added(score_mod)
+
+    def _assert_numbers_of_points_are_added(self, score_mod: Callable[..., Tensor]) -> None:
         inputs = [torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3)]
         generated = generate_code(
             lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod=score_mod),
-            *inputs,
-            grad=True,
-        )
+            *inputs, grad=True,
+        )  # fmt: skip
         kernel = generated.kernel_with("grad_query_blocks")
         added = kernel.function_text("scatter_captured_grads").count("tl.atomic_add")
         self.assertEqual(added, 6)  # three numbers of a query's point, three of a key's
