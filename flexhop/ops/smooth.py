@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
+from flexhop.compat.opnames import operator_name
 from flexhop.errors import UnsupportedFeatureError
 
 _PLAIN = {"flexhop::tanh_approx": torch.ops.aten.tanh.default}
 # Operators on positions, which have no derivative.
 _POSITIONS = ("flexhop::bounded",)
-_SPACES = ("aten", "prims", "_operator")
+_SPACES = ("aten", "prims")
 
 
 def smooth(mod: Any) -> Any:
@@ -22,33 +25,48 @@ def smooth(mod: Any) -> Any:
     of 0 for it.
 
     Raises:
-        UnsupportedFeatureError: the mod calls a third-party custom operator.
+        UnsupportedFeatureError: the mod calls a third-party custom operator. If the mod is not a
+            graph, its result raises this when it is called.
     """
     if not isinstance(mod, fx.GraphModule):
-        return mod
-    custom = [node for node in mod.graph.nodes if _is_custom(node)]
+        return functools.partial(_run_smooth, mod)  # torch.vmap turns graphs into functions
+    custom = [node for node in mod.graph.nodes if _is_custom(node.target)]
     if not custom:
         return mod
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(mod.graph, known))
     for node in custom:
-        name = _name_of(node)
-        if name not in _PLAIN:
-            raise UnsupportedFeatureError(
-                feature=f"This derivative of a score_mod that calls {name}",
-                reason="a custom operator has only a first-order gradient",
-                mend="Write it with PyTorch's own operators instead",
-            )
-        known[node].target = _PLAIN[name]
+        known[node].target = _plain(node.target)
     return fx.GraphModule(mod, graph)
 
 
-def _name_of(node: fx.Node) -> str:
-    target: Any = node.target
-    return target.name().rpartition(".")[0] or target.name()
+class _SmoothMode(TorchFunctionMode):
+    """Replaces custom operators as they are called."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return (_plain(func) if _is_custom(func) else func)(*args, **(kwargs or {}))
 
 
-def _is_custom(node: fx.Node) -> bool:
-    space = getattr(node.target, "namespace", "aten")
-    is_call = node.op == "call_function" and space not in _SPACES
-    return is_call and not _name_of(node).startswith(_POSITIONS)
+def _run_smooth(mod: Any, *inputs: Any) -> Any:
+    with _SmoothMode():
+        return mod(*inputs)
+
+
+def _plain(target: Any) -> Any:
+    name = operator_name(target)
+    if name not in _PLAIN:
+        raise UnsupportedFeatureError(
+            feature=f"This derivative of a score_mod that calls {name}",
+            reason="a custom operator has only a first-order gradient",
+            mend="Write it with PyTorch's own operators instead",
+        )
+    return _PLAIN[name]
+
+
+def _is_custom(target: Any) -> bool:
+    space = operator_name(target).partition("::")[0]
+    return (
+        bool(space) and space not in _SPACES and not operator_name(target).startswith(_POSITIONS)
+    )

@@ -10,9 +10,9 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from flexhop import AuxRequest, create_block_mask, flex_attention
-from flexhop.errors import MaskCaptureGradError
+from flexhop.errors import MaskCaptureGradError, UnsupportedFeatureError
 from flexhop.mods import tanh_approx
-from flexhop.ops import eager
+from flexhop.ops import dispatch, eager
 from tests.unit.ops.support import compiled, quiet
 
 pytestmark = [
@@ -303,15 +303,51 @@ def test_a_mask_has_no_tangent(run):
         assert not jvp(masked, (lengths,), (lengths,))[1].any()
 
 
-def test_an_operation_without_a_rule_for_forward_mode():
-    """tanh_approx is an operator of ours with a gradient alone."""
-    x = inputs()[:3]
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("run", ["eager", "aot_eager"])
+def test_an_operation_without_a_rule_for_forward_mode(run, is_mapped):
+    """tanh_approx is an operator of ours with a gradient alone: PyTorch's tangent of it is 0."""
+    x, along = tuple(inputs()[:3]), tuple(ALONG[:3])
+    if is_mapped:
+        x, along = (tuple(torch.stack([t, -t]) for t in made) for made in (x, along))
 
     def tangents(attend):
-        return jvp(attend, tuple(x), tuple(ALONG[:3]))
+        return jvp(vmap(attend) if is_mapped else attend, x, along)
 
     def capped(tanh):
         return lambda *y: flex_attention(*y, lambda s, *_: 3 * tanh(s / 3), enable_gqa=True)
 
-    found = compiled(lambda: tangents(capped(tanh_approx)))()
+    found = RUNS[run](lambda: tangents(capped(tanh_approx)))()
     torch.testing.assert_close(found, tangents(capped(torch.tanh)))
+
+
+@torch.library.custom_op("flexhop_tests::squared", mutates_args=())
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+@squared.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@squared.register_vmap
+def _(info, in_dims, x):
+    return squared(x), in_dims[0]
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_custom_operation_is_refused_in_forward_mode(is_mapped, monkeypatch):
+    # An operator without compilation: after an error, Dynamo does not leave forward mode.
+    monkeypatch.setattr(dispatch, "has_checkpoint_policy", lambda: True)
+    query, key, value = (torch.stack([t, -t]) for t in inputs()[:3])
+
+    def attend(query, key, value):
+        return flex_attention(query, key, value, lambda s, *_: squared(s), enable_gqa=True)
+
+    def tangent(query, key, value):
+        attend_all = vmap(attend) if is_mapped else lambda *x: attend(*(t[0] for t in x))
+        return jvp(lambda q: attend_all(q, key, value), (query,), (query,))[1]
+
+    with pytest.raises(UnsupportedFeatureError, match="calls flexhop_tests::squared"):
+        tangent(query, key, value)
