@@ -17,11 +17,12 @@ number of its dtype, and it depends on everything that its operands depend on.
 """
 
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
+from flexhop.analysis.cases import Cases
 from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth
 from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
-from flexhop.analysis.graph import Mod, read_graph
+from flexhop.analysis.graph import Mod, dtype_of, read_graph
 from flexhop.analysis.graph_tables import GraphTables
 from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.magnitudes import with_magnitudes
@@ -30,6 +31,7 @@ from flexhop.analysis.tables import OutOfRange, Tables
 from flexhop.analysis.trace import Mapped, Untraceable, trace
 from flexhop.analysis.truths import truth_of
 from flexhop.analysis.values import Values, can_compute
+from flexhop.analysis.written import Writer, copied
 
 __all__ = [
     "FUNCTION",
@@ -37,6 +39,7 @@ __all__ = [
     "All",
     "Analysis",
     "AtLeast",
+    "Cases",
     "Choice",
     "Coordinate",
     "Equals",
@@ -57,8 +60,11 @@ __all__ = [
     "Truth",
     "Untraceable",
     "Values",
+    "Writer",
     "analyse",
     "can_compute",
+    "copied",
+    "dtype_of",
     "evaluate",
     "evaluate_result",
     "find_span",

@@ -49,7 +49,7 @@ def evaluate(
         forget: drop nodes that no other node needs and that are not results.
     """
     found: dict[fx.Node, Any] = {node: inputs[name] for name, node in mod.inputs.items()}
-    positions = [inputs["q"], inputs["k"]]
+    positions = [inputs.get(name) for name in "qk"]
     for node, tensor in mod.captures.items():
         found[node] = _capture(node, tensor if tables is not None else None)
     left = {node: len(node.users) for node in mod.graph.nodes}

@@ -41,10 +41,16 @@ class Cases:
     Args:
         forms: their linear forms.
         truth_of: (forms, node, is_true) -> the condition that a node is true, or false.
+        inputs: those that a node with several cases must depend on.
     """
 
-    def __init__(self, forms: Forms, truth_of: Callable[..., Truth]) -> None:
-        self.forms, self._truth_of = forms, truth_of
+    def __init__(
+        self,
+        forms: Forms,
+        truth_of: Callable[..., Truth],
+        inputs: frozenset[str] = POSITIONS,
+    ) -> None:
+        self.forms, self._truth_of, self._inputs = forms, truth_of, inputs
 
     def compared(self, a: Any, b: Any, test: Callable[[Form], Truth]) -> Truth | None:
         """The condition that `test` holds for a - b."""
@@ -77,7 +83,7 @@ class Cases:
     def _of_operator(self, node: fx.Node) -> Found:
         """The cases of a node by its operator, if it has several."""
         rule = _RULES.get(packet_of(node.target)) if node.op == "call_function" else None
-        is_plain = set(node.kwargs) <= _HARMLESS and self.forms.depends_on(node) >= POSITIONS
+        is_plain = set(node.kwargs) <= _HARMLESS and self.forms.depends_on(node) >= self._inputs
         is_exact = not self.forms.is_integer(node) or self.forms.is_exact(node)
         found = rule(self, *node.args) if rule is not None and is_plain and is_exact else None
         holds = found is not None and all(self.forms.can_hold(node, form) for _, form in found)

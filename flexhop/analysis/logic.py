@@ -81,7 +81,8 @@ def and_(dtype: Any, a: Any, b: Any) -> Ends:
     if dtype == torch.bool:
         (p, q), (r, s) = truth(a), truth(b)
         return both(p, r), both(q, s)
-    return _by_bits(dtype, a, b, lambda x, y: x & y)
+    (p, q), (r, s) = _bits(dtype, a), _bits(dtype, b)
+    return _in_order(dtype, p & r, q & s)
 
 
 def or_(dtype: Any, a: Any, b: Any) -> Ends:
@@ -89,7 +90,8 @@ def or_(dtype: Any, a: Any, b: Any) -> Ends:
     if dtype == torch.bool:
         (p, q), (r, s) = truth(a), truth(b)
         return either(p, r), either(q, s)
-    return _by_bits(dtype, a, b, lambda x, y: x | y)
+    (p, q), (r, s) = _bits(dtype, a), _bits(dtype, b)
+    return _in_order(dtype, p | r, q | s)
 
 
 def xor(dtype: Any, a: Any, b: Any) -> Ends:
@@ -99,7 +101,8 @@ def xor(dtype: Any, a: Any, b: Any) -> Ends:
         always = either(both(p, negate(s)), both(negate(q), r))
         never = either(both(p, r), both(negate(q), negate(s)))
         return always, negate(never)
-    return _by_bits(dtype, a, b, lambda x, y: x ^ y)
+    (p, q), (r, s) = _bits(dtype, a), _bits(dtype, b)
+    return _in_order(dtype, (p & ~s) | (r & ~q), (q | s) & ~(p & r))
 
 
 def not_(dtype: Any, a: Any) -> Ends:
@@ -120,26 +123,28 @@ def of_truth(rule: Callable[..., Ends]) -> Callable[..., Ends]:
     return rule_of_truth
 
 
-def _by_bits(dtype: Any, a: Any, b: Any, operate: Callable[..., Number]) -> Ends:
-    """Numbers of an interval share the bits above the highest one in which its ends differ."""
-    (p, q), (r, s) = ends(a, dtype), ends(b, dtype)
-    if not any(isinstance(x, Tensor) for x in (p, q, r, s)):
-        if not are_finite(p, q, r, s) or min(p, r) < 0:
-            raise Unsupported
-        size = max((p ^ q).bit_length(), (r ^ s).bit_length())
-        low = operate(p, r) >> size << size
-        return low, low | ((1 << size) - 1)
-    if min(lift(a).static[0], lift(b).static[0]) < 0:
+def _bits(dtype: Any, a: Any) -> tuple[Number, Number]:
+    """The bits that are set in all numbers of an interval, and those set in any.
+
+    Numbers share the bits above the highest one in which the ends differ.
+    """
+    low, high = ends(a, dtype)
+    if not are_finite(low, high):
         raise Unsupported
-    free = _filled(p ^ q) | _filled(r ^ s)
-    low = operate(p, r) & ~free
-    return low, low | free
+    free = _filled(low ^ high)
+    return low & ~free, low | free
+
+
+def _in_order(dtype: Any, low: Number, high: Number) -> Ends:
+    """Bits as ends: of any number of the dtype if the sign is among those that differ."""
+    is_mixed, (first, last) = low > high, extent(dtype)
+    return select(is_mixed, like(low, first), low), select(is_mixed, like(high, last), high)
 
 
 def _filled(a: Number) -> Number:
     """Set all bits below the highest set one."""
     if not isinstance(a, Tensor):
-        return (1 << int(a).bit_length()) - 1
+        return (1 << int(a).bit_length()) - 1 if a >= 0 else -1
     for shift in (1, 2, 4, 8, 16, 32):
         a = a | (a >> shift)
     return a

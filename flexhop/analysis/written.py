@@ -31,13 +31,13 @@ class Writer:
 
     def __init__(self, found: Analysis, copies: Mapping[fx.Node, fx.Node]) -> None:
         values = reversed(list(found.known.items()))  # of equal nodes, the first one
-        self._copies = {value: copies[node] for node, value in values if node in copies}
+        self.copies = {value: copies[node] for node, value in values if node in copies}
 
     def write(self, before: fx.Node, form: Form) -> Any:
         """The sum, in front of a node: a node, or a number if the form has no terms."""
         result: Any = None
         for atom, factor in sorted(form.terms.items(), key=lambda term: term[1] < 0):
-            node = self._copies[atom]
+            node = self.copies[atom]
             if abs(factor) != 1:
                 node = self.call(before, aten.mul.Tensor, node, abs(factor))
             if result is None:

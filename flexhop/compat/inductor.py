@@ -273,7 +273,9 @@ def as_expression(value: Any) -> Any:
 
 def is_known(condition: Any) -> bool:
     """Whether a relation of sizes holds for certain, without adding a guard."""
-    return condition in (True, sympy.true) or V.graph.sizevars.statically_known_true(condition)
+    if condition in (True, False):
+        return bool(condition)
+    return V.graph.sizevars.statically_known_true(condition)
 
 
 def operand_meta(position: int) -> Any:

@@ -17,8 +17,8 @@ from flexhop.lowering import chunked, cpu
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.keys import is_exact, read_key_mod
-from flexhop.lowering.mods.lower import index_ranges, lower_mods
+from flexhop.lowering.mods.keys import KEY_INPUTS, is_exact, read_key_mod
+from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.lower import read_mods as mod_facts
 from flexhop.lowering.operands import (
     Sizes,
@@ -135,12 +135,6 @@ def _lower_readers(
 
 
 def _lower_reader(reader: _Reader, sizes: dict[str, Any], device: torch.device) -> Any:
-    ranges = {
-        position: found
-        for position, name in enumerate(reader.inputs)
-        if name in sizes
-        for found in index_ranges(0, (sizes[name],)).values()
-    }
     inputs = [
         inductor.placeholder(
             "kv_idx" if name == "entry" else name,
@@ -149,22 +143,20 @@ def _lower_reader(reader: _Reader, sizes: dict[str, Any], device: torch.device) 
         )
         for name in reader.inputs
     ]
-    graph = wrap_reads(reader.graph, ranges)
+    known = {name: sizes[name] for name in reader.inputs if name in sizes}
+    graph = wrap_reads(reader.graph, reader.inputs, known)
     (buffer,) = pointwise.lower(graph, [*inputs, *reader.captures], reader.name)
     return buffer
-
-
-_KEY_INPUTS = ("x", "b", "h", "kv_idx")
 
 
 def _mod_readers(args: CachedArgs, readers: Readers, fakes: CachedArgs) -> list[_Reader]:
     unused = trace_key(noop_key, fakes.query, ())
     cache = readers.cache
-    key = _Reader("k_mod", unused, _KEY_INPUTS)
-    value = _Reader("v_mod", unused, _KEY_INPUTS)
+    key = _Reader("k_mod", unused, KEY_INPUTS)
+    value = _Reader("v_mod", unused, KEY_INPUTS)
     unused = _trace(lambda b, h, kv_idx: kv_idx, fakes, 3, ())
-    key_factor = _Reader("k_mod", unused, _KEY_INPUTS[1:])
-    value_factor = _Reader("v_mod", unused, _KEY_INPUTS[1:])
+    key_factor = _Reader("k_mod", unused, KEY_INPUTS[1:])
+    value_factor = _Reader("v_mod", unused, KEY_INPUTS[1:])
     if cache.has_key_mod:
         key = key._replace(graph=readers.key, captures=args.key_captures)
     if cache.has_value_mod:

@@ -27,7 +27,7 @@ from flexhop.compat import inductor, inline, pointwise
 from flexhop.lowering.emission.kernel import Output, fill, select
 from flexhop.lowering.mods.analysed import kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import INDEX_NAMES, index_ranges
+from flexhop.lowering.mods.lower import INDEX_NAMES, position_sizes
 from flexhop.templates import part
 
 _WARPS = 4
@@ -76,7 +76,7 @@ def lower_unknown_blocks(*operands: Any) -> tuple[Any]:
     device, size = inductor.device_of(states), states.get_size()
     layout = inductor.contiguous_layout(device, torch.int8, size)
     sizes = UnknownArgs(*inline.fake_operands()).sizes
-    graph = wrap_reads(kernel_graph(args.mask_mod, INDICES), index_ranges(0, sizes))
+    graph = wrap_reads(kernel_graph(args.mask_mod, INDICES), INDICES, position_sizes(sizes))
     indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
     captures = inductor.realize(args.captures)
     buffers = pointwise.lower(graph, [*indices, *captures], "mask_mod")

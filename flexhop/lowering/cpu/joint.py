@@ -22,7 +22,7 @@ from flexhop.lowering.emission.sums import Reads, make_sums
 from flexhop.lowering.mods.analysed import JOINT, kernel_graph
 from flexhop.lowering.mods.captured import read_by
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import position_ranges, read_joint, score_inputs
+from flexhop.lowering.mods.lower import position_sizes, read_joint, score_inputs
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
 
 _ALONG = {"head": "NOTHING", "key": "KEYS", "query": "QUERIES"}
@@ -47,7 +47,7 @@ def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
     if not sites and not read_joint(args.joint).has_score_grad:
         return Joint((), (), {}, ())
     device = inductor.device_of(args.query)
-    graph = wrap_reads(kernel_graph(args.joint, JOINT), position_ranges(1), sites)
+    graph = wrap_reads(kernel_graph(args.joint, JOINT), JOINT, position_sizes(), sites)
     inputs = score_inputs(device, "grad_score")
     buffers = pointwise.lower(graph, [*inputs, *mods.score_captures], "the gradient of score_mod")
     # No first subgraph, because C++ calls the functions by name; its sums are ordered otherwise.

@@ -19,7 +19,7 @@ from flexhop.lowering.mods.lower import (
     INDEX_NAMES,
     is_all_true,
     is_identity,
-    position_ranges,
+    position_sizes,
     score_inputs,
 )
 from flexhop.ops.args import AttentionArgs, BackwardArgs
@@ -79,10 +79,10 @@ def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None =
     )
     score = mask = None
     if not is_identity(score_graph):
-        safe = wrap_reads(score_graph, position_ranges(1, sizes))
+        safe = wrap_reads(score_graph, SCORE, position_sizes(sizes))
         (score,) = pointwise.lower(safe, [first, *indices, *captures[0]], "score_mod")
     if not is_all_true(mask_graph):
-        safe = wrap_reads(mask_graph, position_ranges(0, sizes))
+        safe = wrap_reads(mask_graph, INDICES, position_sizes(sizes))
         (mask,) = pointwise.lower(safe, [*indices, *captures[1]], "mask_mod")
     return Mods(score, mask, *captures)
 

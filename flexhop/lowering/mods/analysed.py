@@ -9,14 +9,13 @@ from typing import Any
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
-from flexhop.lowering.mods.relative import graph_of
+from flexhop.lowering.mods.relative import RECENT, graph_of
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
 # Kernels compute with positions in fp32, which represents every integer below this (strength.py).
 _LENGTH = 2**24
 _SIZES = {"q": _LENGTH, "k": _LENGTH}
-_RECENT = 64  # graphs whose facts are cached: those of a few calls
 
 
 def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
@@ -27,10 +26,10 @@ def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
         mod: (*inputs, *captures) -> value or values.
         inputs: INDICES of a mask_mod, SCORE of a score_mod, JOINT of a joint graph.
     """
-    return _kernel_graph(graph_of(mod), inputs)
+    return _kernel_graph(graph_of(mod, inputs), inputs)
 
 
-@functools.lru_cache(maxsize=_RECENT)
+@functools.lru_cache(maxsize=RECENT)
 def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     return with_magnitudes(graph, inputs, _SIZES)
 
@@ -40,7 +39,7 @@ def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
     return _analysed(kernel_graph(mod, inputs), inputs)
 
 
-@functools.lru_cache(maxsize=_RECENT)
+@functools.lru_cache(maxsize=RECENT)
 def _analysed(graph: fx.GraphModule, inputs: tuple[str, ...]) -> Analysis:
     return analyse(graph, inputs, _SIZES)
 

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from flexhop.analysis import Analysis, analyse, name_of
 from flexhop.compat import inductor
-from flexhop.lowering.mods.graphs import reaches, returning
+from flexhop.lowering.mods.graphs import convert, returning
 
-aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
-_TRANSPARENT = (aten.clone.default, aten.alias.default, aten.detach.default)
+KEY_INPUTS = ("x", "b", "h", "kv_idx")
 # Dtypes whose every number bfloat16 and float16 represent.
 _EXACT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -36,11 +35,10 @@ class KeyModGraph(NamedTuple):
 def read_key_mod(mod: Any) -> KeyModGraph:
     """Analyse a mod."""
     graph = inductor.graph_module(mod)
-    x = graph.graph.find_nodes(op="placeholder")[0]
-    result = _value_of(_output(graph))
-    if result is x:
+    found = analyse(graph, KEY_INPUTS)
+    if _value_of(found.mod.result) is found.mod.inputs["x"]:
         return KeyModGraph(graph, None, True)
-    return KeyModGraph(graph, _factor(graph, x, result), False)
+    return KeyModGraph(graph, _factor(graph, found), False)
 
 
 def is_exact(stored: torch.dtype, dtype: torch.dtype) -> bool:
@@ -48,35 +46,23 @@ def is_exact(stored: torch.dtype, dtype: torch.dtype) -> bool:
     return stored in (*_EXACT, dtype)
 
 
-def _output(graph: fx.GraphModule) -> Any:
-    result = graph.graph.output_node().args[0]
-    return result[0] if isinstance(result, (tuple, list)) else result
-
-
 def _value_of(node: Any) -> Any:
-    while isinstance(node, fx.Node) and _hands_on(node):
+    """The value that a node passes on as fp32."""
+    while isinstance(node, fx.Node) and node.target is convert and node.args[1] == torch.float32:
         node = node.args[0]
     return node
 
 
-def _hands_on(node: fx.Node) -> bool:
-    is_same = node.target is convert and node.args[1] == torch.float32
-    return node.target in _TRANSPARENT or is_same
-
-
-def _factor(graph: fx.GraphModule, x: fx.Node, result: Any) -> fx.GraphModule | None:
-    if not isinstance(result, fx.Node) or result.target is not aten.mul.Tensor:
-        return None
-    left, right = result.args[:2]
-    for one, other in ((left, right), (right, left)):
-        if _value_of(one) is x and not reaches(other, (x,)):
-            return _graph_of(graph, other)
-    return None
-
-
-def _graph_of(graph: fx.GraphModule, factor: Any) -> fx.GraphModule:
+def _factor(graph: fx.GraphModule, found: Analysis) -> fx.GraphModule | None:
     """The function (b, h, kv_idx, *captures) -> factor, fp32."""
-    module = returning(graph, graph.graph, factor)
-    module.graph.erase_node(module.graph.find_nodes(op="placeholder")[0])
-    module.recompile()
-    return module
+    result: Any = _value_of(found.mod.result)
+    if not isinstance(result, fx.Node) or name_of(result) != "mul":
+        return None
+    written = {value: node for node, value in found.known.items()}
+    for one, other in (result.args, reversed(result.args)):
+        if _value_of(one) is found.mod.inputs["x"] and "x" not in found.forms.depends_on(other):
+            module = returning(graph, written.get(other, other))
+            module.graph.erase_node(module.graph.find_nodes(op="placeholder")[0])
+            module.recompile()
+            return module
+    return None

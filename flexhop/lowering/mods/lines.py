@@ -12,20 +12,32 @@ tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from flexhop.lowering.mods.graphs import reaches, returning
-from flexhop.ops.reads import NUM_SCORE_INPUTS
+from flexhop.analysis import Writer, copied, dtype_of, name_of
+from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph
+from flexhop.lowering.mods.graphs import returning
 
 aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type
 # Dtypes in which kernels compute as written. Eager mode would round 16-bit ones.
 _EXACT = (torch.float32, torch.int32, torch.int64)
-Slope = Any  # a number, or a node; None: not a line
+_CONVERSIONS = ("convert_element_type", "_to_copy")
+# The products whose sum an operator is; x is its option.
+_SUMS: dict[str, Callable[..., list[list[Any]]]] = {
+    "add": lambda x, a, b: [[a], [b, x]],
+    "sub": lambda x, a, b: [[a], [b, x, -1]],
+    "rsub": lambda x, a, b, y=1: [[b], [a, x, y, -1]],
+    "neg": lambda x, a: [[a, -1]],
+    "mul": lambda x, a, b: [[a, b]],
+    "addcmul": lambda x, a, b, c: [[a], [b, c, x]],
+}
+_OF_LINE, _OF_PLANE = frozenset({"score", "k"}), frozenset({"score", "q", "k"})
+Slope = Any  # a number, or a node of the copy
 
 
 class Line(NamedTuple):
@@ -45,188 +57,125 @@ def key_line(score: fx.GraphModule) -> Line | None:
     Args:
         score: (score, b, h, q_idx, kv_idx, *captures) -> fp32 score.
     """
-    graph = fx.Graph()
-    result = graph.graph_copy(score.graph, {})
-    result = result[0] if isinstance(result, (tuple, list)) else result
-    inputs = graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
-    first, _, _, q_idx, kv_idx = inputs
-    if not isinstance(result, fx.Node) or _Derivative(graph, first).of(result) != 1:
+    slopes = _Slopes(kernel_graph(score, SCORE))
+    try:
+        if slopes.of(slopes.result, "score", frozenset({"score"})) != 1:
+            return None
+        slope = returning(slopes.module, slopes.of(slopes.result, "k", _OF_LINE))
+    except _NoLine:
         return None
-    rules = _Derivative(graph, kv_idx)
-    slope = rules.of(result)
-    if slope is None or reaches(slope, (first, kv_idx), rules.sides):
-        return None
-    bends = [side.args[0] for side in rules.sides]
-    if len(bends) > 1 or not all(_is_plane(graph, bend, (first, q_idx, kv_idx)) for bend in bends):
-        return None
-    return Line(
-        returning(score, graph, slope), returning(score, graph, bends[0]) if bends else None
-    )
+    return Line(slope, None if slopes.bend is None else returning(slopes.module, slopes.bend))
 
 
 def zero(score: fx.GraphModule) -> fx.GraphModule:
     """The number 0, as a function of the inputs of a score_mod."""
-    graph = fx.Graph()
-    graph.graph_copy(score.graph, {})
-    return returning(score, graph, 0.0)
+    return returning(score, 0.0)
 
 
-def _is_plane(graph: fx.Graph, value: Any, inputs: Sequence[fx.Node]) -> bool:
-    """Whether a node is linear in q_idx and kv_idx, and independent of the score."""
-    slopes = [_Derivative(graph, root).of(value) for root in inputs[1:]]
-    known = all(s is not None and not reaches(s, inputs) for s in slopes)
-    return known and not reaches(value, inputs[:1])
+class _NoLine(Exception):
+    """A value is not linear in an input."""
 
 
-class _Derivative:
-    """The derivative of nodes by one input, in which they must be linear.
+class _Slopes:
+    """The derivatives of a score_mod's values, and a copy of it to which they are written.
 
-    Adds the nodes that it needs to the graph. If a derivative depends on the input itself, the
-    function was not linear; the caller checks that. sides: nodes that are the sign of an
-    expression whose absolute value was taken.
+    bend: the node of the copy whose sign they depend on, if any.
     """
 
-    def __init__(self, graph: fx.Graph, root: fx.Node) -> None:
-        self.graph = graph
-        self.root = root
-        self.found: dict[fx.Node, Slope] = {root: 1}
-        self.sides: list[fx.Node] = []
+    def __init__(self, score: fx.GraphModule) -> None:
+        found = analysed(score, SCORE)
+        self.forms, self.result = found.forms, found.mod.result
+        self.module, copies = copied(score)
+        self.writer = Writer(found, copies)
+        self.bend: fx.Node | None = None
+        self._known: dict[Any, Slope] = {}
 
-    def of(self, value: Any) -> Slope:
-        """A number or a node; None if no rule applies."""
+    def of(self, value: Any, name: str, held: frozenset[str]) -> Slope:
+        """The derivative of a node by an input.
+
+        held: inputs that the derivative must not depend on, other than by the bend's sign.
+        """
+        if name not in self.forms.depends_on(value):
+            return 0
+        if value is self.forms.mod.inputs[name]:
+            return 1
+        if value.meta["val"].dtype not in _EXACT:
+            raise _NoLine
+        if (value, name, held) not in self._known:
+            self._known[value, name, held] = self._of_operator(value, name, held)
+        return self._known[value, name, held]
+
+    def _of_operator(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
+        slope: Slope = 0
+        for product in self._products(node, held):
+            for place, value in enumerate(product):
+                part = self.of(value, name, held)
+                others = product[:place] + product[place + 1 :] if part != 0 else []
+                for other in others:
+                    part = self._times(part, self._factor(other, held))
+                slope = self._plus(slope, part)
+        return slope
+
+    def _products(self, node: fx.Node, held: frozenset[str]) -> list[list[Any]]:
+        """The products whose sum a node is; an absolute value is one on each side of the bend."""
+        kind, operands, options = name_of(node), node.args, dict(node.kwargs)
+        if kind in _CONVERSIONS and _keeps_value(operands[0], node):
+            return [[operands[0]]]
+        factor = options.pop("alpha", options.pop("value", 1))
+        if kind in _SUMS and not options:
+            return _SUMS[kind](factor, *operands)
+        if kind == "abs" and held == _OF_LINE:
+            return [[self._side(operands[0]), operands[0]]]
+        if kind == "div" and not options:
+            value, divisor = operands
+            if not isinstance(divisor, fx.Node):
+                return [[1.0 / divisor, value]]  # type: ignore[operator]
+            return [[value, self._call(aten.reciprocal.default, self._factor(divisor, held))]]
+        raise _NoLine
+
+    def _side(self, value: fx.Node) -> fx.Node:
+        """The sign of a value that is a line over keys and over queries."""
+        if "score" in self.forms.depends_on(value):
+            raise _NoLine
+        for name in ("q", "k"):
+            self.of(value, name, _OF_PLANE)
+        bend = self.writer.copies[value]
+        if self.bend not in (None, bend):
+            raise _NoLine
+        self.bend = bend
+        return self._call(aten.sign.default, bend)
+
+    def _factor(self, value: Any, held: frozenset[str]) -> Any:
+        """An operand that multiplies a slope, as a node of the copy."""
         if not isinstance(value, fx.Node):
-            return 0
-        if value not in self.found:
-            self.found[value] = self._of_node(value)
-        return self.found[value]
+            return value
+        # Operators take a symbolic number only together with a tensor.
+        if self.forms.depends_on(value) & held or dtype_of(value) is None:
+            raise _NoLine
+        return self.writer.copies.get(value, value)
 
-    def _of_node(self, node: fx.Node) -> Slope:
-        if not reaches(node, (self.root,)):
+    def _times(self, a: Slope, b: Slope) -> Slope:
+        if 0 in (a, b):
             return 0
-        rule = _RULES.get(getattr(node.target, "overloadpacket", None))
-        example = node.meta.get("val")
-        if rule is None or not isinstance(example, torch.Tensor) or example.dtype not in _EXACT:
-            return None
-        return rule(self, node)
-
-    def sum(self, a: Slope, b: Slope) -> Slope:
-        """a + b."""
-        if a is None or b is None:
-            return None
-        if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
-            return a + b
-        if a == 0 or b == 0:
-            return b if a == 0 else a
-        return self.call(aten.add.Tensor, *((a, b) if isinstance(a, fx.Node) else (b, a)))
-
-    def product(self, a: Slope, b: Slope) -> Slope:
-        """a * b."""
-        if a is None or b is None:
-            return None
-        if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
-            return a * b
-        if a == 0 or b == 0:
-            return 0
-        if a == 1 or b == 1:
+        if 1 in (a, b):
             return b if a == 1 else a
-        return self.call(aten.mul.Tensor, *((a, b) if isinstance(a, fx.Node) else (b, a)))
+        return self._combined(operator.mul, aten.mul.Tensor, a, b)
 
-    def quotient(self, a: Slope, b: Slope) -> Slope:
-        """a / b."""
-        if a is None or not isinstance(b, fx.Node):
-            return None if a is None else self.product(a, 1.0 / b)
-        return self.product(a, self.call(aten.reciprocal.default, b))
+    def _plus(self, a: Slope, b: Slope) -> Slope:
+        if 0 in (a, b):
+            return b if a == 0 else a
+        return self._combined(operator.add, aten.add.Tensor, a, b)
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        """A new node."""
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = self.graph.find_nodes(op="placeholder")[0].meta["val"]
-        return node
+    def _combined(self, of_numbers: Any, target: Any, a: Slope, b: Slope) -> Slope:
+        if isinstance(a, fx.Node):
+            return self._call(target, a, b)
+        return self._call(target, b, a) if isinstance(b, fx.Node) else of_numbers(a, b)
 
-
-def _add(rules: _Derivative, node: fx.Node, sign: int = 1) -> Slope:
-    if not set(node.kwargs) <= {"alpha"} or _is_size(node.kwargs.get("alpha")):
-        return None
-    left, right = node.args[:2]
-    factor = rules.product(sign, node.kwargs.get("alpha", 1))
-    return rules.sum(rules.of(left), rules.product(factor, rules.of(right)))
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return self.writer.call(self.module.graph.output_node(), target, *args)
 
 
-def _subtract(rules: _Derivative, node: fx.Node) -> Slope:
-    return _add(rules, node, -1)
-
-
-def _subtract_from(rules: _Derivative, node: fx.Node) -> Slope:
-    """aten.rsub(a, b) = b - alpha * a."""
-    left, right = node.args[:2]
-    factor = rules.product(-1, node.kwargs.get("alpha", 1 if len(node.args) < 3 else node.args[2]))
-    return rules.sum(rules.of(right), rules.product(factor, rules.of(left)))
-
-
-def _negate(rules: _Derivative, node: fx.Node) -> Slope:
-    return rules.product(-1, rules.of(node.args[0]))
-
-
-def _multiply(rules: _Derivative, node: fx.Node) -> Slope:
-    left, right = node.args[:2]
-    if _is_size(left) or _is_size(right):
-        return None
-    return rules.sum(rules.product(rules.of(left), right), rules.product(rules.of(right), left))
-
-
-def _add_product(rules: _Derivative, node: fx.Node) -> Slope:
-    """aten.addcmul(a, b, c) = a + value * b * c."""
-    addend, left, right = node.args[:3]
-    if not set(node.kwargs) <= {"value"} or _is_size(node.kwargs.get("value")):
-        return None
-    slope = rules.sum(rules.product(rules.of(left), right), rules.product(rules.of(right), left))
-    return rules.sum(rules.of(addend), rules.product(node.kwargs.get("value", 1), slope))
-
-
-def _divide(rules: _Derivative, node: fx.Node) -> Slope:
-    left, right = node.args[:2]
-    has_rounding = bool(node.kwargs)
-    if has_rounding or rules.of(right) != 0 or _is_size(right):
-        return None
-    return rules.quotient(rules.of(left), right)
-
-
-def _is_size(value: Any) -> bool:
-    """Whether a node is a symbolic number; operators take one only together with a tensor."""
-    return isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), torch.Tensor)
-
-
-def _convert(rules: _Derivative, node: fx.Node) -> Slope:
-    """Conversions that keep the value: integers, and integers as fp32."""
-    source = node.args[0]
-    was_float = isinstance(source, fx.Node) and source.meta["val"].dtype.is_floating_point
-    if was_float and not node.meta["val"].dtype.is_floating_point:
-        return None
-    return rules.of(source)
-
-
-def _bend(rules: _Derivative, node: fx.Node) -> Slope:
-    inner = node.args[0]
-    rules.sides.append(rules.call(aten.sign.default, inner))
-    return rules.product(rules.sides[-1], rules.of(inner))
-
-
-def _same(rules: _Derivative, node: fx.Node) -> Slope:
-    return rules.of(node.args[0])
-
-
-_RULES: dict[Any, Callable[[_Derivative, fx.Node], Slope]] = {
-    aten.add: _add,
-    aten.sub: _subtract,
-    aten.rsub: _subtract_from,
-    aten.neg: _negate,
-    aten.mul: _multiply,
-    aten.addcmul: _add_product,
-    aten.abs: _bend,
-    aten.div: _divide,
-    aten._to_copy: _convert,
-    convert: _convert,
-    aten.clone: _same,
-    aten.alias: _same,
-    aten.detach: _same,
-}
+def _keeps_value(source: Any, node: fx.Node) -> bool:
+    """Whether a conversion keeps the value: of integers, and of integers as fp32."""
+    kinds = [dtype_of(value) for value in (source, node)]
+    return not (kinds[0].is_floating_point and not kinds[1].is_floating_point)

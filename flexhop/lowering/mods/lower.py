@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import sympy
 import torch
 from torch import fx
 
@@ -16,7 +15,7 @@ from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
-from flexhop.lowering.mods.indices import Range, wrap_reads
+from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.strength import cheaper
 from flexhop.lowering.problem import GradFacts, ModFacts
@@ -68,9 +67,9 @@ def lower_mods(
     first, *indices = score_inputs(device)
     folded = fold_caps(score_graph) if folds_caps else score_graph
     fast_score = cheaper(folded, SCORE)
-    safe_score = wrap_reads(fast_score, position_ranges(1, sizes))
+    safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
     (score_buffer,) = pointwise.lower(safe_score, [first, *indices, *captures[0]], "score_mod")
-    safe_mask = wrap_reads(cheaper(mask_graph, INDICES), position_ranges(0, sizes))
+    safe_mask = wrap_reads(cheaper(mask_graph, INDICES), INDICES, position_sizes(sizes))
     (mask_buffer,) = pointwise.lower(safe_mask, [*indices, *captures[1]], "mask_mod")
     facts = read_mods(score_graph, mask_graph, folds_caps=folds_caps)
     return ModBuffers(score_buffer, mask_buffer, facts)
@@ -80,7 +79,7 @@ def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tup
     """Lower slope and bend of the line over keys that a score_mod adds; 0 if it adds none."""
     graph = kernel_graph(score, SCORE)
     parts = (part or zero(graph) for part in key_line(graph) or (None, None))
-    safe_parts = [wrap_reads(part, position_ranges(1)) for part in parts]
+    safe_parts = [wrap_reads(part, SCORE, position_sizes()) for part in parts]
     inputs = [*score_inputs(device), *captures]
     return tuple(pointwise.lower(part, inputs, "score_mod")[0] for part in safe_parts)
 
@@ -154,20 +153,12 @@ def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[b
     return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
 
 
-def position_ranges(first: int, sizes: Sequence[Any] | None = None) -> dict[int, Range]:
-    """The ranges of b, h, q_idx and kv_idx, inputs first, first + 1, ... of a user function."""
+def position_sizes(sizes: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The sizes of the call's indices, by name: `sizes`, or those of query and key."""
     if sizes is None:
         batch, heads, length, _ = inductor.operand_meta(0).shape
         sizes = (batch, heads, length, inductor.operand_meta(1).size(2))
-    return index_ranges(first, sizes)
-
-
-def index_ranges(first: int, sizes: Sequence[Any]) -> dict[int, Range]:
-    """The ranges of indices of dimensions of these sizes, inputs first, first + 1, ..."""
-    return {
-        first + i: Range(sympy.Integer(0), inductor.as_expression(size) - 1)
-        for i, size in enumerate(sizes)
-    }
+    return dict(zip(INDICES, sizes, strict=True))
 
 
 def lower_joint(
@@ -176,7 +167,7 @@ def lower_joint(
     """Lower the joint graph: gradient of the score, then values and indices of the sites."""
     inputs = score_inputs(device, "grad_score")
     fast = cheaper(kernel_graph(joint, JOINT), JOINT)
-    safe = wrap_reads(fast, position_ranges(1), sites)
+    safe = wrap_reads(fast, JOINT, position_sizes(), sites)
     return pointwise.lower(safe, [*inputs, *captures], "the gradient of score_mod")
 
 

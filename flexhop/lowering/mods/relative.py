@@ -8,36 +8,29 @@ comparing them compares kv_idx with q_idx.
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple, cast
+import functools
+from typing import Any
 
 import torch
 from torch import fx
 
+from flexhop.analysis import Analysis, Form, Writer, analyse, copied
 from flexhop.compat import inductor
 from flexhop.primitives.bounded import BOUNDED
 
 __all__ = ["graph_of", "lower_bounded"]
 
 aten = torch.ops.aten
-_COMPARISONS = tuple(getattr(aten, name).Tensor for name in ("gt", "ge", "lt", "le", "eq", "ne"))
-_known: weakref.WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = weakref.WeakKeyDictionary()
+_COMPARED = {getattr(aten, name).Tensor for name in ("sub", "gt", "ge", "lt", "le", "eq", "ne")}
+RECENT = 64  # graphs that are cached: those of a few calls
 
 
-class _Place(NamedTuple):
-    """A local position of a key: the query's position, and the difference to add."""
+def graph_of(subgraph: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
+    """The graph of a subgraph operand, for kernels: distances need no table.
 
-    of_query: fx.Node
-    kv_idx: Any
-    q_idx: Any
-
-
-def graph_of(subgraph: Any) -> fx.GraphModule:
-    """The graph of a subgraph operand, for kernels: distances need no table."""
-    owner = inductor.graph_module(subgraph)
-    if owner not in _known:
-        _known[owner] = _resolved(owner)
-    return _known[owner]
+    inputs: names of its first inputs, as in `analyse`.
+    """
+    return _resolved(inductor.graph_module(subgraph), inputs)
 
 
 def lower_bounded(position: Any, last: Any) -> Any:
@@ -46,60 +39,35 @@ def lower_bounded(position: Any, last: Any) -> Any:
     return inductor.call_lowering(aten.minimum.default, raised, last)
 
 
-def _resolved(owner: fx.GraphModule) -> fx.GraphModule:
+@functools.lru_cache(maxsize=RECENT)
+def _resolved(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     """The same function without `bounded`; unchanged if it has none."""
-    if not owner.graph.find_nodes(op="call_function", target=BOUNDED):
+    bounded = set(owner.graph.find_nodes(op="call_function", target=BOUNDED))
+    if not bounded:
         return owner
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(owner.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=BOUNDED):
-        place = _place_of(node)
-        if place is not None:
-            for user in list(node.users):
-                _measure(graph, user, node, place)
-        _hold(graph, node)
-    graph.eliminate_dead_code()
-    return fx.GraphModule(owner, graph)
+    found = analyse(owner, inputs, held=(BOUNDED,))
+    module, copies = copied(owner)
+    writer = Writer(found, copies)
+    for node in owner.graph.nodes:
+        if node.target in _COMPARED and not node.kwargs and not bounded.isdisjoint(node.args):
+            _measure(writer, found, node, copies[node])
+        if node in bounded:
+            position, last = copies[node].args
+            raised = writer.call(copies[node], aten.clamp_min.default, position, 0)
+            held = writer.call(copies[node], aten.minimum.default, raised, last)
+            writer.replace(copies[node], held)
+    module.graph.eliminate_dead_code()
+    return module
 
 
-def _place_of(node: fx.Node) -> _Place | None:
-    """The position that a call of `bounded` clamps, if it is a query's position plus kv_idx -
-    q_idx."""
-    total: Any = node.args[0]
-    if not _is_plain(total, aten.add.Tensor):
-        return None
-    of_query, ahead = total.args
-    if not isinstance(of_query, fx.Node) or not _is_plain(ahead, aten.sub.Tensor):
-        return None
-    return _Place(of_query, *ahead.args)
-
-
-def _is_plain(node: Any, target: Any) -> bool:
-    """Whether a node calls an operator with two operands and no options."""
-    return isinstance(node, fx.Node) and node.target is target and not node.kwargs
-
-
-def _measure(graph: fx.Graph, user: fx.Node, node: fx.Node, place: _Place) -> None:
-    """Compute a difference or comparison of both positions from kv_idx and q_idx."""
-    if user.target not in (aten.sub.Tensor, *_COMPARISONS) or user.kwargs:
+def _measure(writer: Writer, found: Analysis, node: fx.Node, copy: fx.Node) -> None:
+    """Compute a difference or comparison of positions from kv_idx and q_idx, if it is theirs."""
+    operands: Any = node.args
+    forms = [found.forms.form(found.known[operand]) for operand in operands]
+    if forms[0] is None or forms[1] is None:
         return
-    if user.args == (node, place.of_query):
-        operands = (place.kv_idx, place.q_idx)
-    elif user.args == (place.of_query, node):
-        operands = (place.q_idx, place.kv_idx)
-    else:
-        return
-    with graph.inserting_before(user):
-        found = graph.call_function(cast("Any", user.target), operands)
-    found.meta = dict(user.meta)
-    user.replace_all_uses_with(found)
-
-
-def _hold(graph: fx.Graph, node: fx.Node) -> None:
-    """Compute a call of `bounded` in place."""
-    position, last = node.args
-    with graph.inserting_before(node):
-        raised = graph.call_function(aten.clamp_min.default, (position, 0))
-        held = graph.call_function(aten.minimum.default, (raised, last))
-    raised.meta, held.meta = dict(node.meta), dict(node.meta)
-    node.replace_all_uses_with(held)
+    distance, positions = forms[0].plus(forms[1], -1), [found.mod.inputs[n] for n in "qk"]
+    for first, second in (positions, reversed(positions)):
+        if distance.terms == {first: 1, second: -1}:
+            sides = writer.write(copy, Form({first: 1}, distance.offset)), writer.copies[second]
+            writer.replace(copy, writer.call(copy, node.target, *sides))

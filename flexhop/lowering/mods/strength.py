@@ -13,12 +13,13 @@ does not know that positions are not negative.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
-from flexhop.analysis import INDICES, Analysis, analyse
+from flexhop.analysis import INDICES, Analysis, analyse, copied, dtype_of
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -30,9 +31,6 @@ _EXACT = (
 )  # fmt: skip
 _QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 _REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
-# Of remainders and quotients: by powers of two, for integers of either sign; and others.
-_ROUNDS_DOWN = (aten.bitwise_and.Scalar, aten.bitwise_right_shift.Tensor_Scalar)
-_ROUNDS_TO_ZERO = (aten.fmod.Scalar, aten.div.Tensor_mode)
 _LARGEST = 2**24  # fp32 represents all integers up to this
 # Bounds on positions: the sum of two is exact.
 _SIZES = dict.fromkeys(INDICES, _LARGEST // 2)
@@ -45,136 +43,98 @@ def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
         graph: (*inputs, ...) -> value or values; not changed.
         inputs: names of its first inputs, as in `analyse`.
     """
-    module = _copy(graph)
-    sites = [site for node in module.graph.nodes for site in _conversions(node)]
-    if sites:
-        writer = _Writer(module.graph, analyse(module, inputs, _SIZES))
-        for user, position in sites:
-            writer.convert_operand(user, position)
-    _replace_divisions(module, inputs)  # last: bounds follow from what the user wrote
+    module, copies = copied(graph)
+    floats = _Floats(analyse(graph, inputs, _SIZES), copies)
+    for node, copy in copies.items():
+        with module.graph.inserting_before(copy):
+            floats.convert_operands(node)
+            if (new := _division(node, copy, floats.found)) is not None:
+                new.meta = dict(copy.meta)
+                copy.replace_all_uses_with(new)
+                copies[node] = new
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
-    result = fx.Graph()
-    output = result.graph_copy(graph.graph, {})
-    result.output(output)
-    return fx.GraphModule(graph, result)
-
-
-def _replace_divisions(module: fx.GraphModule, inputs: tuple[str, ...]) -> None:
-    """Replace quotients and remainders of integers by a positive number of the program."""
-    found = [(node, kind) for node in module.graph.nodes if (kind := _division(node)) is not None]
-    if any(not _is_power_of_two(node.args[1]) for node, _ in found):
-        facts = analyse(module, inputs, _SIZES)
-        never_negative = {node for node, _ in found if facts[node.args[0]].low >= 0}
-    else:
-        never_negative = set[fx.Node]()
-    for node, is_quotient in found:
-        value, divisor = node.args
-        options = {}
-        if _is_power_of_two(divisor):
-            kind, amount = _ROUNDS_DOWN[is_quotient], divisor.bit_length() - 1
-            amount = amount if is_quotient else divisor - 1
-        elif node in never_negative:
-            kind, amount = _ROUNDS_TO_ZERO[is_quotient], divisor
-            options = {"rounding_mode": "trunc"} if is_quotient else {}
-        else:
-            continue
-        with module.graph.inserting_before(node):
-            new = module.graph.call_function(kind, (value, amount), options)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        module.graph.erase_node(node)
-
-
-def _division(node: fx.Node) -> bool | None:
-    """Whether a node is a quotient that rounds down, or its remainder; None: neither."""
-    rounding = node.kwargs.get("rounding_mode")
-    is_quotient = node.target in _QUOTIENTS and rounding in (None, "floor")
+def _division(node: fx.Node, copy: fx.Node, found: Analysis) -> fx.Node | None:
+    """A quotient that rounds down, or its remainder, of integers by a positive number."""
+    is_quotient = (
+        node.target in _QUOTIENTS and node.kwargs.get("rounding_mode", "floor") == "floor"
+    )
     if not (is_quotient or node.target in _REMAINDERS):
         return None
-    value, divisor = node.args
+    value, divisor = copy.args
     is_number = isinstance(divisor, int) and not isinstance(divisor, bool) and divisor > 0
-    is_plain = isinstance(value, fx.Node) and _is_integer(value) and _is_integer(node)
-    return is_quotient if is_number and is_plain else None
-
-
-def _is_power_of_two(number: Any) -> bool:
-    return number & (number - 1) == 0
-
-
-def _conversions(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The operands of a node that are sums of integers, and converted to fp32."""
-    if node.target is convert and node.args[1] == torch.float32:
-        positions = range(1)
-    elif node.target in _FLOAT_OPS and _dtype(node) == torch.float32:
-        positions = range(2)
-    else:
-        return []
-    operands = ((i, node.args[i]) for i in positions)
-    return [(node, i) for i, x in operands if isinstance(x, fx.Node) and _is_sum(x)]
+    if not (is_number and _is_integer(value) and _is_integer(node)):
+        return None
+    call = copy.graph.call_function
+    if divisor & (divisor - 1) == 0:  # for integers of either sign
+        if is_quotient:
+            return call(aten.bitwise_right_shift.Tensor_Scalar, (value, divisor.bit_length() - 1))
+        return call(aten.bitwise_and.Scalar, (value, divisor - 1))
+    if found[node.args[0]].low < 0:
+        return None
+    if is_quotient:
+        return call(aten.div.Tensor_mode, (value, divisor), {"rounding_mode": "trunc"})
+    return call(aten.fmod.Scalar, (value, divisor))
 
 
 def _is_sum(node: fx.Node) -> bool:
     return node.target in _EXACT and not node.kwargs and _is_integer(node)
 
 
-def _is_integer(node: fx.Node) -> bool:
-    return _dtype(node) in (torch.int32, torch.int64)
+def _is_integer(node: object) -> bool:
+    return dtype_of(node) in (torch.int32, torch.int64)
 
 
-def _dtype(node: object) -> torch.dtype | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
-class _Writer:
+class _Floats:
     """Writes sums of integers in fp32.
 
     Args:
-        graph: changed in place.
-        found: its analysis.
+        found: the analysis of a graph.
+        copies: the copy of each node, to which they are written.
     """
 
-    def __init__(self, graph: fx.Graph, found: Analysis) -> None:
-        self.graph, self.found = graph, found
+    def __init__(self, found: Analysis, copies: Mapping[fx.Node, fx.Node]) -> None:
+        self.found, self.copies = found, copies
+        self._known: dict[fx.Node, fx.Node] = {}
 
-    def convert_operand(self, user: fx.Node, position: int) -> None:
-        """Give `user` this operand in fp32, if that is exact."""
-        value = cast("fx.Node", user.args[position])
-        if not self._is_exact(value):
+    def convert_operands(self, user: fx.Node) -> None:
+        """Give a node in fp32 the operands that are sums of integers in fp32, if that is exact."""
+        is_conversion = user.target is convert and user.args[1] == torch.float32
+        if not is_conversion and not (
+            user.target in _FLOAT_OPS and dtype_of(user) == torch.float32
+        ):
             return
-        with self.graph.inserting_before(user):
-            new = self._as_float(value)
-        if user.target is convert:
-            user.replace_all_uses_with(new)
-        else:
-            user.update_arg(position, new)
+        for place, value in enumerate(user.args[:2]):
+            if isinstance(value, fx.Node) and _is_sum(value) and self._is_exact(value):
+                new = self._as_float(value)
+                if is_conversion:
+                    self.copies[user].replace_all_uses_with(new)
+                else:
+                    self.copies[user].update_arg(place, new)
 
     def _is_exact(self, operand: Any) -> bool:
         """Whether fp32 represents an operand, and what it is made of."""
-        if isinstance(operand, int):
-            return abs(operand) <= _LARGEST
-        if not isinstance(operand, fx.Node) or not _is_integer(operand):
-            return False
+        if not isinstance(operand, fx.Node):
+            return isinstance(operand, int) and abs(operand) <= _LARGEST
         facts = self.found[operand]
-        if not (-_LARGEST <= facts.low and facts.high <= _LARGEST):
+        if not (_is_integer(operand) and max(-facts.low, facts.high) <= _LARGEST):
             return False
-        return all(map(self._is_exact, operand.args)) if _is_sum(operand) else _is_narrow(facts)
+        if _is_sum(operand):
+            return all(map(self._is_exact, operand.args))
+        # Converted once per row or column, not once per score.
+        return "score" not in facts.depends and not {"q", "k"} <= facts.depends
 
-    def _as_float(self, node: fx.Node) -> fx.Node:
-        if _is_sum(node):
-            operands = (self._as_float(x) if isinstance(x, fx.Node) else x for x in node.args)
-            new = self.graph.call_function(cast("Any", node.target), tuple(operands))
-        else:
-            new = self.graph.call_function(convert, (node, torch.float32))
-        new.meta["val"] = node.meta["val"].to(torch.float32)
-        return new
-
-
-def _is_narrow(facts: Any) -> bool:
-    """Whether a value is converted once per row or column, not once per score."""
-    return "score" not in facts.depends and not {"q", "k"} <= facts.depends
+    def _as_float(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in self._known:
+            target, operands = convert, (self.copies[node], torch.float32)
+            if _is_sum(node):
+                target, operands = node.target, tuple(map(self._as_float, node.args))
+            new = self.copies[node].graph.call_function(target, operands)
+            new.meta["val"] = node.meta["val"].to(torch.float32)
+            self._known[node] = new
+        return self._known[node]

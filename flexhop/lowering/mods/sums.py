@@ -10,9 +10,9 @@ from torch import Tensor, fx
 
 from flexhop.compat import inline, pointwise, transforms
 from flexhop.compat.indexing import IndexMode
-from flexhop.lowering.mods.analysed import JOINT, kernel_graph
+from flexhop.lowering.mods.analysed import JOINT, SCORE, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.lower import position_ranges, score_inputs
+from flexhop.lowering.mods.lower import position_sizes, score_inputs
 from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.args import Site, unpack_sites
@@ -46,12 +46,12 @@ def lower_sums(
     Raises:
         UnsupportedFeatureError: one is read in other ways than ops/reads.py says.
     """
-    graph, sites = _trace_sums(graph_of(score), wanted)
+    graph, sites = _trace_sums(graph_of(score, SCORE), wanted)
     *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")
     count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2
     inputs = [*first, *captures[:count], score_dot, grad_dot]
     fast = cheaper(kernel_graph(graph, JOINT), JOINT)
-    safe = wrap_reads(fast, position_ranges(1), sites)
+    safe = wrap_reads(fast, JOINT, position_sizes(), sites)
     functions = pointwise.lower(safe, inputs, "the second derivative of score_mod")
     return Sums(graph, sites, functions)
 

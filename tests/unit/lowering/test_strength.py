@@ -6,12 +6,11 @@ import itertools
 from typing import Any
 
 import pytest
-import sympy
 import torch
 
 from flexhop.analysis import analyse
 from flexhop.lowering.mods.analysed import SCORE
-from flexhop.lowering.mods.indices import Range, wrap_reads
+from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.subgraphs import trace_score
 
@@ -118,7 +117,6 @@ def test_divisions_that_round_to_zero_or_shift(mod, expected):
 def test_reads_at_quotients_need_no_limit(index):
     table = torch.zeros(16)
     graph = trace_score(lambda s, b, h, q, k: s + table[index(q)], torch.zeros(1, 1, 2, 64), ())
-    ranges = {3: Range(sympy.Integer(0), sympy.Integer(63))}
-    safe = wrap_reads(cheaper(graph, SCORE), ranges)
+    safe = wrap_reads(cheaper(graph, SCORE), SCORE, {"q": 64})
     limits = [aten.where.self, aten.minimum.default]
     assert not [n for t in limits for n in safe.graph.find_nodes(op="call_function", target=t)]

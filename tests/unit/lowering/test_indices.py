@@ -1,0 +1,91 @@
+"""Reads of captured tensors stay within them, and indices that are in range cost nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.strength import cheaper
+from flexhop.ops.subgraphs import trace_score
+
+aten = torch.ops.aten
+LENGTH = 64
+ADDED = {aten.where.self: "wrap", aten.maximum.default: "raise", aten.minimum.default: "lower"}
+
+
+def added(index: Any, length: Any, table: torch.Tensor) -> str:
+    """What is added to an index of a table, if there are `length` queries and keys."""
+    graph = trace_score(
+        lambda score, b, h, q, k, table: score + table[index(q, k)],
+        torch.zeros(1, 1, 2, 64),
+        (torch.zeros(LENGTH),),
+    )
+    graph.graph.find_nodes(op="placeholder")[-1].meta["val"] = table
+    graph = cheaper(graph, SCORE)
+    sizes = {"b": 1, "h": 1, "q": length, "k": length}
+    before = [node.target for node in graph.graph.nodes]
+    found = [node.target for node in wrap_reads(graph, SCORE, sizes).graph.nodes]
+    return " ".join(n for t, n in ADDED.items() if found.count(t) > before.count(t))
+
+
+INDICES = {
+    "query": (lambda q, k: q, ""),
+    "last": (lambda q, k: LENGTH - 1 - k, ""),
+    "quotient": (lambda q, k: q // 4, ""),
+    "remainder": (lambda q, k: (q - k) % 64, ""),
+    "bits": (lambda q, k: (q ^ k) & ~7, ""),
+    "next": (lambda q, k: k + 1, "lower"),
+    "before": (lambda q, k: k - 1, "wrap"),
+    "difference": (lambda q, k: q - k, "wrap"),
+    "magnitude": (lambda q, k: (q - k).abs(), ""),
+    "far before": (lambda q, k: q - 2 * k, "wrap raise"),
+    "clamped": (lambda q, k: (q - k).clamp(0, LENGTH - 1), ""),
+    "chosen": (lambda q, k: torch.where(q > k, q - k, 0), "wrap"),
+    "back": (lambda q, k: 2 * q - q, ""),
+    "far": (lambda q, k: q + 100, "lower"),
+    "overflows": (lambda q, k: (q * 2000003 * 1999) // 2**26, "wrap"),
+    "overflows far": (lambda q, k: q * 2000003 * 1999, "wrap raise lower"),
+    "float": (lambda q, k: (q * 0.5).int(), ""),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_are_limited_if_they_may_be_out_of_range(name):
+    index, expected = INDICES[name]
+    assert added(index, LENGTH, torch.zeros(LENGTH)) == expected
+
+
+OPEN = {
+    "query": (lambda q, k: q, ""),
+    "next": (lambda q, k: k + 1, "lower"),
+    "before": (lambda q, k: k - 1, "wrap"),
+    "difference": (lambda q, k: q - k, "wrap"),
+    "magnitude": (lambda q, k: (q - k).abs(), ""),
+    "clamped": (lambda q, k: (k - 1).clamp(min=0), ""),
+    "smaller": (lambda q, k: torch.minimum(q, k), ""),
+    "remainder": (lambda q, k: (q - k) % 2, ""),
+    "table's": (lambda q, k: q * 2, "lower"),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_indices_of_symbolic_lengths(name):
+    shapes = ShapeEnv()
+    source = ConstantSource("length")
+    symbol = shapes.create_symbol(LENGTH, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    length = shapes.create_symintnode(symbol, hint=LENGTH, source=source)
+    with FakeTensorMode(shape_env=shapes):
+        table = torch.empty(length)
+    index, expected = OPEN[name]
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(shapes))):
+        assert added(index, length, table) == expected
