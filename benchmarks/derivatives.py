@@ -1,63 +1,50 @@
-"""``python -m benchmarks.derivatives``: forward mode and second orders: error, time and memory.
+"""``python -m benchmarks.derivatives``: forward mode and second orders: error, time, memory, host.
 
-Every problem is compared with float64 math attention under the same transform, at 512 tokens; then
-timed at its own length beside our portable forward kernel, our backward pass and compiled math
-attention. Each measurement has a process of its own.
+Problems are timed beside our portable forward kernel, our portable backward pass and compiled math
+attention. Errors are those at 512 tokens against float64 math attention under the same transform,
+beside those of math attention in the same dtype. Host times are those of calls from eager code
+under `flexhop.eager_kernels()`. A last table compares ratios with what they must reach.
+
+Every measurement has a process of its own; some compile side by side, and measure in turn.
 """
 
+from __future__ import annotations
+
 import argparse
-import math
-import statistics
-import subprocess
+import dataclasses
+import json
+import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from flexhop import KernelOptions, create_block_mask, flex_attention
-from flexhop.masks import causal
+from benchmarks.report import cell, row
+from benchmarks.turns import in_turn
 
-Attend = Callable[..., torch.Tensor]
-REPEATS = 10
-CHECKED = 512  # tokens at which errors are measured
-PORTABLE = KernelOptions(backend="triton")
+Found = dict[str, dict[str, Any]]  # by the name of a step; steps that failed are not in it
+SHRUNK = 64  # lengths are divided by this on a CPU
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
-    """Self-attention of [batch, heads, tokens, width] in bf16."""
+    """Self-attention of [batch, heads, tokens, width]; is_learned: with a slope per head."""
 
     batch: int
     heads: int
     tokens: int
     width: int
     is_causal: bool = False
+    is_learned: bool = False
 
-    def inputs(self, count: int) -> list[torch.Tensor]:
-        """Normal random tensors."""
-        shape = (self.batch, self.heads, self.tokens, self.width)
-        return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
-
-    def flexible(self) -> Attend:
-        """Our attention."""
-        mask = None
-        if self.is_causal:
-            mask = create_block_mask(causal, None, None, self.tokens, self.tokens, "cuda")
-        return lambda *x: flex_attention(*x, block_mask=mask, kernel_options=PORTABLE)
-
-    def math(self) -> Attend:
-        """Attention that stores all scores."""
-
-        def attend(query: Any, key: Any, value: Any) -> torch.Tensor:
-            scores = query @ key.mT / math.sqrt(self.width)
-            if self.is_causal:
-                kept = torch.ones_like(scores, dtype=torch.bool).tril()
-                scores = torch.where(kept, scores, -math.inf)
-            return torch.softmax(scores, -1) @ value
-
-        return attend
+    def shrunk(self) -> Problem:
+        """The same for a trial on a CPU."""
+        return dataclasses.replace(
+            self, batch=1, heads=2, tokens=self.tokens // SHRUNK, width=self.width // 4
+        )
 
 
 PROBLEMS = {
@@ -66,150 +53,198 @@ PROBLEMS = {
     "4k-causal": Problem(4, 16, 4096, 128, is_causal=True),
     "4k-64": Problem(4, 16, 4096, 64),
     "2x4k-64": Problem(2, 16, 4096, 64),
+    "2x4k-64-slopes": Problem(2, 16, 4096, 64, is_learned=True),
     "2x4k": Problem(2, 16, 4096, 128),
     "2x16k-64": Problem(2, 16, 16384, 64),
+    "2x16k-64-slopes": Problem(2, 16, 16384, 64, is_learned=True),
 }
+CALLS = ("plain", "causal", "slopes")  # eager calls whose host time is measured
 
 
-def forward(attend: Attend) -> Callable[..., Any]:
-    """The output."""
-    return lambda x, along: attend(*x)
+class Step(NamedTuple):
+    """A measurement. derivative: of benchmarks.derivatives_worker, or "host" for an eager call."""
+
+    problem: str
+    derivative: str
+    by: str = "flexhop"
+
+    @property
+    def name(self) -> str:
+        """Its name in options and tables."""
+        return f"{self.problem} {self.derivative} {self.by}"
 
 
-def training(attend: Attend) -> Callable[..., Any]:
-    """Gradients of query, key and value."""
-    return lambda x, along: torch.func.grad(
-        lambda *y: attend(*y).float().square().sum(), argnums=(0, 1, 2)
-    )(*x)
-
-
-def tangent(attend: Attend) -> Callable[..., Any]:
-    """The output and its tangent."""
-    return lambda x, along: torch.func.jvp(attend, tuple(x), tuple(along))
-
-
-def second(attend: Attend) -> Callable[..., Any]:
-    """Gradients of a product of gradients."""
-
-    def product(*x: Any, along: Any) -> Any:
-        grads = training(attend)(x, along)
-        return sum((g.to(y.dtype) * y).sum() for g, y in zip(grads, along, strict=True))
-
-    return lambda x, along: torch.func.grad(
-        lambda *y: product(*y, along=along), argnums=(0, 1, 2)
-    )(*x)
-
-
-def flow(attend: Attend) -> Callable[..., Any]:
-    """Gradients of a loss on the output and its tangent, as MeanFlow without a detached target."""
-
-    def loss(*x: Any, along: Any) -> Any:
-        out, moved = torch.func.jvp(attend, x, tuple(along))[:2]
-        return (out - moved).float().square().sum()
-
-    return lambda x, along: torch.func.grad(lambda *y: loss(*y, along=along), argnums=(0, 1, 2))(
-        *x
-    )
-
-
-DERIVATIVES = {
-    "forward": forward,
-    "training": training,
-    "tangent": tangent,
-    "second": second,
-    "flow": flow,
-}
-
-
-def leaves(result: Any) -> list[torch.Tensor]:
-    """The tensors of a nested tuple."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [tensor for part in result for tensor in leaves(part)]
-
-
-def error(problem: Problem, derivative: str) -> tuple[float, float]:
-    """Largest of the mean errors relative to the mean of the exact: ours, and math's in bf16."""
-    small = replace(problem, tokens=CHECKED)
-    make = DERIVATIVES[derivative]
-    x, along = small.inputs(3), small.inputs(3)
-    exact = make(small.math())([t.double() for t in x], [t.double() for t in along])
-    found = [torch.compile(make(small.flexible()))(x, along), make(small.math())(x, along)]
-    exact, *results = (leaves(r) for r in (exact, *found))
-    errors = (
-        max(
-            float((a.double() - b).abs().mean() / b.abs().mean())
-            for a, b in zip(result, exact, strict=True)
-        )
-        for result in results
-    )
-    ours, plain = errors
-    return ours, plain
-
-
-def measure(problem: Problem, derivative: str, implementation: str) -> tuple[float, float]:
-    """Median milliseconds of a call, and MiB at its peak beside its inputs."""
-    attend = problem.flexible() if implementation == "flexhop" else problem.math()
-    run = torch.compile(DERIVATIVES[derivative](attend))
-    x, along = problem.inputs(3), problem.inputs(3)
-    for _ in range(3):
-        run(x, along)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run(x, along)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    peak = torch.cuda.max_memory_allocated() - before
-    return statistics.median(times), peak / 2**20
-
-
+# The gradient of a slope is part of the product that "second" differentiates, which no kernel
+# supports: those steps run the chunked reference.
 STEPS = [
-    *(("4k", name, "flexhop") for name in ("forward", "tangent")),
-    ("4k", "tangent", "math"),
-    *(("4k-causal", name, "flexhop") for name in ("forward", "tangent")),
-    *(("8k-causal", name, "flexhop") for name in ("forward", "tangent")),
-    *(("4k-64", name, "flexhop") for name in ("forward", "tangent")),
-    *(("2x4k-64", name, "flexhop") for name in ("training", "second", "flow")),
-    *(("2x4k-64", name, "math") for name in ("second", "flow")),
-    *(("2x4k", name, "flexhop") for name in ("training", "second", "flow")),
-    ("2x16k-64", "second", "flexhop"),
+    *(Step("4k", name) for name in ("forward", "tangent")),
+    Step("4k", "tangent", "math"),
+    *(Step("4k-causal", name) for name in ("forward", "tangent")),
+    *(Step("8k-causal", name) for name in ("forward", "tangent")),
+    *(Step("4k-64", name) for name in ("forward", "tangent")),
+    *(Step("2x4k-64", name) for name in ("forward", "training", "second", "flow")),
+    *(Step("2x4k-64", name, "math") for name in ("second", "flow")),
+    *(Step("2x4k-64-slopes", name) for name in ("forward", "training", "second")),
+    *(Step("2x4k", name) for name in ("forward", "training", "second", "flow")),
+    Step("2x16k-64", "second"),
+    Step("2x16k-64-slopes", "second"),
+    *(Step(call, "host") for call in CALLS),
 ]
 
 
-def one(name: str, derivative: str, implementation: str) -> str:
-    """A row of the table."""
-    problem = PROBLEMS[name]
-    milliseconds, mebibytes = measure(problem, derivative, implementation)
-    errors = ""
-    if implementation == "flexhop":
-        ours, plain = error(problem, derivative)
-        errors = f"{ours:.1e} ({plain:.1e})"
-    row = (name, derivative, implementation, f"{milliseconds:.2f}", f"{mebibytes:.0f}", errors)
-    return "| " + " | ".join(row) + " |"
+class Must(NamedTuple):
+    """What a number has to reach; number: None if a step that it needs did not run."""
+
+    what: str
+    number: Callable[[Found], float | None]
+    line: float
+    is_most: bool = True
+
+    def cells(self, found: Found) -> list[str]:
+        """What, the number, its line, and whether it is reached."""
+        number = self.number(found)
+        line = f"{'<=' if self.is_most else '>='} {self.line:g}"
+        if number is None:
+            return [self.what, "–", line, "–"]
+        is_reached = number <= self.line if self.is_most else number >= self.line
+        return [self.what, f"{number:.2f}", line, "yes" if is_reached else "NO"]
 
 
-def main() -> None:
-    """Print the table, or one row of it."""
+def of(name: str, field: str = "ms") -> Callable[[Found], float | None]:
+    """A number of a step."""
+    return lambda found: found.get(name, {}).get(field)
+
+
+def over(
+    above: Callable[[Found], float | None], below: Callable[[Found], float | None]
+) -> Callable[[Found], float | None]:
+    """Their quotient."""
+
+    def quotient(found: Found) -> float | None:
+        top, bottom = above(found), below(found)
+        return None if top is None or not bottom else top / bottom
+
+    return quotient
+
+
+def backward(problem: str) -> Callable[[Found], float | None]:
+    """Milliseconds of one backward pass: of training without its forward pass."""
+
+    def difference(found: Found) -> float | None:
+        both, forward = (
+            of(f"{problem} {name} flexhop")(found) for name in ("training", "forward")
+        )
+        return None if both is None or forward is None else both - forward
+
+    return difference
+
+
+def largest_error(found: Found) -> float | None:
+    """The largest error in units of that of math attention."""
+    ratios = [r["ours"] / r["plain"] for r in found.values() if r.get("plain")]
+    return max(ratios, default=None)
+
+
+def _tangents(name: str) -> list[Must]:
+    pair = [f"{name} {derivative} flexhop" for derivative in ("tangent", "forward")]
+    return [
+        Must(f"tangent / forward, {name}", over(*(of(n) for n in pair)), 4.0),
+        Must(f"their memory, {name}", over(*(of(n, "mib") for n in pair)), 2.5),
+    ]
+
+
+def _seconds(name: str, kind: str, line: float) -> list[Must]:
+    second, training = (f"{name} {derivative} flexhop" for derivative in ("second", "training"))
+    memory = over(of(second, "mib"), of(training, "mib"))
+    return [
+        Must(f"second, {kind} / backward, {name}", over(of(second), backward(name)), line),
+        Must(f"memory, second / training, {name}", memory, 3.0),
+    ]
+
+
+def _gigabytes(name: str) -> Callable[[Found], float | None]:
+    return over(of(name, "mib"), lambda _: 1e9 / 2**20)
+
+
+MUSTS = [
+    *_tangents("4k"),
+    *_tangents("8k-causal"),
+    Must(
+        "compiled math / flexhop, 4k tangent",
+        over(of("4k tangent math"), of("4k tangent flexhop")), 6.0, is_most=False,
+    ),
+    Must(
+        "causal / dense, 4k tangent",
+        over(of("4k-causal tangent flexhop"), of("4k tangent flexhop")), 0.6,
+    ),
+    *_seconds("2x4k-64", "fused", 6.0),
+    *_seconds("2x4k-64-slopes", "chunked", 25.0),
+    Must("GB, 2x16k-64 second", _gigabytes("2x16k-64 second flexhop"), 20.0),
+    Must("GB, 2x16k-64-slopes second", _gigabytes("2x16k-64-slopes second flexhop"), 20.0),
+    *(
+        Must(f"us above the compiled code, {call}, {kind}", of(f"{call} host flexhop", kind), 60.0)
+        for call in CALLS for kind in ("no grad", "grad")
+    ),
+    Must("largest error / math's in the same dtype", largest_error, 1.1),
+]  # fmt: skip
+
+
+def table(steps: Sequence[Step], found: Found) -> str:
+    """Times, memory and errors."""
+    names = ("problem", "derivative", "by", "ms", "MiB", "error", "math's")
+    lines = [row(names), row(["---"] * 3 + ["---:"] * 4)]
+    for step in steps:
+        if step.derivative != "host" and step.name in found:
+            numbers = found[step.name]
+            cells = (cell(numbers["ms"], 2), cell(numbers["mib"]))
+            errors = (f"{numbers[n]:.1e}" if n in numbers else "" for n in ("ours", "plain"))
+            lines.append(row([*step, *cells, *errors]))
+    return "\n".join(lines)
+
+
+def host_table(steps: Sequence[Step], found: Found) -> str:
+    """Microseconds of the host in eager calls."""
+    names = ("eager call, us", "whole call", "compiled code", "above it")
+    lines = [row(names), row(["---"] + ["---:"] * 3)]
+    for step in steps:
+        if step.derivative == "host" and step.name in found:
+            numbers = found[step.name]
+            for kind in ("no grad", "grad"):
+                parts = (numbers[f"whole, {kind}"], numbers[f"code, {kind}"], numbers[kind])
+                lines.append(row([f"{step.problem}, {kind}", *(cell(n, 1) for n in parts)]))
+    return "\n".join(lines)
+
+
+def must_table(found: Found) -> str:
+    """Every ratio, its line, and whether it is reached."""
+    head = [row(["ratio", "is", "must", "reached"]), row(["---", "---:", "---:", "---"])]
+    return "\n".join(head + [row(must.cells(found)) for must in MUSTS])
+
+
+def main(arguments: list[str]) -> int:
+    """Print the tables; fails if a step did."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", nargs=3, metavar=("PROBLEM", "DERIVATIVE", "IMPLEMENTATION"))
-    row = parser.parse_args().row
-    if row is not None:
-        print(one(*row))
-        return
-    print("| problem | derivative | by | ms | MiB | error (of math in bf16) |")
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    for step in STEPS:
-        command = [sys.executable, "-m", "benchmarks.derivatives", "--row", *step]
-        done = subprocess.run(command, capture_output=True, text=True)
-        failure = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(done.stdout.strip() if done.returncode == 0 else f"| {step} | {failure} |")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only matching steps")
+    parser.add_argument("--at-once", type=int, default=6, help="steps that compile side by side")
+    parser.add_argument("--seconds", type=float, default=580.0, help="then print what there is")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args(arguments)
+    steps = [step for step in STEPS if re.search(options.only, step.name)]
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    commands = [["benchmarks.derivatives_worker", options.device, *step] for step in steps]
+    results = in_turn(commands, options.at_once, options.seconds)
+    named = list(zip(steps, results, strict=True))
+    found: Found = {step.name: result for step, result in named if isinstance(result, dict)}
+    machines = {result.get("machine", "") for result in found.values()}
+    print(f"{'; '.join(sorted(machines))}; torch {torch.__version__}\n")
+    print("\n\n".join([table(steps, found), host_table(steps, found), must_table(found)]))
+    failed = [f"- {step.name}: {why}" for step, why in named if isinstance(why, str)]
+    print("\n".join(["", *failed]))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

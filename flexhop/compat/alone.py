@@ -74,17 +74,18 @@ class Alone:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The operator's results, flat."""
-        key = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        )  # fmt: skip
+        key = _problem_of(leaves)
         found = self.known.get(key)
         if found is None:
             return self._first(key, leaves)
         # Generated code empties the list.
         results = found.run([leaves[at] if is_leaf else at for is_leaf, at in found.inputs])
         return [results[i] for i in found.results]
+
+    def code_for(self, leaves: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+        """The compiled code that earlier calls with such tensors ran, to measure what it takes."""
+        found = self.known[_problem_of(leaves)]
+        return lambda: found.run([leaves[at] if is_leaf else at for is_leaf, at in found.inputs])
 
     def _first(self, key: Hashable, leaves: Sequence[Any]) -> list[Tensor]:
         """Ask Dynamo."""
@@ -114,6 +115,14 @@ class Alone:
 
     def _note(self, run: Any, values: Sequence[Any], results: Sequence[Any]) -> None:
         self.latest = (run, values, results)
+
+
+def _problem_of(leaves: Sequence[Any]) -> Hashable:
+    """What Dynamo's decision depends on."""
+    return tuple([
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ])  # fmt: skip
 
 
 def _decision(leaves: Sequence[Any], results: Sequence[Any], latest: Any) -> _Known | None:

@@ -1,15 +1,27 @@
 """The benchmark's arithmetic: areas, operations, documents, budgets and tables."""
 
+import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import area, correctness, decoding, report, varlen, varlen_worker
+from benchmarks import (
+    area,
+    correctness,
+    decoding,
+    derivatives,
+    derivatives_worker,
+    report,
+    varlen,
+    varlen_worker,
+)
 from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod, make_score_mod
+from flexhop.offline import generate_code
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {case.name: case for case in CASES}
@@ -217,3 +229,54 @@ def test_the_program_of_packed_sequences_runs_on_a_cpu(tmp_path: Path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "| equal-1k |" in result.stdout
     assert (tmp_path / "numbers.json").exists()
+
+
+STEP_NAMES = {step.name for step in derivatives.STEPS}
+
+
+def test_every_must_reads_steps_that_are_measured():
+    """With numbers for all steps, no ratio is missing."""
+    numbers = {"ms": 2.0, "mib": 4.0, "ours": 1.0, "plain": 2.0, "grad": 70.0, "no grad": 30.0}
+    found = {name: dict(numbers) for name in STEP_NAMES}
+    for name in STEP_NAMES:
+        found[name]["ms"] = 0.5 if "forward" in name else 8.0 if "math" in name else 2.0
+    cells = {must.what: must.cells(found) for must in derivatives.MUSTS}
+    assert all("–" not in row for row in cells.values())
+    assert cells["tangent / forward, 4k"][1:] == ["4.00", "<= 4", "yes"]
+    assert cells["compiled math / flexhop, 4k tangent"][1:] == ["4.00", ">= 6", "NO"]
+    backward = cells["second, fused / backward, 2x4k-64"]
+    assert backward[1:] == ["1.33", "<= 6", "yes"]  # 2.0 over 2.0 - 0.5
+    assert cells["us above the compiled code, slopes, grad"][1:] == ["70.00", "<= 60", "NO"]
+    assert cells["largest error / math's in the same dtype"][1] == "0.50"
+
+
+def test_a_must_whose_steps_failed_is_not_reached():
+    assert all(must.cells({})[1::2] == ["–", "–"] for must in derivatives.MUSTS)
+
+
+@pytest.mark.parametrize(("name", "has_kernels"), [("2x4k-64", True), ("2x4k-64-slopes", False)])
+def test_which_second_orders_have_kernels(name: str, has_kernels: bool):
+    problem = replace(derivatives.PROBLEMS[name], batch=1, heads=2, tokens=64)
+    setting = derivatives_worker.Setting(problem, "cpu")
+    run = derivatives_worker.second(setting.flexible())
+    generated = generate_code(run, setting.inputs(), setting.inputs())
+    functions = {name for kernel in generated.templates for name in kernel.functions}
+    assert ("push_grad_query_blocks" in functions) == has_kernels
+
+
+@pytest.mark.slow
+def test_the_program_of_derivatives_runs_on_a_cpu(tmp_path: Path):
+    path = tmp_path / "numbers.json"
+    command = (
+        "-m benchmarks.derivatives --device cpu --at-once 2 --only ^4k-64.tangent|slopes.host"
+    )
+    result = subprocess.run(
+        [sys.executable, *command.split(), "--json", str(path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "| 4k-64 | tangent | flexhop |" in result.stdout
+    assert "| slopes, no grad |" in result.stdout
+    numbers = json.loads(path.read_text())
+    assert numbers["4k-64 tangent flexhop"]["ours"] < 1e-5
+    assert 0 < numbers["slopes host flexhop"]["code, grad"]
