@@ -220,7 +220,7 @@ def promoted(*values: Any) -> torch.dtype:
     dtypes = [v.dtype for v in values if isinstance(v, Interval)]
     found = dtypes[0] if dtypes else torch.float32
     for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
+        found = found if dtype == found else torch.promote_types(found, dtype)
     for value in values:
         if isinstance(value, float) and not found.is_floating_point:
             found = torch.get_default_dtype()

@@ -11,6 +11,7 @@ synchronises.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,19 +70,26 @@ class _Finder:
     def __init__(
         self, forms: Forms, device: torch.device, places: Mapping[str, Tensor] | None
     ) -> None:
-        self.forms, self.device = forms, device
-        counts = dict(places or _all_places(forms.sizes, device))
-        self.queries, self.keys = counts["q"].shape[0], counts["k"].shape[0]
+        self.forms, self.device, self.places = forms, device, places
+        sizes = forms.sizes if places is None else {n: places[n].shape[0] for n in "qk"}
+        self.queries, self.keys = sizes["q"], sizes["k"]
+
+    @functools.cached_property
+    def values(self) -> Values:
+        """Of what depends on at most one position: [B or 1, H or 1, M or N]."""
+        counts = dict(self.places or _all_places(self.forms.sizes, self.device))
         for axis, name in enumerate("bhqk"):
             counts[name] = counts[name].view([-1 if n == min(axis, 2) else 1 for n in range(3)])
-        self.values = Values(forms.mod, counts, device)
+        return Values(self.forms.mod, counts, self.device)
 
     def of(self, truth: Truth) -> Span:
         """The range of keys for which a condition holds."""
         if isinstance(truth, bool):
             return self._constant(torch.full((1, 1, 1), truth, device=self.device))
         if isinstance(truth, (All, Some)):
-            spans = [self.of(part) for part in truth.parts]
+            # Those that may fail first: nothing is computed in vain.
+            parts = sorted(truth.parts, key=lambda part: isinstance(part, AtLeast))
+            spans = [self.of(part) for part in parts]
             found = spans[0]
             for span in spans[1:]:
                 found = _meet(found, span) if isinstance(truth, All) else _join(found, span)
@@ -120,8 +128,6 @@ class _Finder:
         of_query, of_key = (self._number(x) for x in (a, b))
         return self._search(packet, of_query, of_key, self.forms.grows(b, "k"))
 
-    # Values that depend on at most one position: [B or 1, H or 1, M or N].
-
     def _number(self, value: Any) -> Tensor:
         if isinstance(value, fx.Node):
             return self.values.of(value).long()
@@ -129,11 +135,10 @@ class _Finder:
 
     # Comparisons.
 
-    def _sides(self, form: Form) -> tuple[Tensor, Tensor, int | None]:
-        """form as of_query - of_key, and the growth of the latter along the keys."""
+    def _sides(self, form: Form) -> tuple[Tensor, Tensor]:
+        """form as of_query - of_key."""
         of_query = torch.full((1, 1, 1), form.offset, device=self.device)
         of_key: Tensor | None = None
-        signs: list[int | None] = []
         room, is_far = abs(form.offset), 0
         # Positions first: their sum is the same for all contents of captured tensors.
         given = set(self.forms.mod.inputs.values())
@@ -153,13 +158,11 @@ class _Finder:
                 continue
             part = -coefficient * value
             of_key = part if of_key is None else of_key + part
-            sign = self.forms.grows(atom, "k")
-            signs.append(sign and (-sign if coefficient > 0 else sign))
         if room > _MODERATE or is_far > 1:
             raise _NoSpan
         if of_key is None:
             of_key = torch.zeros_like(of_query[..., :1])
-        return of_query, of_key, agreed(signs)
+        return of_query, of_key
 
     def _compared(self, packet: Any, form: Form) -> Span:
         """Keys for which form >= 0, or form == 0."""
@@ -168,7 +171,19 @@ class _Finder:
         rest = form.plus(Form({key: 1}, 0), -slope)
         if packet is aten.ge and slope and "k" not in self.forms.of_all(rest.terms):
             return self._divided(self._sides(rest)[0], slope)
-        return self._search(packet, *self._sides(form))
+        sign = self._growth(form)
+        return self._search(packet, *self._sides(form), sign)
+
+    def _growth(self, form: Form) -> int:
+        """How the key's side of a form grows."""
+        signs = (self.forms.grows(atom, "k") for atom in form.terms)
+        grows = [
+            s and (-s if c > 0 else s) for s, c in zip(signs, form.terms.values(), strict=True)
+        ]
+        sign = agreed(grows)
+        if sign is None:
+            raise _NoSpan
+        return sign
 
     def _divided(self, of_query: Tensor, slope: int) -> Span:
         """Keys for which of_query + slope * key >= 0: from a quotient on, or up to one."""

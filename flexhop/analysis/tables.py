@@ -88,7 +88,7 @@ class Tables:
 
     def _refuse(self, index: Interval, size: Any) -> None:
         outside = out_of_range(index, size)
-        if bool(torch.as_tensor(outside).any()):
+        if bool(outside.any()) if isinstance(outside, Tensor) else outside:
             raise OutOfRange
 
     def _read(self, table: Tensor, indices: Any, positions: Any, held: list[Interval]) -> Interval:

@@ -7,6 +7,7 @@ mod that cannot be traced this way raises `Untraceable`, and is evaluated score 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,7 +86,7 @@ class _Tracer:
     def _example(self, shape: Any, dtype: torch.dtype) -> Tensor:
         plain = tuple(1 if isinstance(size, torch.SymInt) else size for size in shape)
         with self._aside():
-            return torch.empty(plain, dtype=dtype, device="meta")
+            return _meta_tensor(plain, dtype)
 
     def stand(self, node: fx.Node) -> _Value:
         """The stand-in that a mod sees for a node."""
@@ -138,6 +139,12 @@ class _Tracer:
         nodes = tuple(self.node_of(a) for a in args)
         options = {name: self.node_of(v) for name, v in kwargs.items()}
         return self.stand(self.builder.call(func, nodes, options, example))
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of a shape and dtype; never changed."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _is_constant(func: Any, args: Any) -> bool:

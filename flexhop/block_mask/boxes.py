@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexhop import analysis
 from flexhop.analysis import Interval, Mod, Tables
-from flexhop.block_mask.scores import Grid, count_up
+from flexhop.block_mask.scores import Grid
 
 
 class Found(NamedTuple):
@@ -20,6 +20,11 @@ class Found(NamedTuple):
     maybe: Tensor
     mixed: Tensor
     is_decided: bool
+
+
+def _count_up(size: int, device: torch.device) -> Tensor:
+    """0 to size - 1, int64, in which intervals are computed."""
+    return torch.arange(size, device=device)
 
 
 class Boxes:
@@ -37,10 +42,11 @@ class Boxes:
         mod: Mod,
         grid: Grid,
         bounds: dict[str, int] | None = None,
-        count: Callable[[int, torch.device], Tensor] = count_up,
+        count: Callable[[int, torch.device], Tensor] = _count_up,
     ) -> None:
         self.mod, self.grid, self.count = mod, grid, count
         self.bounds = sizes_of(grid) if bounds is None else bounds
+        self.ends: Any = None  # of the queries [R, 1], and of the keys [C], of `over_grid`
 
     def ask(
         self,
@@ -90,6 +96,7 @@ class Boxes:
         )
         q = ends_of(row[:, None] * block[0], block[0], grid.q_len)
         k = ends_of(column * block[1], block[1], grid.kv_len)
+        self.ends = q, k
         inputs = (b[:, None, None, None], h[:, None, None], q, k)
         return self.ask(*inputs, tables, is_grid=True)
 

@@ -48,12 +48,14 @@ class Look(NamedTuple):
         some, every: [B', H', R, C] bool.
         unknown: [B', H', R, C] bool, or [U, 4] if they are listed; None if there are none.
         search: settles the unknown blocks.
+        is_constant: whether the operators read no captured tensor: it is the same for every call.
     """
 
     some: Tensor
     every: Tensor
     unknown: Tensor | None = None
     search: _Search | None = None
+    is_constant: bool = False
 
 
 def coverage(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -83,16 +85,17 @@ def first_look(mask_mod: MaskMod, keep: MaskMod, grid: Grid) -> Look:
     forms.sizes |= sizes_of(reduced)
     span = analysis.find_span(forms, grid.device)
     if span is not None:
-        return Look(*blocks_of_span(span, reduced))
+        return Look(*blocks_of_span(span, reduced), is_constant=not mod.captures)
     try:
-        return _Search(mod, keep, reduced).look()
+        look = _Search(mod, keep, reduced).look()
+        return look._replace(is_constant=not mod.captures)
     except (analysis.OutOfRange, _WouldWait):
         return Look(*coverage_by_chunks(keep, reduced))
 
 
 def settled(look: Look, keep: MaskMod) -> tuple[Tensor, Tensor]:
     """(some, every) of all blocks."""
-    some, every, unknown, search = look
+    some, every, unknown, search, _ = look
     assert unknown is not None and search is not None
     try:
         left = unknown if unknown.dtype != torch.bool else search.listed(unknown)
@@ -197,11 +200,8 @@ class _Search:
 
         Returns [B' or 1, H' or 1, R, C] bool.
         """
-        grid, block, device = self.grid, self.grid.block, self.grid.device
-        row = count_up(grid.rows, device)[:, None] * block[0]
-        column = count_up(grid.columns, device) * block[1]
-        q, last_q = ends_of(row, block[0], grid.q_len)
-        k, last_k = ends_of(column, block[1], grid.kv_len)
+        block = self.grid.block
+        (q, last_q), (k, last_k) = self.boxes.ends
         # Queries and keys stay apart: what a mask reads by one of them is small.
         kept = self._kept(
             torch.stack([q, last_q], -1)[..., None], torch.stack([k, last_k], -1)[:, None]
@@ -215,14 +215,14 @@ class _Search:
         return differ | (diagonal != kept[..., :1, 0]).any(-1)
 
     def _kept(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The mask at int32 positions of each block: [B' or 1, H' or 1, R, C, ...]."""
+        """The mask at positions of each block: [B' or 1, H' or 1, R, C, ...]."""
         device = self.grid.device
         shape = torch.broadcast_shapes(queries.shape, keys.shape)
         inputs = {
             "b": count_up(self.grid.batch, device).view(-1, *[1] * (1 + len(shape))),
             "h": count_up(self.grid.heads, device).view(-1, *[1] * len(shape)),
-            "q": queries[None, None],
-            "k": keys[None, None],
+            "q": queries[None, None].int(),
+            "k": keys[None, None].int(),
         }
         with torch.no_grad():
             values = analysis.Values(self.mod, inputs, device)

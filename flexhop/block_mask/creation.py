@@ -221,12 +221,13 @@ def _remembered_lists(
     def find() -> Found:
         _check_mask_mod(mask_mod)
         look = first_look(mask_mod, keep, grid)
-        if look.search is not None and not look.search.mod.captures:
-            look = Look(*settled(look, keep))  # the same for every call
+        is_constant = look.is_constant
+        if is_constant and look.unknown is not None:
+            look = Look(*settled(look, keep))
         lists = listed(look[:2], grid, sides, in_graph=False)
-        return Found(lists, None if look.unknown is None else look)
+        return Found(lists, None if look.unknown is None else look, is_constant)
 
-    lists, look = remembered(mask_mod, grid, sides, find)
+    lists, look, _ = remembered(mask_mod, grid, sides, find)
     if look is None or look.unknown is None or not has_unknown(look.unknown):
         return lists
     if look.search is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexhop import analysis
 from flexhop.block_mask.boxes import Boxes, sizes_of
+from flexhop.block_mask.of_ranges import of_one_side
 from flexhop.block_mask.scores import Grid, compiled_coverage, existing_blocks, hidden_count
 from flexhop.block_mask.unknown import EVERY, NONE, SOME, UNKNOWN, unknown_blocks
 from flexhop.compat.fingerprint import source_fingerprint
@@ -60,15 +61,18 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
     queries = hidden_count(grid.rows * grid.block[0], grid.device)
     places["q"] = queries.clamp(max=grid.q_len - 1)
     span = analysis.find_span(forms, grid.device, places)
+    is_open = is_symbolic(grid.q_len) or is_symbolic(grid.kv_len)  # there is room for more blocks
+    if span is not None and (span.starts or span.stops):
+        some, every = of_one_side(span, reduced, hidden_count(grid.columns, grid.device).long())
+        return some & existing_blocks(grid) if is_open else some, every
     if span is not None:
         return _blocks_of_span(span, reduced)
     tables = analysis.GraphTables(grid.block, (grid.q_len, grid.kv_len))
     counts = (grid.rows, grid.columns)
     found = Boxes(mod, reduced, bounds, hidden_count).over_grid(grid.block, tables, counts)
     always, maybe, mixed = (flag.expand(batch, heads, *counts) for flag in found[:3])
-    is_open = is_symbolic(grid.q_len) or is_symbolic(grid.kv_len)
     if is_open:
-        maybe = maybe & existing_blocks(grid)  # there is room for more
+        maybe = maybe & existing_blocks(grid)
     if found.is_decided:
         return maybe, always
     has_symbols = any(isinstance(c, torch.SymInt) for c in mask.captures or ())

@@ -12,12 +12,15 @@ from flexhop.block_mask.scores import CHUNK_ELEMENTS, Grid
 def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
     """(some, every), [B or 1, H or 1, R, C] bool, of a mask of ranges. Does not synchronise.
 
-    A query touches the blocks from its first key's to its last key's, and covers those between. It
-    adds one where those that it touches begin and subtracts one where they end, and a running sum
-    counts. All queries of a row cover a block if the last to begin and the first to end do.
+    If all ranges begin at the first key, or all end at the last one, then the longest of a row of
+    blocks touches all that the row touches. Otherwise each query adds one where the blocks that it
+    touches begin and subtracts one where they end, and a running sum counts. All queries of a row
+    cover a block if the last to begin and the first to end do.
     """
     shape = (grid.batch, grid.heads, grid.q_len)
     first, end = (t.expand(shape) for t in (span.first, span.end))
+    if span.starts or span.stops:
+        return of_one_side(span, grid, torch.arange(grid.columns, device=first.device))
     step = max(1, CHUNK_ELEMENTS // (shape[0] * shape[1] * (grid.columns + 2)))
     found = [
         _rows_of_span(first[..., part], end[..., part], grid)
@@ -32,6 +35,35 @@ def blocks_of_span(span: analysis.Span, grid: Grid) -> tuple[Tensor, Tensor]:
     return some, every
 
 
+def of_one_side(span: analysis.Span, grid: Grid, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The same if all ranges begin at the first key, or all end at the last one.
+
+    Args:
+        span: the ranges of all queries; the last one may be repeated to fill a row of blocks.
+        grid: the blocks.
+        columns: their numbers.
+    """
+    edge = span.end if span.starts else span.first
+    edge = edge.expand(grid.batch, grid.heads, -1)
+    least, most = _extremes(edge, edge, (grid.rows, grid.block[0]))
+    begin = columns * grid.block[1]
+    end = (begin + grid.block[1]).clamp(max=grid.kv_len)
+    return (begin < most, end <= least) if span.starts else (least < end, most <= begin)
+
+
+def _extremes(low: Tensor, high: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The least of `low` and the most of `high` over the queries of each row: [..., R, 1].
+
+    sizes: rows, and queries of one row; the last row may have fewer.
+    """
+    count, (rows, height) = low.shape[-1], sizes
+    if rows * height > count:
+        place = torch.arange(rows * height, device=low.device).clamp(max=count - 1)
+        low, high = low[..., place], high[..., place]
+    least = low.unflatten(-1, (rows, height)).amin(-1, keepdim=True)
+    return least, high.unflatten(-1, (rows, height)).amax(-1, keepdim=True)
+
+
 def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The same for some rows of blocks and the ranges of their queries."""
     (height, size), columns, device = grid.block, grid.columns, first.device
@@ -39,10 +71,7 @@ def _rows_of_span(first: Tensor, end: Tensor, grid: Grid) -> tuple[Tensor, Tenso
     rows = -(-count // height)
     end = torch.where(end > first, end, 0)
     # Whether the queries of a row begin early enough and end late enough is a matter of two.
-    place = torch.arange(rows * height, device=device).clamp(max=count - 1)
-    last, least = (t[..., place] if rows * height > count else t for t in (first, end))
-    last = last.unflatten(-1, (rows, height)).amax(-1, keepdim=True)
-    least = least.unflatten(-1, (rows, height)).amin(-1, keepdim=True)
+    least, last = _extremes(end, first, (rows, height))
     begin = torch.arange(columns, device=device) * size
     every = (last <= begin) & (least >= (begin + size).clamp(max=grid.kv_len))
     # Each query adds one at the first block that it touches, and subtracts one after the last.

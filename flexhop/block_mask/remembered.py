@@ -4,6 +4,9 @@ The first call for a mask notes the operators that find its lists. Those that do
 captured tensor become constants: for a mask without captured tensors, all of them. An equal mask
 is one whose code, numbers and functions are equal, and whose captured tensors have the same form
 (mods/closures.py); their contents are read again by every call.
+
+Noting operators takes longer than the analysis. A mask whose functions hold no tensor and whose
+graph reads none needs no notes: its lists are constants.
 """
 
 from __future__ import annotations
@@ -28,21 +31,26 @@ TOGETHER = 128 << 20  # bytes of constants of all masks
 
 
 class _Known(NamedTuple):
-    """A program; None if the mask has to be analysed by every call."""
+    """A program; None if the mask has to be analysed by every call, or noted by the next one."""
 
     program: Program | None
     lists: int  # how many of its results are lists
     size: int
+    is_noted: bool
 
 
 _known: OrderedDict[Hashable, _Known] = OrderedDict()
 
 
 class Found(NamedTuple):
-    """Lists; the look that they come from if some blocks may be unknown."""
+    """Lists; the look that they come from if some blocks may be unknown.
+
+    is_constant: whether the mask's operators read no captured tensor.
+    """
 
     lists: tuple[Tensor, ...]
     look: Look | None = None
+    is_constant: bool = False
 
 
 def remembered(
@@ -59,8 +67,9 @@ def remembered(
         return find()
     key = (described.key, grid, sides, surroundings(grid.device))
     known = _known.get(key)
-    if known is None:
-        return _recorded(key, mask_mod, described, find)
+    if known is None or not known.is_noted:
+        has_notes = bool(described.tensors) or known is not None
+        return _recorded(key, mask_mod, described, find, has_notes)
     with contextlib.suppress(KeyError):  # another thread may have dropped it
         _known.move_to_end(key)
     if known.program is None:
@@ -80,20 +89,29 @@ def forget() -> None:
 
 
 def _recorded(
-    key: Hashable, mask_mod: MaskMod, described: Described, find: Callable[[], Found]
+    key: Hashable,
+    mask_mod: MaskMod,
+    described: Described,
+    find: Callable[[], Found],
+    has_notes: bool,
 ) -> Found:
-    with torch.inference_mode(False), torch.no_grad(), Recorder(described.tensors) as recorder:
+    recorder = Recorder(described.tensors) if has_notes else None
+    with torch.inference_mode(False), torch.no_grad(), recorder or contextlib.nullcontext():
         found = find()
-    look = found.look
-    rest = [] if look is None else [look.some, look.every, look.unknown]
-    program = recorder.program([*found.lists, *(t for t in rest if t is not None)])
+    if recorder is not None:
+        look = found.look
+        rest = [] if look is None else [look.some, look.every, look.unknown]
+        program = recorder.program([*found.lists, *(t for t in rest if t is not None)])
+    else:
+        program = Program(0, [], found.lists) if found.is_constant else None
     size = 0 if program is None else program.constant_bytes()
+    is_noted = has_notes or program is not None
     after = describe((mask_mod,))  # a mask that changes something is called each time
     if size > LARGEST or after is None or after.key != described.key:
-        program, size = None, 0
+        program, size, is_noted = None, 0, True
     if program is not None:
         program.keep(len(found.lists))
-    _known[key] = _Known(program, len(found.lists), size)
+    _known[key] = _Known(program, len(found.lists), size, is_noted)
     while len(_known) > MOST or sum(known.size for known in _known.values()) > TOGETHER:
         _known.popitem(last=False)
     return found

@@ -67,12 +67,16 @@ class _Slot(int):
 
 
 class _Step(NamedTuple):
-    """values[results] = operator(*args, **kwargs); values[last] are not needed afterwards."""
+    """values[results] = operator(*args, **kwargs); values[last] are not needed afterwards.
+
+    reads: the slots among its operands.
+    """
 
     operator: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int, ...]
+    reads: tuple[int, ...]
     last: tuple[int, ...] = ()
 
 
@@ -87,7 +91,7 @@ class Program:
 
     def __init__(self, inputs: int, steps: list[_Step], results: tuple[Any, ...]) -> None:
         self._count = 1 + max([inputs - 1, *(slot for step in steps for slot in step.results)])
-        self.steps, self._results = _with_last_uses(steps, results), results
+        self.steps, self._results = steps, results
         self._constants: list[int] = []  # of results, those to copy
 
     def constant_bytes(self) -> int:
@@ -101,7 +105,7 @@ class Program:
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run it."""
         values: list[Any] = [*inputs, *[None] * (self._count - len(inputs))]
-        for operator, args, kwargs, results, last in self.steps:
+        for operator, args, kwargs, results, _, last in self.steps:
             found = operator(
                 *[_filled(a, values) for a in args],
                 **{name: _filled(a, values) for name, a in kwargs.items()},
@@ -137,84 +141,115 @@ class Recorder(TorchDispatchMode):
         self._inputs = len(inputs)
         self._known: dict[int, tuple[Any, _Slot | None]] = {}
         self._steps: list[_Step] = []
+        self._made: dict[int, _Step] = {}  # by slot
+        self._equal: dict[Any, _Step] = {}
         self._versions: list[tuple[Tensor, int]] = []  # of constants that a step reads
-        self._count = 0
+        self._count = len(inputs)  # slots
         self._is_valid = True
-        for tensor in inputs:
-            self._note(tensor, is_constant=False)
+        for number, tensor in enumerate(inputs):
+            self._note(tensor, _Slot(number))
 
     def program(self, results: Sequence[Tensor]) -> Program | None:
         """The program that computes `results`, if one can be repeated."""
         slots = tuple(self._place(result) for result in results)
         if not self._is_valid or any(t._version != version for t, version in self._versions):
             return None
-        steps, slots = _without_repeats(self._steps, slots)
-        return Program(self._inputs, _needed(steps, slots), slots)
+        return Program(self._inputs, _needed(self._steps, slots), slots)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._is_valid:
             return func(*args, **kwargs)
-        places = _mapped((tuple(args), kwargs), self._place_of(func))
+        tensors = _tensors_of(args, kwargs)
+        slots = {id(t): slot for t in tensors if (slot := self._place(t, func)) is not t}
         result = func(*args, **kwargs)
-        is_constant = not any(isinstance(p, _Slot) for p in _flat(places))
-        is_constant = is_constant or func.overloadpacket in _OF_SHAPE
-        if is_constant and torch.Tag.nondeterministic_seeded not in func.tags:
-            self._note_all(result, is_constant=True)
-        elif self._can_repeat(func, args, result):
-            versions = [(t, t._version) for t in _tensors(places)]
-            self._versions += versions
-            slots = self._note_all(result, is_constant=False)
-            self._steps.append(_Step(func, *places, slots))
+        traits = _TRAITS.get(id(func)) or _traits_of(func)
+        if (not slots or traits.is_of_shape) and not traits.is_random:
+            for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
+                self._note(tensor, None)
+        elif traits.is_pure and _can_repeat(func, args, result):
+            self._versions += [(t, t._version) for t in tensors if id(t) not in slots]
+            places = _mapped((tuple(args), kwargs), lambda value: slots.get(id(value), value))
+            self._add(_Step(func, *places, (), tuple(slots.values())), _tensors(result))
         else:
             self._is_valid = False
         return result
 
-    def _can_repeat(self, func: Any, args: Any, result: Any) -> bool:
-        """Whether an operator gives a tensor of the same shape and neither reads nor writes."""
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-            return False
-        if func in _INDEXING:  # tagged for bool indices
-            if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
-                return False
-        elif any(tag in func.tags for tag in _READS):
-            return False
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        return all(isinstance(r, Tensor) for r in results)
+    def _add(self, step: _Step, results: list[Tensor]) -> None:
+        """Note an operator; one that equals an earlier one takes its results."""
+        same = _copied(step, self._made)
+        key = (id(step.operator), _key(step.args), _key(step.kwargs) if step.kwargs else None)
+        if same is not None:
+            known = (same,)
+        elif key in self._equal:
+            known = self._equal[key].results
+        else:
+            known = tuple(_Slot(self._count + n) for n in range(len(results)))
+            step = self._equal[key] = step._replace(results=known)
+            self._steps.append(step)
+            self._made |= dict.fromkeys(known, step)
+            self._count += len(known)
+        for tensor, slot in zip(results, known, strict=True):
+            self._note(tensor, slot)
 
-    def _place_of(self, func: Any) -> Any:
-        """A function that replaces a tensor by its slot; constants stay."""
+    def _place(self, tensor: Tensor, user: Any = None) -> Any:
+        """The slot of a tensor; a constant stays."""
+        origin, slot = self._known.get(id(tensor), (None, None))
+        if origin is None or origin() is not tensor:
+            # A tensor from elsewhere, of unknown origin.
+            self._is_valid = self._is_valid and user is _LIFTED
+            return tensor
+        return tensor if slot is None else slot
 
-        def place(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            known = self._find(value)
-            if known is None:
-                if func is not _LIFTED:  # a tensor from elsewhere, of unknown origin
-                    self._is_valid = False
-                return value
-            return value if known[1] is None else known[1]
-
-        return place
-
-    def _place(self, tensor: Tensor) -> Any:
-        known = self._find(tensor)
-        if known is None:
-            self._is_valid = False
-        return tensor if known is None or known[1] is None else known[1]
-
-    def _find(self, tensor: Tensor) -> tuple[Any, _Slot | None] | None:
-        known = self._known.get(id(tensor))
-        return known if known is not None and known[0]() is tensor else None
-
-    def _note_all(self, result: Any, *, is_constant: bool) -> tuple[int, ...]:
-        return tuple(self._note(t, is_constant=is_constant) for t in _tensors(result))
-
-    def _note(self, tensor: Tensor, *, is_constant: bool) -> int:
-        slot = None if is_constant else _Slot(self._count)
+    def _note(self, tensor: Tensor, slot: Any) -> None:
+        """Where a tensor comes from; slot None: it is a constant."""
         self._known[id(tensor)] = (weakref.ref(tensor), slot)
-        self._count += not is_constant
-        return -1 if slot is None else slot
+
+
+class _Traits(NamedTuple):
+    """What an operator does.
+
+    is_of_shape: its result depends on no value. is_pure: it draws no numbers, writes nothing and
+    reads no value on the host.
+    """
+
+    operator: Any
+    is_of_shape: bool
+    is_random: bool
+    is_pure: bool
+
+
+_TRAITS: dict[int, _Traits] = {}  # by identity, because hashing an operator takes long
+
+
+def _traits_of(operator: Any) -> _Traits:
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags
+    # Indexing is tagged for bool indices.
+    is_read = operator not in _INDEXING and any(tag in operator.tags for tag in _READS)
+    is_pure = not (is_random or is_read or operator._schema.is_mutable)
+    found = _Traits(operator, operator.overloadpacket in _OF_SHAPE, is_random, is_pure)
+    _TRAITS[id(operator)] = found
+    return found
+
+
+def _can_repeat(operator: Any, args: Any, result: Any) -> bool:
+    """Whether a pure operator gives tensors whose shapes are those of its operands' shapes."""
+    if operator in _INDEXING:
+        if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
+            return False
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return all(isinstance(r, Tensor) for r in results)
+
+
+def _tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The operands of an operator that are tensors, alone or in lists."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def _filled(value: Any, values: list[Any]) -> Any:
@@ -248,36 +283,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [item for item in _flat(value) if isinstance(item, Tensor)]
 
 
-def _without_repeats(
-    steps: list[_Step], results: tuple[Any, ...]
-) -> tuple[list[_Step], tuple[Any, ...]]:
-    """Steps that equal an earlier one take its results."""
-    same: dict[int, _Slot] = {}
-    known: dict[Any, _Step] = {}
-    kept: list[_Step] = []
-
-    def place(value: Any) -> Any:
-        return same.get(value, value) if isinstance(value, _Slot) else value
-
-    made: dict[int, _Step] = {}
-    for step in steps:
-        step = step._replace(args=_mapped(step.args, place), kwargs=_mapped(step.kwargs, place))
-        equal = _equal(step, made)
-        if equal is not None:
-            same[step.results[0]] = equal
-            continue
-        made |= dict.fromkeys(step.results, step)
-        key = (step.operator, _key(step.args), _key(step.kwargs))
-        if key in known:
-            pairs = zip(step.results, known[key].results, strict=True)
-            same |= {old: _Slot(new) for old, new in pairs}
-        else:
-            known[key] = step
-            kept.append(step)
-    return kept, _mapped(results, place)
-
-
-def _equal(step: _Step, made: dict[int, _Step]) -> _Slot | None:
+def _copied(step: _Step, made: dict[int, _Step]) -> Any:
     """The slot that an operator only repeats: of an alias, or of a negation of a negation."""
     source = step.args[0] if step.args else None
     if not isinstance(source, _Slot):
@@ -291,32 +297,24 @@ def _equal(step: _Step, made: dict[int, _Step]) -> _Slot | None:
 
 
 def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind in (int, _Slot):
+        return kind, value
     if isinstance(value, Tensor):
         return "tensor", id(value)
-    if isinstance(value, (tuple, list)):
-        return type(value), *map(_key, value)
-    if isinstance(value, dict):
-        return tuple((name, _key(v)) for name, v in value.items())
-    return type(value), value.hex() if isinstance(value, float) else value
+    if kind in (tuple, list):
+        return kind, *map(_key, value)
+    if kind is dict:
+        return tuple([(name, _key(v)) for name, v in value.items()])
+    return kind, value.hex() if kind is float else value
 
 
 def _needed(steps: list[_Step], results: tuple[Any, ...]) -> list[_Step]:
-    """The steps whose results are used."""
-    used = {slot for slot in results if isinstance(slot, _Slot)}
+    """The steps whose results are used, each with the slots that no later one reads."""
+    later = {slot for slot in results if isinstance(slot, _Slot)}
     kept: list[_Step] = []
     for step in reversed(steps):
-        if used & set(step.results):
-            used |= {a for a in _flat((step.args, step.kwargs)) if isinstance(a, _Slot)}
-            kept.insert(0, step)
-    return kept
-
-
-def _with_last_uses(steps: list[_Step], results: tuple[Any, ...]) -> list[_Step]:
-    """Steps with the slots that no later one reads."""
-    later = {slot for slot in results if isinstance(slot, _Slot)}
-    found: list[_Step] = []
-    for step in reversed(steps):
-        read = {a for a in _flat((step.args, step.kwargs)) if isinstance(a, _Slot)}
-        found.insert(0, step._replace(last=tuple((read | set(step.results)) - later)))
-        later |= read | set(step.results)
-    return found
+        if not later.isdisjoint(step.results):
+            kept.append(step._replace(last=tuple({*step.reads, *step.results} - later)))
+            later.update(step.reads, step.results)
+    return kept[::-1]

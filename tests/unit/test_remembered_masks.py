@@ -115,6 +115,34 @@ def test_few_operators(name):
     assert len(again) < len(first)
 
 
+MOST_AT_FIRST = {"causal": 36, "window": 72, "lengths": 40, "documents": 70, "packed": 95}
+
+
+@pytest.mark.parametrize("name", MOST_AT_FIRST)
+def test_first_calls_take_few_operators(name):
+    mask = make_masks(1024, torch.Generator().manual_seed(1))[name]
+    with Count() as count:
+        create_block_mask(mask, 2, 3, 1024, 1024, "cpu")
+    assert len(count.names) <= MOST_AT_FIRST[name]
+
+
+def test_masks_that_read_no_tensor_are_not_noted(monkeypatch):
+    def by_constant(b, h, q, k):
+        return q - k < torch.tensor(40)
+
+    def with_branch(b, h, q, k):
+        return q >= k if torch.tensor(True) else q < k
+
+    noted = []
+    recorder = remembered.Recorder
+    monkeypatch.setattr(remembered, "Recorder", lambda held: noted.append(held) or recorder(held))
+    for mask, notes in ((masks.causal, 0), (with_branch, 0), (by_constant, 1)):
+        noted.clear()
+        lists = [visible(mask)[0] for _ in range(4)]
+        assert len(noted) == notes
+        assert all(torch.equal(lists[0], found) for found in lists)
+
+
 FACTOR = 3
 
 
