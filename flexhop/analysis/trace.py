@@ -65,7 +65,7 @@ def trace(mask_mod: Callable[..., Any], device: torch.device, *, in_graph: bool 
     """
     tracer = _Tracer(device, in_graph)
     values = [tracer.stand(node) for node in tracer.builder.inputs.values()]
-    with torch.no_grad(), IndexMode(), Watch(tracer.record):
+    with torch.no_grad(), IndexMode(), Watch(tracer.record).watching():
         result = mask_mod(*values)
     if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
         raise Untraceable

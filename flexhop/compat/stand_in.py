@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _REFUSED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 
 
@@ -35,14 +37,35 @@ class StandIn(Tensor):
 
 
 class Watch(TorchDispatchMode):
-    """Calls `record(operator, args, kwargs)` in place of every operator."""
+    """Calls `record(operator, args, kwargs)` in place of every operator.
+
+    torch.export records operators before dispatch, above every mode. `record` is called in that
+    state again; the watched code is not, since export's trace refuses stand-ins. 2.11 to 2.15.
+    """
 
     def __init__(self, record: Callable[..., Any]) -> None:
         super().__init__()
         self._record = record
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A region in which this mode sees every operator, also under torch.export."""
+        included = torch._C._dispatch_tls_local_include_set()
+        self._is_exporting = included.has(_BEFORE_DISPATCH)
+        with _included(included.remove(_BEFORE_DISPATCH)), self:
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._record(func, args, kwargs or {})
+        if not self._is_exporting:
+            return self._record(func, args, kwargs or {})
+        included = torch._C._dispatch_tls_local_include_set()
+        with _included(included | torch._C.DispatchKeySet(_BEFORE_DISPATCH)):
+            return self._record(func, args, kwargs or {})
+
+
+def _included(keys: Any) -> contextlib.AbstractContextManager[Any]:
+    """A region that runs with these dispatch keys added to those of tensors."""
+    return torch._C._ForceDispatchKeyGuard(keys, torch._C._dispatch_tls_local_exclude_set())
 
 
 def reads_or_writes(operator: Any) -> bool:

@@ -144,6 +144,28 @@ def test_only_some_lengths_vary(varies, strict):
         torch.testing.assert_close(program(*operands), Cross()(*operands))
 
 
+def window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 40)
+
+
+class Fixed(torch.nn.Module):
+    def forward(self, query):
+        lengths = query.shape[2], query.shape[2]
+        mask = flexhop.create_block_mask(window, None, None, *lengths, "cpu", BLOCK_SIZE=32)
+        return flex_attention(query, query, query, block_mask=mask)
+
+
+@STRICT
+def test_a_mask_made_inside_for_fixed_lengths(strict):
+    inputs = (torch.randn(1, 2, 90, 8),)
+    program = torch.export.export(Fixed(), inputs, strict=strict)
+    torch.testing.assert_close(program.module()(*inputs), Fixed()(*inputs))
+    file = io.BytesIO()
+    torch.export.save(program.run_decompositions(), file)
+    file.seek(0)
+    torch.testing.assert_close(torch.export.load(file).module()(*inputs), Fixed()(*inputs))
+
+
 def test_an_exported_program_trains():
     layer, inputs = Layer(), operands(grad=True)
     program = torch.export.export(layer, tuple(inputs), strict=True).module()
