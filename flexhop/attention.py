@@ -18,7 +18,7 @@ from flexhop.compat.dtensors import is_dtensor
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import RANGES, AttentionArgs, CachedArgs
-from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake
+from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake, note_wrong_type
 from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout import place
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
@@ -266,6 +266,9 @@ def attend(
         )  # fmt: skip
     # Errors are recorded here and raised by `prepare`. Under torch.compile(fullgraph=True), an
     # exception from this traced code would reach the user as a compiler error.
+    mistake = mistake or note_wrong_type(query, key, value, scale, return_aux)
+    if mistake is not None:
+        scale = return_aux = None
     wants_max = return_aux is not None and return_aux.max_scores
     is_mask = block_mask is None or _has_view(block_mask) or _is_mask(block_mask)
     wrong_mask = None if is_mask else type(block_mask).__name__

@@ -123,9 +123,9 @@ def _prepare(
     Raises:
         FlexhopError: as `call.prepare`; NoTritonError, because Inductor would wrap it.
     """
-    _require_triton(query)
     given = _read_call(flat_call)
     found = call.prepare(query, key, value, blocks, given)
+    _require_triton(query)
     if given.agree_groups:
         call.agree_on_shapes(query, key, value, given.agree_groups)
     return found

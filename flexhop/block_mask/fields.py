@@ -139,12 +139,16 @@ class MaskFields:
 
 
 def dense_blocks(mask: MaskFields) -> tuple[Tensor, Tensor]:
-    """Partial blocks and full blocks of a mask, each [B, H, R, C] bool."""
-    columns = block_count(mask.seq_lengths[1], mask.BLOCK_SIZE[1])
-    partial = lists_to_dense(mask.kv_num_blocks, mask.kv_indices, columns)
+    """Partial blocks and full blocks of a mask, each [B, H, R, C] bool.
+
+    Lists of a compiled function may have room for one more row than exists.
+    """
+    rows, columns = (block_count(mask.seq_lengths[i], mask.BLOCK_SIZE[i]) for i in (0, 1))
+    partial = lists_to_dense(mask.kv_num_blocks, mask.kv_indices, columns)[..., :rows, :]
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
-    return partial, lists_to_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    full = lists_to_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    return partial, full[..., :rows, :]
 
 
 def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:

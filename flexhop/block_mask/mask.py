@@ -33,6 +33,7 @@ from flexhop.block_mask.saving import SavedMask, dump_context, load_context
 from flexhop.block_mask.selection import Index, select_blocks, sliced_mask_mod
 from flexhop.block_mask.tensorlike import TensorLikeMask
 from flexhop.compat.pytree import Serializer, register_container
+from flexhop.compat.symbols import is_symbolic
 from flexhop.errors import BlockMaskFieldError, BlockMaskTypeError, UnsupportedFeatureError
 from flexhop.mods.functions import MaskMod, noop_mask
 
@@ -265,11 +266,27 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
             UnsupportedFeatureError: dq_kv_order is a tensor, which selecting would invalidate.
         """
         self._refuse_explicit_order("Indexing")
-        selection, lengths, whole = select_blocks(self, index)
-        full = self.full_kv_num_blocks, self.full_kv_indices
+        mask = self._without_spare_row()
+        selection, lengths, whole = select_blocks(mask, index)
+        full = mask.full_kv_num_blocks, mask.full_kv_indices
         full = tuple(None if field is None else field[selection] for field in full)
-        partial = self.kv_num_blocks[selection], self.kv_indices[selection]
+        partial = mask.kv_num_blocks[selection], mask.kv_indices[selection]
         return self._rebuilt(partial, full, lengths, self.mask_mod if whole else sliced_mask_mod)
+
+    def _without_spare_row(self) -> BlockMask:
+        """The key side, without the row for which lists of a compiled function have room.
+
+        Where the length is symbolic, the row stays: its place is not known.
+        """
+        rows = block_count(self.seq_lengths[0], self.BLOCK_SIZE[0])
+        if is_symbolic(rows) or self.kv_num_blocks.shape[-1] <= rows:
+            return self
+        partial = self.kv_num_blocks[..., :rows], self.kv_indices[..., :rows, :]
+        full: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
+            full = self.full_kv_num_blocks[..., :rows], self.full_kv_indices[..., :rows, :]
+        sizes = self.seq_lengths, self.BLOCK_SIZE, self.mask_mod
+        return BlockMask(sizes[0], *partial, *full, None, None, None, None, *sizes[1:])
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Crop to shorter lengths, or extend by blocks that are not visited.

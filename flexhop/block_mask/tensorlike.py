@@ -99,6 +99,11 @@ class TensorLikeMask(MaskFields):
         """A mask whose tensors are detached."""
         return self.map_tensors(Tensor.detach)
 
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:

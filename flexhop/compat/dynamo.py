@@ -163,7 +163,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         ]
         operands = [door.query, door.key, door.value, *tensors]
         (q, k, v, lists, seeds), _ = hops.proxy_args_kwargs(operands, {})
-        fakes = [fake_of(proxy) for proxy in (q, k, v)]
+        fakes = [example_of(proxy) for proxy in (q, k, v)]
         fake_lists = tuple(fake_of(proxy) for proxy in lists)
         scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, door.call))
         score = self.trace_mod(tx, door.query, door.score_mod, "score_mod")
@@ -283,9 +283,10 @@ def _forget_batched_inputs(graph: Graph) -> None:
 def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(
+    fresh = torch.empty_strided(
         value.size(), value.stride(), dtype=value.dtype, device=value.device
     )
+    return fresh.zero_() if value.dim() == 0 else fresh  # torch.export.draft_export reads at it
 
 
 class _WriteWatch(Interpreter):
@@ -319,7 +320,7 @@ def _scalar(
 ) -> VariableTracker:
     keywords = {"dtype": dtype, "requires_grad": requires_grad}
     built = {name: VariableTracker.build(tx, value) for name, value in keywords.items()}
-    return query.call_method(tx, "new_empty", [VariableTracker.build(tx, [])], built)
+    return query.call_method(tx, "new_zeros", [VariableTracker.build(tx, [])], built)
 
 
 def _function_of(mod: VariableTracker) -> Any:

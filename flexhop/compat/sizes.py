@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["assert_all", "bound_of", "is_known"]
+__all__ = ["assert_all", "bound_of", "is_empty", "is_known"]
 
 # Code recompiles if a size exceeds the first of these that bounded it.
 _LIMITS = (2**17, 2**20, 2**24, 2**31 - 1)
@@ -32,6 +32,18 @@ def bound_of(size: int | torch.SymInt) -> int | None:
         if guard_or_false(size <= limit) and guard_or_false(size >= -limit):
             return limit
     return None
+
+
+def is_empty(size: int | torch.SymInt) -> bool:
+    """Whether a length is 0. If data determines it, the graph checks it at run time."""
+    if isinstance(size, int):
+        return size == 0
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if not free_unbacked_symbols(size):
+        return bool(size == 0)
+    torch._check(size > 0, lambda: "Attention needs at least one token, but a length is 0.")
+    return False
 
 
 def is_known(relation: bool | torch.SymBool) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flexhop import errors, mods
 from flexhop.compat.autocast import wanted_dtype
 from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.sizes import is_empty
 from flexhop.ops.agreement import agree
 from flexhop.ops.certified import verify_option
 from flexhop.options import KernelOptions
@@ -59,6 +60,26 @@ def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
                 errors.RankError, argument=argument, rank=tensor.dim(), expected=rank
             )
     return None
+
+
+def note_wrong_type(
+    query: Any, key: Any, value: Any, scale: Any, return_aux: Any
+) -> Mistake | None:
+    """An OptionValueError for the first of flex_attention's arguments of a wrong type, if any."""
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(operand, Tensor):
+            return _wrong_type(name, operand, "a tensor")
+    if isinstance(scale, (Tensor, str)):
+        return _wrong_type("scale", scale, "a float or None; multiply query by a tensor instead")
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        return _wrong_type("return_aux", return_aux, "an AuxRequest or None")
+    return None
+
+
+def _wrong_type(name: str, found: Any, allowed: str) -> Mistake:
+    return note_mistake(
+        errors.OptionValueError, name=name, value=type(found).__name__, allowed=allowed
+    )
 
 
 class Call(NamedTuple):
@@ -157,9 +178,12 @@ def check_requests(call: Call) -> None:
 def _scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(query.size(-1))
-    if isinstance(scale, Tensor) or isinstance(scale, complex):
-        raise errors.OptionValueError(name="scale", value=scale, allowed="a float or None")
-    return float(scale)
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise errors.OptionValueError(
+            name="scale", value=scale, allowed="a float or None"
+        ) from None
 
 
 def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -185,7 +209,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key)):
-        if tensor.size(2) == 0:
+        if is_empty(tensor.size(2)):
             raise errors.SequenceLengthError(argument=name, length=0)
     if query.size(3) != key.size(3):
         raise errors.HeadDimError(query_dim=int(query.size(3)), key_dim=int(key.size(3)))
@@ -206,6 +230,9 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     heads, key_heads, value_heads = int(query.size(1)), int(key.size(1)), int(value.size(1))
+    if heads == 0:
+        allowed = "a tensor with at least one head"
+        raise errors.OptionValueError(name="query", value=tuple(query.shape), allowed=allowed)
     if key_heads != value_heads:
         raise errors.KeyValueHeadsError(key_heads=key_heads, value_heads=value_heads)
     if heads == key_heads:

@@ -23,7 +23,14 @@ from flexhop.ops.args import AttentionArgs, AttentionDoor, CachedArgs, CachedDoo
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached
-from flexhop.ops.call import Call, check_backward, check_captures, check_result, prepare
+from flexhop.ops.call import (
+    Call,
+    check_backward,
+    check_captures,
+    check_requests,
+    check_result,
+    prepare,
+)
 from flexhop.ops.eager import attend
 from flexhop.ops.eager_calls import run_cached_with_kernels, run_lifted
 from flexhop.ops.eager_kernels import wants_kernels
@@ -90,6 +97,7 @@ def _run_traced(
 def _run_cached_eagerly(
     args: CachedArgs, call: Call, has_mods: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_requests(call)
     args = _autocast(args, cast_cached)
     named: dict[str, Any] = {
         "score_mod": args.score_mod, "mask_mod": args.mask_mod,
@@ -111,6 +119,7 @@ def _run_cached_eagerly(
 
 
 def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    check_requests(call)
     args = _autocast(args, cast_operands)
     check_arity(args.score_mod, "score_mod")
     check_arity(args.mask_mod, "mask_mod")

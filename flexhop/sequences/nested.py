@@ -34,7 +34,8 @@ class Packed(NamedTuple):
 
 def has_nested(*operands: Tensor) -> bool:
     """Whether any of the operands is nested, of any layout."""
-    return any([tensor.is_nested for tensor in operands])  # a list, for Dynamo of 2.11
+    # A list, for Dynamo of 2.11. What is no tensor is refused later.
+    return any([isinstance(operand, Tensor) and operand.is_nested for operand in operands])
 
 
 def pack(

@@ -135,6 +135,14 @@ def test_gradients_of_every_kind_of_read_of_a_shared_cache():
     assert_compiled_agrees(attend, inputs, *tables, tolerance=1e-4)
 
 
+def test_an_empty_batch_gets_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLEXHOP_STRICT", "1")
+    inputs = operands((0, 2, 8, 16), (0, 2, 8, 16))
+    out = torch.compile(flexhop.flex_attention, fullgraph=True)(*inputs)
+    out.sum().backward()
+    assert [t.grad.shape for t in inputs if t.grad is not None] == [t.shape for t in inputs]
+
+
 def test_results_that_nobody_wants():
     """Only lse, then only the gradient of a captured tensor."""
     inputs = [x.detach() for x in operands((1, 2, 40, 16), (1, 2, 40, 16))]

@@ -168,3 +168,13 @@ def test_copy_refuses_what_does_not_fit(source: Any, field: str) -> None:
     with pytest.raises(BlockMaskFieldError, match=field):
         static.copy_(source())
     assert torch.equal(static.kv_num_blocks, before)
+
+
+def test_copy_of_a_mask_shares_its_tensors():
+    """Also if its function cannot be pickled."""
+    mask = flexhop.create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, "cpu")
+    made = copy.copy(mask)
+    assert made.kv_indices is mask.kv_indices
+    assert made.mask_mod is mask.mask_mod
+    made.mask_mod = flexhop.noop_mask
+    assert mask.mask_mod is not flexhop.noop_mask

@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
+import flexhop
 from flexhop import BlockMask, create_block_mask
 from flexhop.block_mask import graphed
 from flexhop.block_mask.creation import _lists, checked
@@ -136,6 +137,22 @@ def listed_of(indices, count):
     """The listed blocks of every row that `count` has."""
     rows = indices[..., : count.shape[-1], :].flatten(0, -2)
     return [row[:n] for row, n in zip(rows, count.flatten().tolist(), strict=True)]
+
+
+def test_lists_of_a_compiled_function_have_the_rows_that_exist():
+    """They have room for one more, which users must not see."""
+    create = torch.compile(create_block_mask, backend="aot_eager", dynamic=True, fullgraph=True)
+    found, expected = (
+        f(flexhop.masks.causal, None, None, 300, 300, "cpu") for f in (create, create_block_mask)
+    )
+    assert found.to_dense().shape == (1, 1, 3, 3)
+    assert found.same_structure(expected)
+    for key in (-1, 2, slice(1, None), slice(1, 3), slice(None)):
+        part = found[:, :, key]
+        assert part.seq_lengths == expected[:, :, key].seq_lengths
+        assert part.same_structure(expected[:, :, key])
+    with pytest.raises(IndexError):
+        found[:, :, 3]
 
 
 def elements_of(mask, length: int) -> int:

@@ -106,7 +106,7 @@ def _parts(args: BackwardArgs) -> int:
     """Into how many parts the tiles of queries of one head of keys are divided."""
     query: Any = args.query
     key: Any = args.key
-    heads = inductor.hint(key.get_size()[0]) * inductor.hint(key.get_size()[1])
+    heads = max(1, inductor.hint(key.get_size()[0]) * inductor.hint(key.get_size()[1]))
     tiles = -(-inductor.hint(query.get_size()[2]) // _TILE)
     return max(1, min(-(-cpp_kernel.threads() // heads), tiles))
 

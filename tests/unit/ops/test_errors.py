@@ -95,6 +95,13 @@ OPERANDS = {
         QKV, {"return_lse": True, "return_aux": AuxRequest(lse=True)}, errors.AuxConflictError, [],
     ),
     "scale": (QKV, {"scale": 1j}, errors.OptionValueError, ["scale"]),
+    "scale tensor": (QKV, {"scale": tensor(())}, errors.OptionValueError, ["scale", "Tensor"]),
+    "no tensor": (changed(0, None), {}, errors.OptionValueError, ["query", "NoneType"]),
+    "a list": (changed(2, [[1.0]]), {}, errors.OptionValueError, ["value", "list"]),
+    "no heads": (
+        tuple(t[:, :0] for t in QKV), {}, errors.OptionValueError, ["query", "(2, 0, 24, 8)"],
+    ),
+    "return_aux": (QKV, {"return_aux": True}, errors.OptionValueError, ["return_aux", "bool"]),
 }  # fmt: skip
 
 

@@ -180,3 +180,20 @@ def test_growing_keys_of_one_query():
         torch.testing.assert_close(run(query, key, value), flex_attention(query, key, value))
         found.append(run.graphs)
     assert found == [1, 2, 2, 2, 2]
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_lengths_that_data_determine():
+    """Without a torch._check by the user. A length of 0 is found when the graph runs."""
+
+    def attend(x, kept):
+        chosen = x[:, :, kept.nonzero().squeeze(1)]
+        return flex_attention(chosen, chosen, chosen)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    x = torch.randn(1, 2, 30, 8)
+    for count in (1, 2, 19):
+        kept = torch.arange(30) < count
+        torch.testing.assert_close(compiled(x, kept), attend(x, kept))
+    with pytest.raises(RuntimeError, match=r">= 1|at least one token"):
+        compiled(x, torch.zeros(30, dtype=torch.bool))
