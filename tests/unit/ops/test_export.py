@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+import torch._functorch.config
 
 import flexhop
 from flexhop import flex_attention
