@@ -14,6 +14,12 @@ from torch._inductor.utils import run_and_get_code
 
 import flexhop
 from flexhop.lowering import chunked, cpu
+from flexhop.mods.functions import noop_mask, noop_score
+from flexhop.ops.args import AttentionArgs
+from flexhop.ops.call import Call
+from flexhop.ops.dispatch import run_operator
+from flexhop.ops.dropout import place
+from flexhop.options import KernelOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 WANTED = flexhop.AuxRequest(lse=True, max_scores=True)
@@ -323,3 +329,48 @@ def test_rows_that_loops_hand_over_are_kept_apart():
 
     found = torch.compile(attend, fullgraph=True)(query, key, value)
     torch.testing.assert_close(found, attend(query, key, value))
+
+
+SEED, P = torch.tensor([7, 2**32 - 5]), 0.25
+
+
+def test_dropout():
+    """Tiles begin within groups of 16: blocks hold 24 queries and 40 keys."""
+    inputs = operands((2, 4, 67, 16), (2, 2, 600, 16))
+    bias = torch.randn(4, 700, requires_grad=True)
+    mask = flexhop.create_block_mask(
+        lambda b, h, q, k: q + 530 >= k, None, None, 67, 600, "cpu", BLOCK_SIZE=(24, 40)
+    )
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flexhop.flex_attention(
+            query, key, value, lambda s, b, h, q, k: s + bias[h, q - k + 600], mask,
+            enable_gqa=True, return_aux=WANTED, dropout_p=P, dropout_seed=SEED,
+        )  # fmt: skip
+
+    assert_compiled_agrees(call, inputs, bias)
+
+
+@pytest.mark.parametrize("queries", [40, 3])
+def test_a_placed_seed_is_the_mask_of_the_whole(queries: int):
+    """A rank's call: batches from 1 on, heads from 2 on, and blocks of tokens in any order."""
+    of_queries, of_keys = torch.tensor([5, 1, 2]), torch.tensor([4, 0, 3, 7])
+    keys = 16 * len(of_keys) - 4
+    seed = place(SEED, (1, 2), torch.cat((of_queries, of_keys)))
+    more = {"dropout_p": P, "dropout_groups": len(of_queries)}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        args = AttentionArgs(q, k, v, noop_score, noop_mask, (), 0.0, {}, dropout_seed=(seed,))
+        return run_operator(args, Call(None, False, KernelOptions(), False, None, **more))[0]
+
+    query, key = torch.zeros(2, 2, queries, 16), torch.zeros(2, 2, keys, 16)
+    value = torch.eye(keys).expand(2, 2, keys, keys).contiguous()
+    out, (code,) = run_and_get_code(torch.compile(call), query, key, value)
+    assert "draw_square" in code, "by the kernel, not in chunks"
+    found = out * keys * (1 - P)
+    rows, columns = (
+        (16 * g[:, None] + torch.arange(16)).flatten()[:n]
+        for g, n in ((of_queries, queries), (of_keys, keys))
+    )
+    expected = flexhop.dropout_mask(SEED, P, (3, 4, 128, 128))[1:, 2:][:, :, rows][..., columns]
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=0)

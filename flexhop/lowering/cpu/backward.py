@@ -13,7 +13,9 @@ from flexhop.lowering.cpu.mods import Mods, lower_mods, score_functions
 from flexhop.lowering.cpu.operands import (
     blocks_of,
     dense,
+    dropout_of,
     layout_of,
+    lower_seed,
     lower_states,
     operand_numbers,
     operand_pointers,
@@ -56,7 +58,8 @@ def _emit(
     saved = [inductor.contiguous(args.lse)]
     if args.grad_lse is not None:
         saved.append(inductor.contiguous(args.grad_lse))
-    optional = [] if states is None else [states]
+    seed = lower_seed(args)
+    optional = [*seed, *([] if states is None else [states])]
     inputs = [
         query, args.key, args.value, args.out, args.grad_out, *saved, *optional,
         *mods.captured_tensors,
@@ -75,7 +78,8 @@ const flexhop::Backward<scalar_t> call{{
   {strided(printer, grad_query)},
   {printer.pointer(written[0])}, {printer.pointer(written[1])}, {parts},
   {"true" if is_ordered else "false"},
-  {blocks_of(printer, args, states, mods)}}};
+  {blocks_of(printer, args, states, mods)},
+  {dropout_of(printer, args, seed)}}};
 {score_functions(printer, mods, by_key=True)}
 {joint_functions(printer, mods, joint, dict(zip(joint.sums, written[2:], strict=True)))}
 const flexhop::Functions<decltype(full), decltype(partial), decltype(joint_full),
@@ -83,7 +87,7 @@ const flexhop::Functions<decltype(full), decltype(partial), decltype(joint_full)
     mods{{full, partial, joint_full, joint_partial}};
 flexhop::differentiate(call, mods, captured);
 """
-        files = ("products", "tiles", "packed", "captured", "backward")
+        files = ("products", "tiles", "packed", "captured", "dropout", "backward")
         return header(*files) + "KERNEL_BODY" + call
 
     metas = inline.leaves(inductor.output_meta())

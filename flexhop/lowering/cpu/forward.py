@@ -13,7 +13,9 @@ from flexhop.lowering.cpu.mods import Mods, lower_mods, score_functions
 from flexhop.lowering.cpu.operands import (
     blocks_of,
     dense,
+    dropout_of,
     layout_of,
+    lower_seed,
     lower_states,
     operand_numbers,
     operand_pointers,
@@ -74,7 +76,8 @@ def _emit(args: AttentionArgs, mods: Mods, states: Any, lengths: Any) -> tuple[A
     returns_max = bool(args.options.get("return_max"))
     written = inductor.realize([lse, largest][: 1 + returns_max])
     optional = [one for one in (states, lengths) if one is not None]
-    inputs = [query, args.key, args.value, *optional, *mods.captured_tensors]
+    seed = lower_seed(args)
+    inputs = [query, args.key, args.value, *optional, *seed, *mods.captured_tensors]
 
     def text(out: Any, printer: Printer) -> str:
         call = f"""
@@ -85,11 +88,12 @@ const flexhop::Forward<scalar_t> call{{
   {strided(printer, out)},
   {printer.pointer(written[0])}, {printer.pointer(written[1]) if returns_max else "nullptr"},
   {printer.pointer(lengths) if lengths is not None else "nullptr"},
-  {blocks_of(printer, args, states, mods)}}};
+  {blocks_of(printer, args, states, mods)},
+  {dropout_of(printer, args, seed)}}};
 {score_functions(printer, mods, by_key=False)}
 flexhop::attend(call, full, partial);
 """
-        return header("products", "tiles", "packed", "forward") + "KERNEL_BODY" + call
+        return header("products", "tiles", "packed", "dropout", "forward") + "KERNEL_BODY" + call
 
     symbols = [*mods.captures, *inputs]
     out = cpp_kernel.emit(layout, inputs, written, symbols, text)

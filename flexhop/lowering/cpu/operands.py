@@ -12,6 +12,7 @@ from flexhop.compat import inductor, inline
 from flexhop.compat.cpp_kernel import Printer
 from flexhop.lowering.cpu.mods import Mods
 from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.dropout import threshold
 from flexhop.ops.eager import listed_blocks
 
 PARTIAL, FULL = 1, 2  # as in templates/cpu/tiles.h
@@ -31,6 +32,11 @@ def lower_states(args: AttentionArgs | BackwardArgs) -> Any:
         return None
     (states,) = inline.lower_operands(states_of, args)
     return inductor.contiguous(states)
+
+
+def lower_seed(args: AttentionArgs | BackwardArgs) -> list[Any]:
+    """The seed of dropout with storage, or nothing."""
+    return [inductor.contiguous(seed) for seed in args.dropout_seed]
 
 
 def states_of(args: Any) -> list[Tensor]:
@@ -81,3 +87,13 @@ def blocks_of(printer: Printer, args: Any, states: Any, mods: Mods) -> str:
     sizes = ", ".join(map(printer.number, states.get_size()))
     block = f"{int(args.options['q_block_size'])}, {int(args.options['kv_block_size'])}"
     return f"{{{printer.pointer(states)}, {sizes}, {block}, {otherwise}}}"
+
+
+def dropout_of(printer: Printer, args: Any, seed: Sequence[Any]) -> str:
+    """C++ of what decides which weights are kept."""
+    if not seed:
+        return "{nullptr, 0, 0, 1.0f}"
+    dropout_p = float(args.options["dropout_p"])
+    placed = int(args.options.get("dropout_groups", 0))
+    kept = f"float({1 / (1 - dropout_p)!r})"
+    return f"{{{printer.pointer(seed[0])}, {placed}, {threshold(dropout_p)}, {kept}}}"

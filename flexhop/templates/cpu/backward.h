@@ -15,6 +15,7 @@ struct Backward {
   int64_t parts;                     // divide the tiles of queries of a head among threads
   bool is_ordered;                   // one thread does everything
   Blocks blocks;
+  Dropout dropout;
 };
 
 // What a thread keeps of a tile of queries.
@@ -106,7 +107,9 @@ struct Gradients {
     else call_on(mods.full, scores, weights.at, tile);
     multiply(rows, columns, value_width, packed.rows_of_values(tile.b, kv_head, tile.k),
              {run.grad_out_columns.get(), TILE_ROWS}, grads, false);
+    drop<true>(call.dropout, grads.at, tile);
     weigh(run, tile);
+    drop<true>(call.dropout, weights.at, tile);
     if (state == PARTIAL) join(mods.joint_partial, scores, grads.at, tile, sums);
     else join(mods.joint_full, scores, grads.at, tile, sums);
     multiply(rows, value_width, columns, constant_weights, {run.grad_out.get(), value_width},

@@ -12,6 +12,7 @@ struct Forward {
   float *lse, *largest;    // [B, H, M]; largest may be absent
   const int32_t* lengths;  // [B], keys that exist; may be absent
   Blocks blocks;
+  Dropout dropout;
 };
 
 // What a thread keeps of a tile of queries.
@@ -102,6 +103,9 @@ struct Tile {
     for (int64_t i = 0; i < rows; ++i)
       sees |= soften<scalar_t>(run, i, columns, sizes.value_width);
     if (!sees) return;
+    for (int64_t g = 0; g < fold; ++g)
+      drop<false>(call.dropout, scores.row(g * tile.rows),
+                  Place{tile.b, tile.h + g, tile.q, k, tile.rows, columns, scores.step});
     if (packed == nullptr)
       with_rows(rows, [&](auto few) {
         combine_few<few()>(sizes.value_width, columns, {scores.at, scores.step},
