@@ -36,6 +36,8 @@ from flexhop.ops.program import read_step
 
 aten = torch.ops.aten
 OPERANDS = ("query", "key", "value")
+# Two accumulators of wider rows exceed the registers of the smallest tile (seen in cubins).
+_MOST_COLUMNS = 256
 _SECOND: dict[str, Kernel] = {
     "query": "jvp_grad_query", "key": "jvp_grad_key", "value": "jvp_grad_value",
 }  # fmt: skip
@@ -66,10 +68,11 @@ def emit_tangent(args: DerivativeArgs) -> list[Any] | None:
     dots = {OPERANDS[i]: tangent for i, tangent in directions.items() if i < 3}
     moved = {i - 3: tangent for i, tangent in directions.items() if i >= 3}
     tangents = _read(args, dots, moved)
-    if not kernels.has_tile("jvp_forward", tangents.shared.problem) or _is_too_wide(tangents):
+    problem = tangents.shared.problem
+    if _width(problem) > _MOST_COLUMNS or not kernels.has_tile("jvp_forward", problem):
         return None
     emit = functools.partial(_emit_pushed, tangents)
-    return fallback.attempt("forward mode", emit, tangents.shared.problem)
+    return fallback.attempt("forward mode", emit, problem)
 
 
 def _emit_pushed(tangents: _Tangents) -> list[Any]:
@@ -100,12 +103,8 @@ def _read(args: DerivativeArgs, dots: dict[str, Any], moved: dict[int, Any]) -> 
     return _Tangents(call, shared, dots, push)
 
 
-def _is_too_wide(tangents: _Tangents) -> bool:
-    """Whether two accumulators of a row exceed the registers of the smallest tile (seen in
-    cubins)."""
-    problem = tangents.shared.problem
-    most = 128 if problem.itemsize > 2 else 256
-    return max(problem.head_dim, problem.value_head_dim) > most
+def _width(problem: Problem) -> int:
+    return max(problem.head_dim, problem.value_head_dim)
 
 
 def _push(tangents: _Tangents, out_strides: Any, dot_strides: Any) -> _Pushed:
@@ -259,7 +258,7 @@ def _has_lists(args: DerivativeArgs, second: Second) -> bool:
 def second_obstacle(problem: Problem) -> str:
     """Why the second-order kernels do not support a call; empty if they do."""
     most = 64 if problem.itemsize > 2 else 128
-    width = max(problem.head_dim, problem.value_head_dim)
+    width = _width(problem)
     if width > most:
         return f"the head size is {width}, and the kernels have registers for at most {most}"
     if not all(kernels.has_tile(k, problem) for k in ("jvp_forward", *_SECOND.values())):

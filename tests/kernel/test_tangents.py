@@ -48,6 +48,8 @@ def gaps(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 CASES: dict[str, tuple[Any, Any, torch.dtype, tuple[int, ...], dict[str, Any]]] = {
     "dense": (None, None, torch.float32, (0, 1, 2), {}),
     "mod-mask": (biased, gaps, torch.float32, (0, 1, 2, 3), {}),
+    "wide": (biased, gaps, torch.float32, (0, 1, 2, 3), {}),
+    "wide-bf16": (biased, gaps, torch.bfloat16, (0, 1, 2), {}),
     "query-bf16": (factor, gaps, torch.bfloat16, (0,), {}),
     "capture-fp16": (biased, None, torch.float16, (3,), {}),
     "keys-values": (None, gaps, torch.bfloat16, (1, 2), {"scale": -0.3}),
@@ -87,7 +89,8 @@ def pushed(name: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name: str):
     dtype = CASES[name][2]
-    shapes = [(2, 4, 37, 20), (2, 2, 45, 20), (2, 2, 45, 24), (4, 9), (4,)]
+    width, value_width = (200, 256) if name.startswith("wide") else (20, 24)
+    shapes = [(2, 4, 37, width), (2, 2, 45, width), (2, 2, 45, value_width), (4, 9), (4,)]
     inputs = [torch.randn(shape, dtype=dtype) for shape in shapes * 2]
     gold = pushed(name)(*(t.double() for t in inputs))
     plain = pushed(name)(*inputs)
@@ -104,12 +107,16 @@ def test_interpreted(name: str):
         assert error <= budget, (float(error), float(budget))
 
 
-def cubin(architecture: int, width: int, dtype: torch.dtype) -> Any:
+def softened(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (s * 0.7).tanh() * 2 - 0.1 * (i - j)
+
+
+def cubin(architecture: int, width: int, dtype: torch.dtype, score: Any = None) -> Any:
     inputs = [torch.zeros(1, 2, 1024, width, dtype=dtype) for _ in range(3)]
     mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
 
     def attend(*x: Tensor) -> Tensor:
-        return flexhop.flex_attention(*x, block_mask=mask, kernel_options=OPTIONS)
+        return flexhop.flex_attention(*x, score, block_mask=mask, kernel_options=OPTIONS)
 
     generated = generate_code(
         lambda *x: torch.func.jvp(attend, x, x), *inputs,
@@ -127,6 +134,29 @@ def test_default_tiles_do_not_spill(architecture: int, width: int):
     assert found.mma + found.wgmma + found.tcgen05 > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("score", [None, softened], ids=["plain", "softened"])
+def test_default_tiles_of_exact_float32(score: Any, architecture: int):
+    """Products of 256 columns are divided; undivided ones spilled 2,000 registers and more."""
+    found = cubin(architecture, 256, torch.float32, score)
+    assert (found.spills, found.stack, found.mma) == (0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "most"), [(80, 8), (90, 0), (100, 32)])
+@pytest.mark.parametrize("score", [None, softened], ids=["plain", "softened"])
+def test_default_tiles_of_tf32(score: Any, architecture: int, most: int):
+    """Some accesses to local memory at 256 columns, of thousands of instructions."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = cubin(architecture, 256, torch.float32, score)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found.mma > 0 and found.spills <= most
+
+
 def test_packed_sequences():
     """Forward mode of varlen_attention: each sequence as by itself."""
     lengths = [19, 0, 33]
@@ -134,14 +164,14 @@ def test_packed_sequences():
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flexhop.varlen_attention(
-            q, k, v, offsets, score_mod=factor_of_score, is_causal=True, kernel_options=OPTIONS
+            q, k, v, offsets, score_mod=softened, is_causal=True, kernel_options=OPTIONS
         )  # fmt: skip
 
     def apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
         whole = [
             flexhop.flex_attention(
-                *(t.movedim(0, 1)[None] for t in part), factor_of_score,
+                *(t.movedim(0, 1)[None] for t in part), softened,
                 flexhop.create_block_mask(causal, None, None, len(part[0]), len(part[0]), "cpu"),
             )[0].movedim(1, 0)
             for part in parts if len(part[0])
@@ -156,7 +186,3 @@ def test_packed_sequences():
     assert any("push_blocks" in kernel.functions for kernel in found.templates)
     expected = torch.func.jvp(apart, tuple(inputs[:3]), tuple(inputs[3:]))
     torch.testing.assert_close(found.result, expected, rtol=1e-4, atol=1e-4)
-
-
-def factor_of_score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return (s * 0.7).tanh() * 2 - 0.1 * (i - j)

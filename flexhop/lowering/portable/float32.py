@@ -51,6 +51,13 @@ FLOAT32: tuple[Rule, ...] = (
             ),
         },
     ),
+    # Two accumulators of 256 columns. Chosen without spills.
+    Rule(
+        "TF32, tangents",
+        lambda p: is_sm90(p) and p.dtype == torch.float32 and p.is_tf32,
+        {"jvp_forward": {256: Tile(16, 32, 8, 1)}},
+        measured=False,
+    ),
     # Four warps had 1200 to 1400 accesses to local memory in a step. Chosen without spills.
     Rule(
         "exact float32, reads per score",

@@ -21,7 +21,8 @@ KERNELS = {
     "forward": ("portable/forward", *_ATTEND),
     "decode": ("portable/decode", *_ATTEND),
     "jvp_forward": (
-        "portable/jvp_forward", "portable/push_tile", *_BY_QUERY, "mods/mod_push",
+        "portable/jvp_forward", "portable/push_tile", "portable/products", *_BY_QUERY,
+        "mods/mod_push",
     ),
     "cached_forward": ("portable/forward", *_CACHED_ATTEND),
     "cached_decode": ("portable/decode", *_CACHED_ATTEND),
