@@ -95,7 +95,7 @@ def _between(dtype: torch.dtype, static: tuple[int, int]) -> Interval:
 
 
 def _evaluate(
-    node: fx.Node, found: Mapping[fx.Node, Any], tables: Tables | None, positions: list[Interval]
+    node: fx.Node, found: Mapping[fx.Node, Any], tables: Tables | None, positions: list[Any]
 ) -> Any:
     dtype = dtype_of(node)
     args, kwargs = operands(node, found.__getitem__)
@@ -115,7 +115,7 @@ def _read(
     indices: Sequence[Any],
     dtype: torch.dtype,
     tables: Tables | None,
-    positions: list[Interval],
+    positions: list[Any],
 ) -> Any:
     """An entry, or the rest of a table that is read in steps."""
     uses = _uses([table, *indices])

@@ -9,12 +9,14 @@ from typing import Any
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
-from flexhop.lowering.mods.relative import RECENT, graph_of
+from flexhop.compat import inductor
+from flexhop.lowering.mods.relative import without_bounded
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
 # Kernels compute with positions in fp32, which represents every integer below this (strength.py).
 _LENGTH = 2**24
+RECENT = 64  # graphs that are cached: those of a few calls
 _SIZES = {"q": _LENGTH, "k": _LENGTH}
 
 
@@ -26,12 +28,12 @@ def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
         mod: (*inputs, *captures) -> value or values.
         inputs: INDICES of a mask_mod, SCORE of a score_mod, JOINT of a joint graph.
     """
-    return _kernel_graph(graph_of(mod, inputs), inputs)
+    return _kernel_graph(inductor.graph_module(mod), inputs)
 
 
 @functools.lru_cache(maxsize=RECENT)
 def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
-    return with_magnitudes(graph, inputs, _SIZES)
+    return with_magnitudes(without_bounded(graph, inputs), inputs, _SIZES)
 
 
 def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from flexhop.analysis import INDICES, All, AtLeast, Equals, Truth, truth_of
+from flexhop.analysis import INDICES, All, AtLeast, Equals, truth_of
 from flexhop.lowering.mods.analysed import analysed
 
 _FAR = 2**30  # a missing side; adding a position does not overflow 32 bits
@@ -31,31 +31,22 @@ def key_band(mask: fx.GraphModule) -> Band | None:
         mask: (b, h, q_idx, kv_idx, *captures) -> bool.
     """
     found = analysed(mask, INDICES)
+    q_idx, kv_idx = found.mod.inputs["q"], found.mod.inputs["k"]
     truth = truth_of(found.forms, found.mod.result)
     if truth is False:
         return Band(1, 0)
-    band = Band(-_FAR, _FAR)
+    first, end = -_FAR, _FAR
     for part in truth.parts if isinstance(truth, All) else (truth,):
-        side = _side(part, found.mod.inputs["q"], found.mod.inputs["k"])
-        if side is None:
+        if not isinstance(part, (AtLeast, Equals)) or abs(part.form.offset) >= _FAR:
             return None
-        band = Band(max(band.first, side.first), min(band.end, side.end))
-    return band if -_FAR < band.first and band.end < _FAR else None
-
-
-def _side(truth: Truth, q_idx: fx.Node, kv_idx: fx.Node) -> Band | None:
-    """The side of a band that a condition on the distance gives; one side may be missing."""
-    if not isinstance(truth, (AtLeast, Equals)) or abs(truth.form.offset) >= _FAR:
-        return None
-    form = truth.form
-    if form.terms == {q_idx: 1, kv_idx: -1}:  # kv_idx <= q_idx + offset
-        edge = form.offset
-        band = Band(-_FAR, edge + 1)
-    elif form.terms == {q_idx: -1, kv_idx: 1}:  # kv_idx >= q_idx - offset
-        edge = -form.offset
-        band = Band(edge, _FAR)
-    else:
-        return None
-    if isinstance(truth, AtLeast):
-        return band
-    return Band(edge, edge + 1) if truth.is_equal else None
+        if isinstance(part, Equals) and not part.is_equal:
+            return None
+        terms, edge = part.form.terms, part.form.offset
+        if terms == {q_idx: 1, kv_idx: -1}:  # kv_idx <= q_idx + offset
+            side = Band(edge if isinstance(part, Equals) else -_FAR, edge + 1)
+        elif terms == {q_idx: -1, kv_idx: 1}:  # kv_idx >= q_idx - offset
+            side = Band(-edge, 1 - edge if isinstance(part, Equals) else _FAR)
+        else:
+            return None
+        first, end = max(first, side.first), min(end, side.end)
+    return Band(first, end) if -_FAR < first and end < _FAR else None

@@ -45,28 +45,19 @@ def wrap_reads(
         return module
     wrap = _Wrap(graph, inputs, sizes, copies)
     for read in reads:
-        source, indices = read.args
-        inside = wrap.all(cast("fx.Node", source), cast("Any", indices), copies[read])
-        copies[read].args = (copies[source], inside)
-    if sites:
-        _wrap_sites(graph, module.graph.output_node(), sites, wrap, len(inputs))
-    module.recompile()
-    return module
-
-
-def _wrap_sites(
-    graph: fx.GraphModule, output: fx.Node, sites: Sequence[Site], wrap: _Wrap, first: int
-) -> None:
-    """first: number of inputs before the captures."""
-    captures = graph.graph.find_nodes(op="placeholder")[first:]
+        arguments: Any = read.args
+        source, indices = arguments
+        copies[read].args = (copies[source], wrap.all(source, indices, copies[read]))
+    captures = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
     computed: Any = graph.graph.output_node().args[0]
-    results: list[Any] = list(cast("Any", output.args[0]))
+    output = module.graph.output_node()
     for site in sites:
         indices = [computed[i] for i in site.indices]
-        wrapped = wrap.all(captures[site.capture], indices, output)
-        for position, index in zip(site.indices, wrapped, strict=True):
-            results[position] = index
-    output.args = (tuple(results),)
+        inside = wrap.all(captures[site.capture], indices, output)
+        found, results = dict(zip(site.indices, inside, strict=True)), cast("Any", output.args[0])
+        output.args = (tuple(found.get(i, result) for i, result in enumerate(results)),)
+    module.recompile()
+    return module
 
 
 class _Wrap:

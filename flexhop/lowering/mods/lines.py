@@ -118,7 +118,8 @@ class _Slopes:
 
     def _products(self, node: fx.Node, held: frozenset[str]) -> list[list[Any]]:
         """The products whose sum a node is; an absolute value is one on each side of the bend."""
-        kind, operands, options = name_of(node), node.args, dict(node.kwargs)
+        kind, options = name_of(node), dict(node.kwargs)
+        operands: Any = node.args
         if kind in _CONVERSIONS and _keeps_value(operands[0], node):
             return [[operands[0]]]
         factor = options.pop("alpha", options.pop("value", 1))
@@ -129,7 +130,7 @@ class _Slopes:
         if kind == "div" and not options:
             value, divisor = operands
             if not isinstance(divisor, fx.Node):
-                return [[1.0 / divisor, value]]  # type: ignore[operator]
+                return [[1.0 / divisor, value]]
             return [[value, self._call(aten.reciprocal.default, self._factor(divisor, held))]]
         raise _NoLine
 
@@ -177,5 +178,5 @@ class _Slopes:
 
 def _keeps_value(source: Any, node: fx.Node) -> bool:
     """Whether a conversion keeps the value: of integers, and of integers as fp32."""
-    kinds = [dtype_of(value) for value in (source, node)]
-    return not (kinds[0].is_floating_point and not kinds[1].is_floating_point)
+    was_float, is_float = (value.meta["val"].dtype.is_floating_point for value in (source, node))
+    return is_float or not was_float

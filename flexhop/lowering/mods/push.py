@@ -10,10 +10,9 @@ from torch import Tensor, fx
 
 from flexhop.compat import inline, pointwise, transforms
 from flexhop.compat.indexing import IndexMode
-from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs, value_of
-from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.reads import NUM_SCORE_INPUTS
 from flexhop.ops.smooth import smooth
@@ -31,7 +30,7 @@ def lower_push(
         moved: tangents of captured tensors, lowered, by position.
     """
     inputs = score_inputs(device, "score_dot")
-    graph = trace_push(graph_of(score, SCORE), sorted(moved))
+    graph = trace_push(kernel_graph(score, SCORE), sorted(moved))
     safe = wrap_reads(cheaper(graph, SCORE), SCORE, position_sizes())
     tangents = [moved[i] for i in sorted(moved)]
     (buffer,) = pointwise.lower(safe, [*inputs, *captures, *tangents], "the tangent of score_mod")
@@ -40,7 +39,7 @@ def lower_push(
 
 def is_additive(score: Any) -> bool:
     """Whether a score_mod leaves the tangent of its score unchanged."""
-    graph = trace_push(graph_of(score, SCORE), ())
+    graph = trace_push(kernel_graph(score, SCORE), ())
     return value_of(graph.graph.output_node().args[0]) is _placeholder(graph, NUM_SCORE_INPUTS)
 
 
@@ -54,7 +53,7 @@ def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any
     Args: see `lower_push`.
     """
     inputs = score_inputs(device, "score_dot", "grad_score")
-    graph = smooth(graph_of(score, SCORE))
+    graph = smooth(kernel_graph(score, SCORE))
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
 
     def bent(*values: Any) -> Tensor:

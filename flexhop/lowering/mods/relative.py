@@ -8,7 +8,6 @@ comparing them compares kv_idx with q_idx.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,19 +17,8 @@ from flexhop.analysis import Analysis, Form, Writer, analyse, copied
 from flexhop.compat import inductor
 from flexhop.primitives.bounded import BOUNDED
 
-__all__ = ["graph_of", "lower_bounded"]
-
 aten = torch.ops.aten
 _COMPARED = {getattr(aten, name).Tensor for name in ("sub", "gt", "ge", "lt", "le", "eq", "ne")}
-RECENT = 64  # graphs that are cached: those of a few calls
-
-
-def graph_of(subgraph: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
-    """The graph of a subgraph operand, for kernels: distances need no table.
-
-    inputs: names of its first inputs, as in `analyse`.
-    """
-    return _resolved(inductor.graph_module(subgraph), inputs)
 
 
 def lower_bounded(position: Any, last: Any) -> Any:
@@ -39,9 +27,11 @@ def lower_bounded(position: Any, last: Any) -> Any:
     return inductor.call_lowering(aten.minimum.default, raised, last)
 
 
-@functools.lru_cache(maxsize=RECENT)
-def _resolved(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
-    """The same function without `bounded`; unchanged if it has none."""
+def without_bounded(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
+    """The same function without calls of `bounded`: distances need no table.
+
+    inputs: names of its first inputs, as in `analyse`.
+    """
     bounded = set(owner.graph.find_nodes(op="call_function", target=BOUNDED))
     if not bounded:
         return owner

@@ -33,7 +33,7 @@ _QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_m
 _REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
 _LARGEST = 2**24  # fp32 represents all integers up to this
 # Bounds on positions: the sum of two is exact.
-_SIZES = dict.fromkeys(INDICES, _LARGEST // 2)
+_SIZES: dict[str, int] = dict.fromkeys(INDICES, _LARGEST // 2)
 
 
 def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
@@ -64,7 +64,8 @@ def _division(node: fx.Node, copy: fx.Node, found: Analysis) -> fx.Node | None:
     )
     if not (is_quotient or node.target in _REMAINDERS):
         return None
-    value, divisor = copy.args
+    arguments: Any = copy.args
+    value, divisor = arguments
     is_number = isinstance(divisor, int) and not isinstance(divisor, bool) and divisor > 0
     if not (is_number and _is_integer(value) and _is_integer(node)):
         return None
@@ -73,7 +74,7 @@ def _division(node: fx.Node, copy: fx.Node, found: Analysis) -> fx.Node | None:
         if is_quotient:
             return call(aten.bitwise_right_shift.Tensor_Scalar, (value, divisor.bit_length() - 1))
         return call(aten.bitwise_and.Scalar, (value, divisor - 1))
-    if found[node.args[0]].low < 0:
+    if found[node.all_input_nodes[0]].low < 0:
         return None
     if is_quotient:
         return call(aten.div.Tensor_mode, (value, divisor), {"rounding_mode": "trunc"})
@@ -131,7 +132,8 @@ class _Floats:
         if not isinstance(node, fx.Node):
             return node
         if node not in self._known:
-            target, operands = convert, (self.copies[node], torch.float32)
+            target: Any = convert
+            operands = (self.copies[node], torch.float32)
             if _is_sum(node):
                 target, operands = node.target, tuple(map(self._as_float, node.args))
             new = self.copies[node].graph.call_function(target, operands)

@@ -13,7 +13,6 @@ from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.analysed import JOINT, SCORE, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
-from flexhop.lowering.mods.relative import graph_of
 from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
@@ -46,7 +45,7 @@ def lower_sums(
     Raises:
         UnsupportedFeatureError: one is read in other ways than ops/reads.py says.
     """
-    graph, sites = _trace_sums(graph_of(score, SCORE), wanted)
+    graph, sites = _trace_sums(kernel_graph(score, SCORE), wanted)
     *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")
     count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2
     inputs = [*first, *captures[:count], score_dot, grad_dot]

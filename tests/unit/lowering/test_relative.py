@@ -10,7 +10,7 @@ from flexhop.analysis import INDICES
 from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_mods
-from flexhop.lowering.mods.relative import graph_of
+from flexhop.lowering.mods.relative import without_bounded
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
 from flexhop.primitives.bounded import BOUNDED, bounded
@@ -35,7 +35,9 @@ def tables(*, alike: bool = True) -> RowTables:
 
 def graph(mod, *, alike: bool = True) -> torch.fx.GraphModule:
     """What kernels compute of a mod in local positions."""
-    return graph_of(trace_score(local_score_mod(mod, tables(alike=alike)), QUERY, ()), SCORE)
+    return without_bounded(
+        trace_score(local_score_mod(mod, tables(alike=alike)), QUERY, ()), SCORE
+    )
 
 
 def num_reads(of: torch.fx.GraphModule) -> int:
@@ -92,7 +94,7 @@ def test_a_slope_is_a_line_over_packed_keys():
 
 def test_masks_compare_packed_positions():
     keep = local_mask_mod(lambda b, h, q, k: (k <= q) & (q - k < 3), tables())
-    found = graph_of(trace_mask(keep, QUERY, ()), INDICES)
+    found = without_bounded(trace_mask(keep, QUERY, ()), INDICES)
     assert num_reads(found) == 2  # both ends of the range
     assert not found.graph.find_nodes(op="call_function", target=BOUNDED)
 
