@@ -21,7 +21,7 @@ _INSTRUCTIONS: dict[str, float] = {
     "maximum": 3, "minimum": 3, "clamp": 4, "convert_element_type": 2, "_to_copy": 2, "index": 3,
     "exp": 2, "exp2": 1, "log": 10, "log2": 8, "log10": 10, "sqrt": 2, "rsqrt": 1,
     "reciprocal": 2, "div": 2, "sigmoid": 4, "silu": 7, "tanh": 12, "erf": 15, "gelu": 19,
-    "gelu_backward": 25, "tanh_approx": 4, "scaled_tanh": 7,
+    "gelu_backward": 25, "tanh_approx": 4, "scaled_tanh": 5,
     "expm1": 10, "log1p": 10, "softplus": 15, "log_sigmoid_forward": 16, "logaddexp": 20,
     "mish": 30, "atan": 25, "atan2": 45, "asin": 25, "acos": 25, "sinh": 25, "cosh": 20,
     "asinh": 50, "acosh": 50, "atanh": 50, "erfinv": 40, "erfc": 60, "sin": 15, "cos": 15,

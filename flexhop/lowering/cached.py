@@ -16,10 +16,10 @@ from flexhop.compat.indexing import IndexMode
 from flexhop.lowering import chunked, cpu
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward
+from flexhop.lowering.mods.caps import foldable_scale
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.keys import KEY_INPUTS, is_exact, read_key_mod
-from flexhop.lowering.mods.lower import lower_mods
-from flexhop.lowering.mods.lower import read_mods as mod_facts
+from flexhop.lowering.mods.lower import lower_mods, read_mods
 from flexhop.lowering.operands import (
     Sizes,
     bulk_obstacle,
@@ -71,7 +71,7 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     device = inductor.device_of(args.query)
     mods = lower_mods(
         device, (args.score_mod, args.mask_mod), (score, mask), sizes,
-        folds_caps=tanh.has_texts(device, args.query.get_dtype()),
+        cap_scale=foldable_scale(args, has_texts=tanh.has_texts(device, args.query.get_dtype())),
     )  # fmt: skip
     pages = inductor.realize(args.pages)
     subgraphs = _lower_readers(args, readers, fakes, pages)
@@ -260,7 +260,9 @@ def read_cached_tensors(
     *strides, last = args.value.stride()
     has_pairs = last == 1 and not any(stride % 16 for stride in strides)
     cache = dataclasses.replace(readers.cache, has_pairs=has_pairs)
+    cap_scale = foldable_scale(args, has_texts=args.query.dtype.itemsize == 2)
+    mods = read_mods(score, mask, cap_scale=cap_scale)
     return make_problem(
-        args, sizes, device, args.query.dtype, mod_facts(score, mask), cache=cache,
+        args, sizes, device, args.query.dtype, mods, cache=cache,
         value_is_key=value_is_key,
     )  # fmt: skip

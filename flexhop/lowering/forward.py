@@ -12,7 +12,7 @@ from flexhop.compat import ahead, guards, inductor, tanh
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
-from flexhop.lowering.mods.caps import has_caps
+from flexhop.lowering.mods.caps import foldable_scale, has_caps
 from flexhop.lowering.mods.lower import ModBuffers, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.lowering.portable import splits
@@ -27,7 +27,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     if chunked.is_without_kernel(args.query):
         return cpu.lower_attention(*args) or chunked.lower_attention(*args)
     device = inductor.device_of(args.query)
-    mods = _lower_mods(args, folds_caps=tanh.has_texts(device, args.query.get_dtype()))
+    has_texts = tanh.has_texts(device, args.query.get_dtype())
+    mods = _lower_mods(args, foldable_scale(args, has_texts=has_texts))
     query, key, value = inductor.realize((args.query, args.key, args.value))
     guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
@@ -38,10 +39,10 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     return emit_forward(args, call) or chunked.lower_attention(*operands)
 
 
-def _lower_mods(args: AttentionArgs, *, folds_caps: bool) -> ModBuffers:
+def _lower_mods(args: AttentionArgs, cap_scale: float | None) -> ModBuffers:
     captures = inductor.realize(args.score_captures), inductor.realize(args.mask_captures)
     device = inductor.device_of(args.query)
-    return lower_mods(device, (args.score_mod, args.mask_mod), captures, folds_caps=folds_caps)
+    return lower_mods(device, (args.score_mod, args.mask_mod), captures, cap_scale=cap_scale)
 
 
 def emit_forward(
@@ -100,7 +101,7 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
     if joint is None:
         return
-    mods = _lower_mods(args, folds_caps=False) if has_caps(args.score_mod) else call.mods
+    mods = _lower_mods(args, None) if has_caps(args.score_mod) else call.mods
     problem = read_problem(args, mods, grad=read_joint(joint))
     told = dataclasses.replace(call, problem=problem, mods=mods)
     for choice in candidates("backward", problem, call.options):

@@ -15,6 +15,7 @@ from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
 from flexhop.lowering.fallback import known_failures
+from flexhop.lowering.mods.caps import foldable_scale
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
@@ -79,8 +80,8 @@ def survey(
     joint = None
     if any(needs_grad((args.query, args.key, args.value, *args.score_captures))):
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    folds_caps = args.query.dtype.itemsize == 2
-    mods = read_mods(decompose(score), decompose(mask), folds_caps=folds_caps)
+    cap_scale = foldable_scale(args, has_texts=args.query.dtype.itemsize == 2)
+    mods = read_mods(decompose(score), decompose(mask), cap_scale=cap_scale)
     grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites)
     problem = read_tensor_problem(args, device, mods, grad, value_is_key=value_is_key)
     options = user_options(args.options)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from flexhop.lowering.hopper import bits
-from flexhop.lowering.portable.kernels import LOG2_E
+from flexhop.lowering.portable.shared import exp_scale
 from flexhop.lowering.problem import Problem
 
 ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
@@ -120,5 +120,5 @@ def shared(
         "HAS_SCORE_MOD": problem.mods.has_score_mod,
         "SCALE_SCORES": scales,
         "SM_SCALE": problem.scale,
-        "EXP_SCALE": LOG2_E if scales else problem.scale * LOG2_E,
+        "EXP_SCALE": exp_scale(problem, scales=scales),
     }

@@ -3,22 +3,55 @@
 `cap * tanh(score / cap)` is one function of the score: its factors are folded into the constants
 of tanh. The result is exact enough for a score, to which an absolute error below 2**-12 is
 nothing, but not for the root of `x - tanh(x)`. So a product is folded if it is only added to the
-result. Backward kernels need tanh itself for its derivative, and keep it.
+result. Backward kernels need tanh itself for its derivative, and keep it. So do calls that return
+the largest scores, where such an error shows.
+
+If the cap is all that score_mod does, its constants also hold the scale of the product of query
+and key, and the change to base 2.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
+from flexhop.lowering.mods.graphs import value_of
+from flexhop.ops.args import AttentionArgs, CachedArgs
 
 aten = torch.ops.aten
+_SCALED_TANH: Any = torch.ops.flexhop.scaled_tanh.default
 _LARGEST = 2.0**9  # factor of tanh, whose text is off by up to 2**-21 of it
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _SMALLEST = 1e-6  # scales outside of this and its inverse are left alone: constants are fp32
+_LOG2_E = math.log2(math.e)
+
+
+class Folded(NamedTuple):
+    """A score_mod for a forward kernel.
+
+    takes_products: whether it takes products of query and key that are not scaled, and returns
+    exponents of 2.
+    """
+
+    graph: fx.GraphModule
+    takes_products: bool = False
+
+
+def foldable_scale(args: AttentionArgs | CachedArgs, *, has_texts: bool) -> float | None:
+    """The scale that a cap may hold, 0 if it may hold none; None: the call's caps stay.
+
+    Args:
+        args: operands.
+        has_texts: whether kernels compute functions by the texts of compat/functions.py.
+    """
+    if not has_texts or args.options.get("return_max"):
+        return None
+    is_scaled_before = args.options.get("prescale_qk") or args.scale <= 0
+    return 0.0 if is_scaled_before else float(args.scale)
 
 
 def has_caps(score: Any) -> bool:
@@ -27,22 +60,25 @@ def has_caps(score: Any) -> bool:
     return bool(graph.find_nodes(op="call_function", target=aten.tanh.default))
 
 
-def fold_caps(graph: fx.GraphModule) -> fx.GraphModule:
+def fold_caps(graph: fx.GraphModule, scale: float | None) -> Folded:
     """The same function, in which products of tanh and numbers are one operator.
 
     Args:
         graph: a score_mod; not changed.
+        scale: see `foldable_scale`.
     """
-    if not graph.graph.find_nodes(op="call_function", target=aten.tanh.default):
-        return graph
+    tanh = graph.graph.find_nodes(op="call_function", target=aten.tanh.default)
+    if scale is None or not tanh:
+        return Folded(graph)
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.graph, {}))
     module = fx.GraphModule(graph, copied)
     for node in module.graph.find_nodes(op="call_function", target=aten.tanh.default):
         _fold(module.graph, node)
+    takes_products = _fold_scale(module.graph, scale)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return module
+    return Folded(module, takes_products)
 
 
 def _fold(graph: fx.Graph, tanh: fx.Node) -> None:
@@ -57,11 +93,23 @@ def _fold(graph: fx.Graph, tanh: fx.Node) -> None:
         return
     if not _is_added(product):
         return
-    scaled: Any = torch.ops.flexhop.scaled_tanh.default
     with graph.inserting_before(product):
-        new = graph.call_function(scaled, (value, inner, outer))
+        new = graph.call_function(_SCALED_TANH, (value, inner, outer))
     new.meta = dict(product.meta)
     product.replace_all_uses_with(new)
+
+
+def _fold_scale(graph: fx.Graph, scale: float) -> bool:
+    """Let a cap of the score that is the whole function take products; whether there is one."""
+    cap = value_of(graph.output_node().args[0])
+    if not isinstance(cap, fx.Node) or cap.target is not _SCALED_TANH:
+        return False
+    value, inner, outer = cap.args
+    score = graph.find_nodes(op="placeholder")[0]
+    if value_of(value) is not score or not _SMALLEST < abs(inner * scale) < 1 / _SMALLEST:
+        return False
+    cap.args = (value, inner * scale, outer * _LOG2_E)
+    return True
 
 
 def _is_added(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
+from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.strength import cheaper
@@ -24,13 +25,6 @@ from flexhop.ops.reads import NUM_SCORE_INPUTS
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-# Operators that return the value of their first argument.
-_TRANSPARENT = (
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-)
 
 
 class ModBuffers(NamedTuple):
@@ -51,7 +45,7 @@ def lower_mods(
     captures: tuple[Sequence[Any], Sequence[Any]],
     sizes: Sequence[Any] | None = None,
     *,
-    folds_caps: bool = False,
+    cap_scale: float | None = None,
 ) -> ModBuffers:
     """Lower score_mod and mask_mod.
 
@@ -60,18 +54,16 @@ def lower_mods(
         mods: both, as operands.
         captures: of each, lowered.
         sizes: [B, Hq, M, N]; by default those of query and key.
-        folds_caps: whether to apply `fold_caps`, as forward kernels do that compute functions by
-            the texts of compat/functions.py.
+        cap_scale: see `foldable_scale`; None for other kernels than forward kernels.
     """
     score_graph, mask_graph = kernel_graph(mods[0], SCORE), kernel_graph(mods[1], INDICES)
     first, *indices = score_inputs(device)
-    folded = fold_caps(score_graph) if folds_caps else score_graph
-    fast_score = cheaper(folded, SCORE)
+    fast_score = cheaper(fold_caps(score_graph, cap_scale).graph, SCORE)
     safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
     (score_buffer,) = pointwise.lower(safe_score, [first, *indices, *captures[0]], "score_mod")
     safe_mask = wrap_reads(cheaper(mask_graph, INDICES), INDICES, position_sizes(sizes))
     (mask_buffer,) = pointwise.lower(safe_mask, [*indices, *captures[1]], "mask_mod")
-    facts = read_mods(score_graph, mask_graph, folds_caps=folds_caps)
+    facts = read_mods(score_graph, mask_graph, cap_scale=cap_scale)
     return ModBuffers(score_buffer, mask_buffer, facts)
 
 
@@ -95,11 +87,11 @@ def score_inputs(device: torch.device, *more: str) -> list[Any]:
 
 
 def read_mods(
-    score: fx.GraphModule, mask: fx.GraphModule, *, folds_caps: bool = False
+    score: fx.GraphModule, mask: fx.GraphModule, *, cap_scale: float | None = None
 ) -> ModFacts:
-    """The facts of both user functions; folds_caps: as in `lower_mods`."""
+    """The facts of both user functions; cap_scale: as in `lower_mods`."""
     score, mask = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
-    computed = fold_caps(score) if folds_caps else score
+    folded = fold_caps(score, cap_scale)
     reads = _read_positions(score, SCORE)
     mask_depends = _depends(mask, INDICES)
     line = None if is_identity(score) else key_line(score)
@@ -109,7 +101,8 @@ def read_mods(
         reads_per_element=any(map(all, reads)),
         reads_by_position=any(map(any, reads)),
         reads_score="score" in _depends(score, SCORE),
-        score_cost=instructions(analysed(computed, SCORE)),
+        score_cost=instructions(analysed(folded.graph, SCORE)),
+        takes_products=folded.takes_products,
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
@@ -181,13 +174,6 @@ def _output(graph: fx.GraphModule) -> Any:
 def joint_outputs(joint: Any) -> Sequence[Any]:
     """The outputs of a joint graph: the gradient of the score, then what its sites need."""
     return cast("Sequence[Any]", kernel_graph(joint, JOINT).graph.output_node().args[0])
-
-
-def value_of(result: Any) -> Any:
-    """The node that computes the value that `result` passes on."""
-    while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
-        result = result.args[0]
-    return result
 
 
 def is_identity(graph: fx.GraphModule) -> bool:

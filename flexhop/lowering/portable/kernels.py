@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,8 @@ _COMBINED_ELEMENTS = 4096
 
 def _ln_2(problem: Problem, shared: dict[str, Any]) -> float:
     """Nats per unit of the exponent: log 2, as implied by EXP_SCALE, which is fp32 in a kernel."""
+    if problem.mods.takes_products:
+        return math.log(2)
     # Is the scale part of the score?
     inside = shared["SCALE_SCORES"] or shared.get("PRESCALE_QK", False)
     return (1.0 if inside else problem.scale) / ctypes.c_float(shared["EXP_SCALE"]).value

@@ -23,12 +23,20 @@ def exponent(problem: Problem) -> dict[str, Any]:
     exp2(score * EXP_SCALE) folds the scale into the exponent if nothing reads the score in
     between; the running maximum then needs a positive factor.
     """
-    scale_scores = problem.mods.has_score_mod or problem.scale <= 0 or is_float32(problem)
+    is_inside = problem.mods.has_score_mod and not problem.mods.takes_products
+    scale_scores = is_inside or problem.scale <= 0 or is_float32(problem)
     return {
         "SCALE_SCORES": scale_scores,
-        "EXP_SCALE": LOG2_E if scale_scores else problem.scale * LOG2_E,
+        "EXP_SCALE": exp_scale(problem, scales=scale_scores),
         "SUBTRACT_FIRST": is_float32(problem),
     }
+
+
+def exp_scale(problem: Problem, *, scales: bool) -> float:
+    """Factor from modified scores to exponents of 2; scales: whether mods see scaled scores."""
+    if problem.mods.takes_products:
+        return 1.0
+    return LOG2_E if scales else problem.scale * LOG2_E
 
 
 def prescaled(problem: Problem, options: KernelOptions, values: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import flexhop
 from flexhop.compat.functions import scaled_tanh
-from flexhop.lowering.mods.caps import fold_caps
+from flexhop.lowering.mods.caps import fold_caps, foldable_scale
 from flexhop.offline import generate_code
 from flexhop.offline.packed_assembly import run_packed
 from flexhop.ops.subgraphs import trace_score
@@ -22,7 +23,7 @@ SCORES = torch.cat([torch.logspace(-20, 3, 999), -torch.logspace(-20, 3, 999), t
 def folded(mod):
     """The graph of a mod as forward kernels have it; it has the same values."""
     graph = trace_score(mod, torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16), ())
-    fast = fold_caps(graph)
+    fast = fold_caps(graph, 0.0).graph
     zero = torch.tensor(0, dtype=torch.int32)
     for score in SCORES[::97]:
         at = (score, zero, zero + 1, zero + 5, zero + 2)
@@ -78,13 +79,53 @@ def test_texts_have_the_precision_of_tanh(inner, outer):
     text = scaled_tanh(inner, outer).text
     (found,) = run_packed(text, 1, [SCORES.float().numpy()], [np.dtype(np.float32)])
     exact = outer * torch.tanh(inner * SCORES.float().double())
-    error = (torch.from_numpy(found) - exact).abs()
-    assert bool((error <= abs(outer) * 2.0**-21).all())
-    assert bool((error <= exact.abs() * 2.0**-13).all())
+    assert bool(((torch.from_numpy(found) - exact).abs() <= abs(outer) * 2.0**-21).all())
+    assert found[-1] == 0  # of 0
     ends = np.array([math.inf, -math.inf, math.nan], dtype=np.float32)
     (found,) = run_packed(text, 1, [ends], [np.dtype(np.float32)])
     sign = math.copysign(1, inner)
     np.testing.assert_allclose(found, [sign * outer, -sign * outer, math.nan], rtol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.0, None])
+@pytest.mark.parametrize("mod", [flexhop.mods.softcap(30.0), lambda s, b, h, q, k: torch.tanh(s)])
+def test_a_cap_that_is_the_whole_mod_takes_products_and_returns_exponents(mod, scale):
+    graph = trace_score(mod, torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16), ())
+    fast = fold_caps(graph, scale)
+    assert fast.takes_products == bool(scale)
+    zero = torch.tensor(0, dtype=torch.int32)
+    for product in SCORES[::97]:
+        at = (zero, zero + 1, zero + 5, zero + 2)
+        found = fast.graph(product, *at)
+        expected = graph(product * scale, *at) * math.log2(math.e) if scale else graph(product, *at)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: 30 * torch.tanh(s / 30) + 0.5,
+        lambda s, b, h, q, k: 30 * torch.tanh((s + TABLE[h]) / 30),
+        lambda s, b, h, q, k: 30 * torch.tanh(s / 30) * TABLE[h],
+        lambda s, b, h, q, k: 1e4 * torch.tanh(s / 1e4),
+    ],
+)
+def test_others_take_scores(mod):
+    graph = trace_score(mod, torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16), ())
+    assert not fold_caps(graph, 0.125).takes_products
+
+
+@pytest.mark.parametrize(
+    ("options", "scale", "expected"),
+    [
+        ({}, 0.125, 0.125), ({}, -0.125, 0.0), ({}, 0.0, 0.0),
+        ({"prescale_qk": True}, 0.125, 0.0), ({"return_max": True}, 0.125, None),
+    ],
+)  # fmt: skip
+def test_scales_that_a_cap_may_hold(options, scale, expected):
+    args = SimpleNamespace(options=options, scale=scale)
+    assert foldable_scale(args, has_texts=True) == expected
+    assert foldable_scale(args, has_texts=False) is None
 
 
 def texts(dtype: torch.dtype) -> list[str]:
@@ -101,7 +142,7 @@ def texts(dtype: torch.dtype) -> list[str]:
 
 def test_forward_kernels_have_one_text_and_backward_kernels_tanh():
     forward, *backward = texts(torch.bfloat16)
-    assert "setp.lt.f32" in forward and "PTX_TANH)" not in forward
+    assert "rcp.approx" in forward and "PTX_TANH)" not in forward
     assert all("PTX_TANH)" in kernel for kernel in backward)
 
 
