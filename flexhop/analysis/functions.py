@@ -44,7 +44,10 @@ def growing(
     lowest, highest = value_range
 
     def rule(dtype: Any, a: Any) -> Ends:
-        low, high = widened(dtype, *_values(function, ends(a, dtype), inside))
+        found = ends(a, dtype)
+        if all(map(math.isfinite, value_range)) and _is_open(*found):
+            return value_range
+        low, high = widened(dtype, *_values(function, found, inside))
         low = most(low, lowest) if lowest > -math.inf else low
         return low, least(high, highest) if highest < math.inf else high
 
@@ -58,6 +61,11 @@ def rounding(function: Callable[..., Any]) -> Callable[..., Ends]:
         return _values(function, ends(a, dtype), EVERYWHERE)
 
     return rule
+
+
+def _is_open(low: Number, high: Number) -> bool:
+    """Whether nothing is known: plain ends that are not finite."""
+    return not (isinstance(low, Tensor) or isinstance(high, Tensor) or are_finite(low, high))
 
 
 def _values(
