@@ -18,7 +18,7 @@ _INSTRUCTIONS: dict[str, float] = {
     "clone": 0, "alias": 0, "detach": 0, "lift_fresh_copy": 0, "view": 0, "expand": 0,
     "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,
     "ones": 0, "zeros_like": 0, "ones_like": 0, "full_like": 0,
-    "maximum": 3, "minimum": 3, "clamp": 4, "convert_element_type": 2, "_to_copy": 2, "index": 3,
+    "clamp": 2, "convert_element_type": 2, "_to_copy": 2, "index": 3,
     "exp": 2, "exp2": 1, "log": 10, "log2": 8, "log10": 10, "sqrt": 2, "rsqrt": 1,
     "reciprocal": 2, "div": 2, "sigmoid": 4, "silu": 7, "tanh": 12, "erf": 15, "gelu": 19,
     "gelu_backward": 25, "tanh_approx": 4, "scaled_tanh": 5,

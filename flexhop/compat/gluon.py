@@ -50,16 +50,6 @@ class GluonOverrides(tanh.Functions):
             text = f'float("{text}")'
         return f"gl.to_tensor({text}).to({triton_type(dtype)})"
 
-    @staticmethod
-    def maximum(a: Any, b: Any) -> str:
-        """NaN wins, as in PyTorch; Triton's helper creates constants without a layout."""
-        return f"tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"
-
-    @staticmethod
-    def minimum(a: Any, b: Any) -> str:
-        """NaN wins, as in PyTorch."""
-        return f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
-
 
 class GluonKernel(inductor.TemplateKernel):
     """Fills the holes of our Gluon templates."""

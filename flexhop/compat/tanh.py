@@ -35,19 +35,29 @@ def has_texts(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Numbers(TritonKernelOverrides):
-    """Prints a numeric index as a constant.
-
-    Inductor would give it the shape of its own kernels' blocks, XBLOCK, which templates lack.
-    """
+    """How templates print numbers and order."""
 
     @classmethod
     def index_expr(cls, expr: Any, dtype: torch.dtype) -> Any:
-        """An index, such as a size, of this dtype."""
+        """An index, such as a size, of this dtype; a known one as a constant.
+
+        Inductor would give it the shape of its own kernels' blocks, XBLOCK, which templates lack.
+        """
         known = V.graph.sizevars.simplify(sympy.sympify(expr))
         if not known.is_number:
             return super().index_expr(expr, dtype)
         text = cls.constant(int(known), dtype)
         return V.kernel.cse.generate(V.kernel.compute, text, dtype=dtype, shape=())
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> str:
+        """The larger number in one instruction; NaN wins. Triton's helper takes three or more."""
+        return f"tl.maximum({a}, {b}, tl.PropagateNan.ALL)"
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> str:
+        """The smaller number; NaN wins."""
+        return f"tl.minimum({a}, {b}, tl.PropagateNan.ALL)"
 
 
 class Functions(Numbers):

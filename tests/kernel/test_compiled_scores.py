@@ -1,4 +1,4 @@
-"""score_mods that add a line over keys, as machine code: what they cost a step without a mask."""
+"""score_mods as machine code: what they cost a step without a mask."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def alibi(score, b, h, q_idx, kv_idx):
 
 def distance(score, b, h, q_idx, kv_idx):
     return score - SLOPES[h] * (q_idx - kv_idx).abs()
+
+
+def relu(score, b, h, q_idx, kv_idx):
+    return torch.relu(score)
+
+
+def clamp(score, b, h, q_idx, kv_idx):
+    return score.clamp(-20, 20)
+
+
+cap = flexhop.mods.softcap(30.0)
 
 
 @functools.cache
@@ -102,3 +113,17 @@ def test_a_step_without_the_bend_leaves_out_what_a_bend_needs(width):
         more = len(instructions(having)) - longest_skip(having) - len(instructions(without))
         # Besides what a line needs: the corners of the tile, and two branches.
         assert SCORES <= more <= SCORES + 90
+
+
+@pytest.mark.parametrize(
+    ("mod", "most"),
+    [
+        (relu, 2),  # with the scale
+        (clamp, 1),  # the same and one more, but no maximum of the row, and no sum is rescaled
+        (cap, 2),  # five instead of one for the exponent, likewise
+    ],
+)
+def test_order_takes_one_instruction_and_bounded_scores_no_maximum(mod, most):
+    plain, changed = (len(instructions(full_loops(build(m, 128), 128)[0])) for m in (None, mod))
+    assert changed - plain <= most * SCORES + 8
+    assert build(mod, 128).spills == 0
