@@ -10,6 +10,7 @@ from torch import fx
 from flexhop.analysis import copied
 
 convert = torch.ops.prims.convert_element_type.default
+aten = torch.ops.aten
 # Operators that return the value of their first argument.
 _TRANSPARENT = (
     aten.clone.default,
