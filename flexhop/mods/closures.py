@@ -20,8 +20,8 @@ __all__ = ["Described", "Places", "describe"]
 
 # For each function and each of its captures: (True, index of a tensor) or (False, a number).
 Places = tuple[tuple[tuple[bool, Any], ...], ...]
-_VALUES = (int, bool, str, type(None), torch.dtype, torch.device)
-_TENSORS = (Tensor, torch.nn.Parameter)
+_VALUES = frozenset([int, bool, str, type(None), torch.dtype, torch.device])
+_TENSORS = frozenset([Tensor, torch.nn.Parameter])
 _KEPT = (torch, math)  # modules whose functions nobody replaces
 _PLAIN_CLASS = {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__"} | {
     "__annotations__", "__firstlineno__", "__static_attributes__", "__annotate_func__",
@@ -137,6 +137,8 @@ class _Reader:
         read = _globals[code]
         if read is None:
             raise _NotPlain
+        if not (read or value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+            return code
         held: list[Hashable] = [code]
         try:
             held += [self.of(cell.cell_contents) for cell in value.__closure__ or ()]

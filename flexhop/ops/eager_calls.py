@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,18 +18,38 @@ from flexhop.compat.wrapped import apart, is_bare
 from flexhop.mods.closures import Places, describe
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.bare import Plan
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.call import Call, is_determinism_required, prepare
 from flexhop.ops.eager_kernels import OPTION
 from flexhop.ops.examples import score_dtype
-from flexhop.ops.forward import attend_bare, attention, cast_operands
+from flexhop.ops.forward import attention, cast_operands
 
 Results = tuple[Tensor, Tensor, Tensor]
 _MOST = 4096  # calls whose checks are cached
 _CALL: Any = tuple(Call(None, False, None, False, None))
-_checked: dict[Hashable, tuple[float, dict[str, Any]]] = {}
-_fixed: dict[Hashable, tuple[tuple[Any, ...], Places]] = {}
+_MOST_PLANS = 64  # of one cached choice
+
+
+class _Choice(NamedTuple):
+    """Scale and options of equal calls, and plans by what their mods have in common."""
+
+    scale: float
+    options: dict[str, Any]
+    plans: dict[_Fixed, Plan] | None = None  # None: this choice is not cached
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Fixed:
+    """What mods of equal descriptions have in common: their graphs, and where captures are."""
+
+    graphs: tuple[Any, ...]
+    places: Places
+
+
+_checked: dict[Hashable, _Choice] = {}
+_fixed: dict[Hashable, _Fixed] = {}
 
 
 def run_lifted(args: AttentionArgs, call: Call, *, has_kernels: bool) -> Results:
@@ -38,18 +59,34 @@ def run_lifted(args: AttentionArgs, call: Call, *, has_kernels: bool) -> Results
         args = cast_operands(dtype, args)
         with without_autocast(device):
             return run_lifted(args, call, has_kernels=has_kernels)
-    scale, options = _choices(args, call, lambda: prepare(*args[:3], args.blocks, call))
+    choice = _choices(args, call, lambda: prepare(*args[:3], args.blocks, call))
+    scale, options, _ = choice
     if not has_kernels:
         options = {name: value for name, value in options.items() if name != OPTION}
-    lifted = _lifted(attention, _meet, args.query, (args.score_mod, args.mask_mod))
+    lifted, fixed = _lifted(attention, _meet, args.query, (args.score_mod, args.mask_mod))
     (score_mod, mask_mod), (score_captures, mask_captures) = lifted.graphs, lifted.captures
     args = AttentionArgs(
         args.query, args.key, args.value, score_mod, mask_mod, args.blocks, scale, options,
         score_captures, mask_captures, args.dropout_seed,
     )  # fmt: skip
     tensors = (*args[:3], *args.score_captures, *args.mask_captures, *args.blocks)
-    out, lse, max_scores = attend_bare(args) if is_bare(tensors) else attention(*args)
+    run = _plan(choice, fixed, args).run if is_bare(tensors) else _dispatch
+    out, lse, max_scores = run(args)
     return out, lse, max_scores
+
+
+def _dispatch(args: AttentionArgs) -> tuple[Tensor, ...]:
+    return attention(*args)
+
+
+def _plan(choice: _Choice, fixed: _Fixed | None, args: AttentionArgs) -> Plan:
+    """The plan of a call; equal calls have the same one if their choice and mods are cached."""
+    if choice.plans is None or fixed is None:
+        return Plan(args)
+    plan = choice.plans.get(fixed)
+    if plan is None:
+        plan = remember(choice.plans, fixed, Plan(args), _MOST_PLANS)
+    return plan
 
 
 def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
@@ -60,10 +97,10 @@ def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
         with without_autocast(device):
             return run_cached_with_kernels(args, call)
     has_mods = (args.key_mod is not noop_key, args.value_mod is not noop_key)
-    scale, options = _choices(
+    scale, options, _ = _choices(
         args, (call, has_mods), lambda: prepare_cached(args, call, has_mods), args.pages
     )
-    lifted = _lifted(cached_attention, _meet_cached, args.query, args[3:7])
+    lifted, _ = _lifted(cached_attention, _meet_cached, args.query, args[3:7])
     return cached_attention(
         args.query, args.key, args.value, *lifted.graphs, args.blocks, args.pages, scale, options,
         *lifted.captures,
@@ -72,7 +109,7 @@ def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
 
 def _choices(
     args: Any, call: Any, check: Callable[[], tuple[float, Any]], more: Sequence[Tensor] = ()
-) -> tuple[float, dict[str, Any]]:
+) -> _Choice:
     """Scale and options; a call equal to a checked one is not checked again.
 
     Checks read shapes, dtypes, devices and whether gradients are needed, but no values.
@@ -86,7 +123,7 @@ def _choices(
         return _with_kernels(*check())
     found = _checked.get(key)
     if found is None:
-        found = remember(_checked, key, _with_kernels(*check()), _MOST)
+        found = remember(_checked, key, _with_kernels(*check())._replace(plans={}), _MOST)
     return found
 
 
@@ -98,8 +135,8 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _with_kernels(scale: float, options: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    return scale, {**options, OPTION: True}
+def _with_kernels(scale: float, options: Mapping[str, Any]) -> _Choice:
+    return _Choice(scale, {**options, OPTION: True})
 
 
 def _meet(query: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
@@ -113,25 +150,26 @@ def _meet_cached(
     return cached_attention(query, query, query, *mods, (), (), (_CALL, (True, True)))[0]
 
 
-def _lifted(operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any]) -> Lifted:
-    """Mods as graphs, and their captures.
+def _lifted(
+    operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any]
+) -> tuple[Lifted, _Fixed | None]:
+    """Mods as graphs, and their captures; and what mods of the same description share.
 
     Only mods that read more than names need Dynamo again (mods/closures.py).
     """
     device, dtype = query.device, score_dtype(query)
     described = describe(mods)
     if described is None:
-        return lift(operator, meet, _stand_in(device, dtype), mods)
+        return lift(operator, meet, _stand_in(device, dtype), mods), None
     key = (operator, device, dtype, described.key)
     known = _fixed.get(key)
     if known is None:
         lifted = lift(operator, meet, _stand_in(device, dtype), mods)
         places = described.places(lifted.captures)
         if places is not None:
-            remember(_fixed, key, (lifted.graphs, places), _MOST)
-        return lifted
-    graphs, places = known
-    return Lifted(graphs, described.at(places))
+            known = remember(_fixed, key, _Fixed(lifted.graphs, places), _MOST)
+        return lifted, known
+    return Lifted(known.graphs, described.at(known.places)), known
 
 
 @functools.cache

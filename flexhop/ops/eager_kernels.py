@@ -21,7 +21,7 @@ from flexhop.compat.indexing import IndexMode
 from flexhop.compat.kept import keeping
 from flexhop.options import KernelOptions
 
-__all__ = ["eager_kernels", "run_alone", "wants_kernels"]
+__all__ = ["eager_kernels", "find_alone", "run_alone", "wants_kernels"]
 
 OPTION = "eager_kernels"
 
@@ -81,6 +81,17 @@ def run_alone(operator: hop.Operator, args: Any) -> list[Tensor]:
     Returns:
         Its results, flat.
     """
+    alone, leaves = _found(operator, args)
+    return alone(leaves)
+
+
+def find_alone(operator: hop.Operator, args: Any) -> Alone:
+    """The compiled code that `run_alone` runs."""
+    return _found(operator, args)[0]
+
+
+def _found(operator: hop.Operator, args: Any) -> tuple[Alone, list[Any]]:
+    """An operator's compiled code, and what it takes."""
     leaves: list[Any] = []
     key: list[Any] = [operator]
     for operand in args:
@@ -99,7 +110,7 @@ def run_alone(operator: hop.Operator, args: Any) -> list[Tensor]:
             key.append(tuple(operand.items()) if isinstance(operand, dict) else operand)
     key.append(torch.get_float32_matmul_precision())
     owner = args[operator.callable_positions[0]]
-    return keeping(tuple(key), owner, lambda: _alone(operator, args))(leaves)
+    return keeping(tuple(key), owner, lambda: _alone(operator, args)), leaves
 
 
 def _alone(operator: hop.Operator, args: Any) -> Alone:

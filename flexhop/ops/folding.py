@@ -162,9 +162,8 @@ def fold_backward(count: int, mapped: Any, operands: Any) -> tuple[BackwardArgs,
         for name in ("out", "lse", "grad_out", "grad_lse")
         if getattr(args, name) is not None
     }
-    common |= rows | joint._asdict() | {"score_captures": joint.captures}
-    del common["captures"]
-    folded = args._replace(**common)
+    common |= rows | {"score_mod": joint.score_mod, "score_captures": joint.captures}
+    folded = args._replace(**common, joint=joint.joint, sites=joint.sites)
 
     def unfold(results: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
         *grads, captured = results

@@ -28,7 +28,7 @@ from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
-from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint
+from flexhop.ops.subgraphs import needs_grad, trace_joint
 from flexhop.ops.tables import with_tables
 
 attention = hop.Operator(
@@ -103,7 +103,7 @@ def _operands(fixed: tuple[Any, ...], inputs: Sequence[Any]) -> AttentionArgs:
     return args._replace(query=query, key=key, value=value, score_captures=tuple(captures))
 
 
-def _gradients(
+def gradients(
     args: AttentionArgs,
     results: tuple[Tensor, Tensor],
     joint: Any,
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
         args, out, lse = restore(ctx)
         score_mod, joint, mask_mod, sites = ctx.functions
         args = args._replace(score_mod=score_mod, mask_mod=mask_mod)
-        return (None, None, None, *_gradients(args, (out, lse), joint, sites, grad_outputs))
+        return (None, None, None, *gradients(args, (out, lse), joint, sites, grad_outputs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -158,39 +158,6 @@ class _Attention(torch.autograd.Function):
         no: Any = None
         moved = _operands(AttentionArgs(no, no, no, no, no, (), 0.0, {}), tangents[3:])
         return (*push_attention(args, moved)[1], None)
-
-
-class _Bare(torch.autograd.Function):
-    """The same if only autograd is active: without dispatch, in PyTorch's faster form."""
-
-    @staticmethod
-    def forward(ctx: Any, joint: Joint, args: AttentionArgs, *inputs: Any) -> Any:
-        query, key, value, *captures = inputs
-        args = AttentionArgs(
-            query, key, value, joint.score_mod, args.mask_mod, args.blocks, args.scale,
-            args.options, tuple(captures), args.mask_captures, args.dropout_seed,
-        )  # fmt: skip
-        results = tuple(run_alone(attention, args))
-        save(ctx, (args, *results[:2]))
-        ctx.joint = joint
-        ctx.mark_non_differentiable(results[2])
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        args, out, lse = restore(ctx)
-        found = _gradients(args, (out, lse), ctx.joint.joint, ctx.joint.sites, grad_outputs)
-        return (None, None, *found)
-
-
-def attend_bare(args: AttentionArgs) -> tuple[Tensor, ...]:
-    """The operator of a call that runs kernels, if only autograd is active."""
-    inputs = (*args[:3], *args.score_captures, *args.mask_captures)
-    if torch.is_grad_enabled() and any(needs_grad(inputs)):
-        check_gradients(args.mask_captures, args.options)
-        joint = trace_joint(args.score_mod, args.query, args.score_captures)
-        return _Bare.apply(joint, args, *args[:3], *joint.captures)
-    return tuple(run_alone(attention, args))
 
 
 @hop.register_autograd(attention)

@@ -24,6 +24,11 @@ def save(ctx: Any, values: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
+def form_of(values: Any) -> Any:
+    """What `save` keeps besides tensors."""
+    return _without_tensors(values, [])
+
+
 def restore(ctx: Any) -> Any:
     """Restore the values that `save` saved."""
     return _with_tensors(ctx.form, iter(ctx.saved_tensors))

@@ -75,6 +75,7 @@ class Joint(NamedTuple):
     joint: fx.GraphModule  # see BackwardArgs
     captures: tuple[Capture, ...]  # hoisted: differentiable inputs of the operator
     sites: tuple[int, ...]  # see BackwardArgs
+    hoist: Callable[[Sequence[Capture]], tuple[Capture, ...]]  # from the mod's own captures
 
 
 def trace_joint(
@@ -99,16 +100,16 @@ def trace_joint(
     forms = tuple(c if not isinstance(c, Tensor) else (c.shape, c.dtype) for c in captures)
     key = (trace_joint, score_dtype(query), query.device, forms, needs, wanted is None)
     parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, needs)))
-    moved = parts.before(*captures) if parts.before is not None else ()
-    hoisted = (*(captures[i] for i in parts.kept), *moved)
+    hoisted = parts.hoist(captures)
     if parts.joint is None:
+        moved = hoisted[len(parts.kept) :]
         changed = needs_grad(moved) if wanted is None else [True] * len(moved)
         with isolated_trace(query, *hoisted), IndexMode():
             inputs = list(map(capture_like, hoisted))
             parts.joint, parts.sites = _differentiate(
                 parts.main, query, inputs, (*[False] * len(parts.kept), *changed)
             )
-    return Joint(parts.main, parts.joint, hoisted, parts.sites)
+    return Joint(parts.main, parts.joint, hoisted, parts.sites, parts.hoist)
 
 
 @dataclasses.dataclass
@@ -120,6 +121,11 @@ class _Parts:
     kept: list[int]
     joint: fx.GraphModule | None = None
     sites: tuple[int, ...] = ()
+
+    def hoist(self, captures: Sequence[Capture]) -> tuple[Capture, ...]:
+        """Captures of `main`, from those of the mod."""
+        moved = self.before(*captures) if self.before is not None else ()
+        return (*[captures[i] for i in self.kept], *moved)
 
 
 def _hoisted(

@@ -17,7 +17,7 @@ from flexhop.compat import alone
 from flexhop.errors import MaskCaptureGradError, ModArityError, RankError
 from flexhop.masks import causal
 from flexhop.mods.closures import describe
-from flexhop.ops import forward
+from flexhop.ops import bare, forward
 from flexhop.ops.forward import attention
 from tests.unit.ops.support import causal_mask, operands, quiet
 from tests.unit.ops.test_derivatives import DERIVATIVES, dense, flexible, inputs
@@ -129,6 +129,60 @@ def test_backward_outside_of_the_context(compilations):
     torch.testing.assert_close(
         grads, torch.autograd.grad(flex_attention(*x).square().sum(), x)
     )  # fmt: skip
+
+
+def test_equal_calls_share_a_plan(monkeypatch):
+    """Mods made again, with other tensors, are neither traced nor differentiated again."""
+    traced = []
+    trace_joint = bare.trace_joint
+    monkeypatch.setattr(bare, "trace_joint", lambda *x: traced.append(1) or trace_joint(*x))
+
+    def call(*x):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * x[3].exp()[h] + x[4][h]  # of which a part does not depend on scores
+
+        return flex_attention(*x[:3], score_mod)
+
+    for _ in range(3):
+        x = [*operands(grad=True), *torch.randn(2, 2).unbind()]
+        x[3].requires_grad_()
+        expected = torch.autograd.grad(call(*x).square().sum(), x[:4])
+        with eager_kernels():
+            out = call(*x)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x[:4]), expected)
+    assert len(traced) == 1
+
+
+def test_calls_that_differ_do_not_share_a_plan():
+    """The same mod: with and without gradients, of which tensors, and in which precision."""
+    table = torch.randn(2)
+
+    def call(*x):
+        return flex_attention(*x, lambda s, b, h, q, k: s * table[h])
+
+    for has_table, has_query, is_enabled, precision in [
+        (False, False, True, "highest"), (True, False, True, "highest"),
+        (True, True, False, "highest"), (True, True, True, "highest"),
+        (False, True, True, "high"), (False, False, True, "highest"),
+    ]:  # fmt: skip
+        query, key, value = operands()
+        query.requires_grad_(has_query)
+        table = torch.randn(2, requires_grad=has_table)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with eager_kernels(), torch.set_grad_enabled(is_enabled):
+                out = call(query, key, value)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        torch.testing.assert_close(out, call(query, key, value))
+        wanted = [t for t in (query, table) if t.requires_grad]
+        assert out.requires_grad == (is_enabled and bool(wanted))
+        if out.requires_grad:
+            torch.testing.assert_close(
+                torch.autograd.grad(out.sum(), wanted),
+                torch.autograd.grad(call(query, key, value).sum(), wanted),
+            )
 
 
 @pytest.mark.parametrize("keep", [False, True])
