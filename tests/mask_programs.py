@@ -67,6 +67,22 @@ BOOLS = {
     "where_true": lambda a, x, y: torch.where(a, True, x),
 }
 
+# Also of programs with rows; the others are those of earlier seeds.
+INTEGERS_OF_ROWS = {
+    **INTEGERS,
+    "or": lambda a, x, c, n: a | x,
+    "and_negative": lambda a, x, c, n: a & -(abs(c) | 4),
+    "most_of_row": lambda a, x, c, n: torch.stack([a, x]).amax(0),
+    "sum_of_row": lambda a, x, c, n: torch.stack([a, x, a]).sum(0),
+    "least_of_row": lambda a, x, c, n: (torch.cat([a.view(1), x[None]]) - c).min(),
+}
+BOOLS_OF_ROWS = {
+    **BOOLS,
+    "all": lambda a, x, y: torch.stack([a, x, y]).all(0),
+    "none": lambda a, x, y: ~torch.stack([a, x]).any(),
+    "all_not": lambda a, x, y: (~torch.stack([a, x])).all(-1),
+}
+
 
 def make_tables(seed: int, length: int, batch: int, heads: int) -> dict[str, list[Tensor]]:
     """Captured tensors by kind: sorted, shuffled, short, by batch, full of large numbers, NaN."""
@@ -95,9 +111,23 @@ def make_tables(seed: int, length: int, batch: int, heads: int) -> dict[str, lis
 
 
 class Program:
-    """A mask_mod of about `size` operators; the same for the same seed."""
+    """A mask_mod of about `size` operators; the same for the same seed.
 
-    def __init__(self, seed: int, length: int, size: int, batch: int = 2, heads: int = 2) -> None:
+    rows: whether it also makes and reduces rows of numbers.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        length: int,
+        size: int,
+        batch: int = 2,
+        heads: int = 2,
+        *,
+        rows: bool = False,
+    ) -> None:
+        self.integers = INTEGERS_OF_ROWS if rows else INTEGERS
+        self.bools = BOOLS_OF_ROWS if rows else BOOLS
         self.tables = make_tables(seed, length, batch, heads)
         self.length = length
         self.rng = random.Random(seed)
@@ -136,8 +166,8 @@ class Program:
         if self.rng.random() < 0.12:
             step = "read", self._pick("int"), self.rng.randrange(5), self.rng.random() < 0.5
         else:
-            name = self.rng.choice(list(INTEGERS))
-            step = INTEGERS[name], self._pick("int"), self._pick("int"), self._number()
+            name = self.rng.choice(list(self.integers))
+            step = self.integers[name], self._pick("int"), self._pick("int"), self._number()
         self._emit("int", *step)
 
     def _add_float(self) -> None:
@@ -151,8 +181,8 @@ class Program:
 
     def _add_bool(self) -> None:
         if self.kinds.count("bool") >= 2 and self.rng.random() < 0.55:
-            name = self.rng.choice(list(BOOLS))
-            self._emit("bool", "logic", BOOLS[name], *(self._pick("bool") for _ in range(3)))
+            name = self.rng.choice(list(self.bools))
+            self._emit("bool", "logic", self.bools[name], *(self._pick("bool") for _ in range(3)))
         elif "float" in self.kinds and self.rng.random() < 0.35:
             operands = self._pick("float"), self._pick("float")
             self._emit("bool", "compare_floats", *operands, self.rng.randrange(8))

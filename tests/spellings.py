@@ -77,6 +77,19 @@ WINDOWS = {
     ),
     "floats": lambda b, h, q, k: (q.float() >= k) & (q.float() - k.float() < WIDTH),
     "halves": lambda b, h, q, k: (q - k > -0.5) & (q - k < WIDTH - 0.5),
+    "shifted floats": lambda b, h, q, k: (
+        ((q - k).float() - 12.0 >= -12.0) & ((q - k).float() - 12.0 < WIDTH - 12.0)
+    ),
+    "remainder": lambda b, h, q, k: (q - k) % WIDTH == q - k,
+    "no remainder": lambda b, h, q, k: ~(q - k).remainder(WIDTH).ne(q - k),
+    "all": lambda b, h, q, k: torch.stack([q >= k, q - k < WIDTH]).all(0),
+    "not any": lambda b, h, q, k: ~torch.stack([q < k, q - k >= WIDTH]).any(),
+    "row": lambda b, h, q, k: (torch.stack([q - k, k - q + WIDTH - 1]) >= 0).all(-1),
+    "least of row": lambda b, h, q, k: torch.stack([q - k, WIDTH - 1 - (q - k)]).amin(0) >= 0,
+    "min": lambda b, h, q, k: torch.stack((q - k, WIDTH - 1 - (q - k))).min() >= 0,
+    "most of row": lambda b, h, q, k: torch.stack([k - q, q - k - WIDTH + 1]).max() <= 0,
+    "sum of row": lambda b, h, q, k: torch.stack([q >= k, q - k < WIDTH]).sum(0) == 2,
+    "cat": lambda b, h, q, k: torch.cat([(q >= k).view(1), (q < k + WIDTH)[None]]).all(),
 }
 DISTANCES = {
     "plain": lambda q, k: q - k + LENGTH - 1,

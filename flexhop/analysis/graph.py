@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.analysis.operators import TRANSPARENT, Trait, packet_of, traits_of
+from flexhop.analysis.rows import Rows, dtype_of, is_number
 from flexhop.compat.stand_in import is_traced
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ class Builder:
         self.captures: dict[fx.Node, Tensor | None] = {}
         self._seen: dict[Any, fx.Node] = {}
         self._kept: list[Tensor | None] = []
+        self._rows = Rows(self.call)
         for name, example in zip(names, examples, strict=True):
             self.inputs[name] = self._placeholder(name, example)
 
@@ -85,11 +87,15 @@ class Builder:
             return args[0]
         if packet is aten.index:
             args = _composed(args)
+        number = self._rows.number(target, args, kwargs, example)
+        if number is not None:
+            return number
         key = (target, _frozen(args), _frozen(tuple(sorted(kwargs.items()))))
         if key not in self._seen:
             node = self.graph.call_function(target, args, kwargs)
             node.meta["val"] = example
             self._seen[key] = node
+            self._rows.note(node, example)
         return self._seen[key]
 
     def mod(self, results: Sequence[Any]) -> Mod:
@@ -135,12 +141,6 @@ def _beside(tensor: Tensor | None, device: torch.device | None) -> Tensor | None
     return torch.full((), tensor.item(), dtype=tensor.dtype, device=device)
 
 
-def is_number(value: Any) -> bool:
-    """Whether a node is a 0-d tensor."""
-    example = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return isinstance(example, Tensor) and example.dim() == 0
-
-
 def constant_of(value: Any) -> Any:
     """The number from the program that a node holds; None if it holds another value."""
     if not isinstance(value, fx.Node):
@@ -150,12 +150,6 @@ def constant_of(value: Any) -> Any:
         return int(packet in _ONES)
     is_filled = value.op == "call_function" and Trait.FACTORY in traits_of(packet)
     return constant_of(value.args[-1]) if is_filled and value.args else None
-
-
-def dtype_of(value: Any) -> torch.dtype | None:
-    """The dtype of a node, if it is a tensor."""
-    example = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return example.dtype if isinstance(example, Tensor) else None
 
 
 def operands(

@@ -69,7 +69,11 @@ def trace(mask_mod: Callable[..., Any], device: torch.device, *, in_graph: bool 
         result = mask_mod(*values)
     if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
         raise Untraceable
-    return tracer.builder.mod([tracer.node_of(result)])
+    found = tracer.builder.mod([tracer.node_of(result)])
+    for node in reversed(found.operators):  # rows, of which only the elements are used
+        if not node.users and node is not found.result:
+            found.graph.erase_node(node)
+    return found
 
 
 class _Tracer:

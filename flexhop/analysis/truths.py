@@ -198,7 +198,14 @@ def _at_least(forms: Forms, form: Form, least: int) -> Truth:
 
 
 def _equals(forms: Forms, form: Form, is_equal: bool) -> Truth:
-    """Whether form == 0, or form != 0; x // 8 == 3 is 24 <= x < 32."""
+    """Whether form == 0, or form != 0; x // 8 == 3 is 24 <= x < 32, x % 8 == x is 0 <= x < 8."""
+    for atom, factor in form.terms.items():
+        of_atom = _quotient(forms, atom, packets=(aten.remainder,))
+        if of_atom and form.times(factor) == Form({atom: factor * factor}, 0).plus(of_atom[0], -1):
+            inner, divisor, _ = of_atom
+            sides = at_least(inner), at_least(inner.times(-1), 1 - divisor)
+            others = at_least(inner.times(-1), 1), at_least(inner, divisor)
+            return all_of(*sides) if is_equal else some_of(*others)
     if len(form.terms) != 1 or _quotient(forms, *form.terms) is None:
         return equals(form, is_equal)
     least = 0 if is_equal else 1
@@ -213,10 +220,12 @@ def _first(quotient: int, divisor: int, rounds_down: bool) -> int:
     return quotient * divisor - divisor + 1
 
 
-def _quotient(forms: Forms, node: fx.Node) -> tuple[Form, int, bool] | None:
+def _quotient(
+    forms: Forms, node: fx.Node, *, packets: tuple[Any, ...] = (aten.floor_divide, aten.div)
+) -> tuple[Form, int, bool] | None:
     """An integer divided by a positive number: its form, the number, whether it rounds down."""
     packet = packet_of(node.target) if node.op == "call_function" else None
-    if packet not in (aten.floor_divide, aten.div) or not forms.depends_on(node) >= POSITIONS:
+    if packet not in packets or not forms.depends_on(node) >= POSITIONS:
         return None
     form, divisor = (_exact_form(forms, a) for a in node.args[:2])
     if form is None or divisor is None or divisor.terms or divisor.offset <= 0:

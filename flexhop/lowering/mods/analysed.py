@@ -14,8 +14,8 @@ from flexhop.lowering.mods.relative import without_bounded
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
-# Kernels compute with positions in fp32, which represents every integer below this (strength.py).
-_LENGTH = 2**24
+# Kernels compute with positions in fp32, which represents the sum of two below this (strength.py).
+_LENGTH = 2**23
 RECENT = 64  # graphs that are cached: those of a few calls
 _SIZES = {"q": _LENGTH, "k": _LENGTH}
 
