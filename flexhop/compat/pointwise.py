@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch._inductor import config, ir
 from torch._inductor.exc import SubgraphLoweringException
+from torch._inductor.lowering import pointwise_cat, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
@@ -55,7 +59,10 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     lowering = _ModLowering(
         graph,
         root_graph_lowering=V.graph,
-        additional_lowerings={aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis]},
+        additional_lowerings={
+            aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis],
+            aten.cat.default: _concatenate,
+        },
     )
     try:
         # Short reductions, such as over a position in space, become sums of terms.
@@ -77,6 +84,27 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     return [_scalar_buffer(output) for output in outputs]
+
+
+def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
+    """A row of numbers. Inductor's rule asks for buffers of the whole graph, or makes one."""
+    dtype = functools.reduce(torch.promote_types, (value.get_dtype() for value in inputs))
+    parts = [to_dtype(value, dtype) for value in inputs]
+    whole, loaders = pointwise_cat(parts, dim), [part.make_loader() for part in parts]
+    ends = list(itertools.accumulate(part.get_size()[dim] for part in parts))
+
+    def load(index: Sequence[Any]) -> Any:
+        place = index[dim]
+        if not all(isinstance(value, (int, sympy.Integer)) for value in (place, *ends)):
+            return whole.make_loader()(index)
+        number = next(n for n, end in enumerate(ends) if place < end)
+        within = list(index)
+        within[dim] = place - (ends[number - 1] if number else 0)
+        return loaders[number](within)
+
+    return ir.Pointwise.create(
+        device=whole.get_device(), dtype=dtype, inner_fn=load, ranges=whole.get_size()
+    )
 
 
 def _location(node: torch.fx.Node | None) -> str:

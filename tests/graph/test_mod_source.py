@@ -287,3 +287,16 @@ class LongExpressions(TestCase):
         kernel = generated.kernel_with("grad_query_blocks")
         added = kernel.function_text("scatter_captured_grads").count("tl.atomic_add")
         self.assertEqual(added, 6)  # three numbers of a query's point, three of a key's
+
+    def test_rows_of_numbers_need_no_buffer(self):
+        """Inductor would look for the buffers that are concatenated, or make one."""
+
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s - torch.stack([q - k, k - q, 2 * k - q]).max()
+
+        inputs = [torch.randn(1, 2, 64, 16) for _ in range(3)]
+        generated = generate_code(
+            lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod=score_mod), *inputs
+        )
+        text = generated.kernel_with("score_mod").function_text("score_mod")
+        self.assertEqual(text.count("triton_helpers.maximum"), 2)
