@@ -56,7 +56,16 @@ class _OnCpu(TorchFunctionMode):
             torch.device, lambda given: CPU if given.type == "cuda" else given,
             (args, kwargs or {}),
         )  # fmt: skip
+        if function is torch.ops.higher_order.while_loop:
+            args = (*map(self._around, args[:2]), *args[2:])  # PyTorch has left this mode there
         return function(*args, **kwargs)
+
+    def _around(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            with self:
+                return part(*values)
+
+        return run
 
 
 def values_of(graph: GraphModule) -> list[Any]:

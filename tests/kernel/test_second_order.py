@@ -13,6 +13,7 @@ from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
+from flexhop.lowering import chunked
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel
@@ -146,9 +147,12 @@ def test_interpreted(name: str):
         assert error <= budget, (float(error), float(budget))
 
 
-def test_chunks_are_traced_without_a_gpu():
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_chunks_are_traced_without_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch):
     """Along the tangent of a captured tensor there is no kernel; PyTorch's autograd asks the
-    device, and ended the process."""
+    device, and ended the process. Several chunks are a loop, which PyTorch traces by itself."""
+    if chunks == 2:
+        monkeypatch.setattr(chunked, "GPU_CHUNK_ELEMENTS", 1)
     query, key, value = (torch.randn(1, 2, 21, 8) for _ in range(3))
 
     def attend(table: Tensor) -> Tensor:
