@@ -6,7 +6,6 @@ coverage.py decides whole blocks in eager mode; scores.py evaluates every score.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -35,10 +34,10 @@ from flexhop.block_mask.scores import (
     evaluate_mod,
     whole_blocks,
 )
+from flexhop.compat.mod_errors import refused
 from flexhop.compat.symbols import is_exporting, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
-    ModLoweringError,
     ModResultError,
     SequenceLengthError,
 )
@@ -262,22 +261,16 @@ def _keep_of_scores(score_mod: ScoreMod) -> MaskMod:
 
 
 def _call(kind: str, mod: Callable[..., Any], indices: tuple[Tensor, ...]) -> Any:
-    """Call a mod. If it reads the value of an index, raise our own error."""
+    """Call a mod. If it does what no kernel can, raise our own error."""
     if torch.compiler.is_compiling():
         return mod(*indices)
     try:
         return mod(*indices)
-    except RuntimeError as error:
-        if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
+    except Exception as error:
+        ours = refused(error, f"{kind} {_name(mod)!r}")
+        if ours is None:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = frames[min(1, len(frames) - 1)]  # frame 0 is this function
-        raise ModLoweringError(
-            mod=f"{kind} {_name(mod)!r}",
-            operation="reading the value of an index (if, while, .item(), int())",
-            location=f"{frame.filename}:{frame.lineno}",
-            reason="indices are tensors; use torch.where, & and | instead",
-        ) from error
+        raise ours from error
 
 
 def _result_error(

@@ -32,13 +32,15 @@ from torch._dynamo.variables.lists import BaseListVariable, ListVariable, TupleV
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable
-from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from flexhop.compat.location import users_line
+from flexhop.compat.mod_graphs import reads_on_host, refuse_by_running, refuse_reads_on_host
 from flexhop.compat.numbers import as_captures
 from flexhop.compat.subgraph import speculate
 from flexhop.compat.vmapped import is_mapped
-from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError, ModResultError
+from flexhop.errors import FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
 
@@ -196,14 +198,17 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         try:
             with self.rules.index_mode():
                 graph, lifted = speculate(tx, mod, inputs, kind, self.value)
+            name = getattr(function, "__name__", type(function).__name__ if function else kind)
+            self.rules.check_result(_result_of(graph), kind, name)
+            graph, lifted = as_captures(tx, graph, lifted, fake_of(query.as_proxy()).device)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
-            raise _untraceable(kind, error) from None
-        name = getattr(function, "__name__", type(function).__name__ if function else kind)
-        self.rules.check_result(_result_of(graph), kind, name)
-        graph, lifted = as_captures(tx, graph, lifted, fake_of(query.as_proxy()).device)
-        _refuse_reads_on_host(graph, kind)
+            raise _cause(error) or _untraceable(kind, error) from None
+        except (GuardOnDataDependentSymNode, SyntaxError):
+            # 2.11 to 2.15: at a branch, Dynamo prints the graph so far, and cannot print none.
+            raise reads_on_host(kind) from None
+        refuse_reads_on_host(graph, kind)
         with self.rules.index_mode():
-            _refuse_mutation(tx, graph, kind)
+            refuse_by_running(tx, graph, kind)
         _forget_batched_inputs(graph)
         attribute = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
         return hops.make_attr(tx, attribute), tuple(lifted)
@@ -244,31 +249,6 @@ def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
     )
 
 
-def _refuse_reads_on_host(graph: Graph, kind: str) -> None:
-    """Raise for `.item()`: it traces (its value is a symbol), but a kernel cannot wait for the
-    host."""
-    for node in graph.find_nodes(op="call_method", target="item"):
-        raise ModLoweringError(
-            mod=kind,
-            operation="Tensor.item",
-            location=users_line(node.meta.get("stack_trace") or ""),
-            reason="it turns a tensor into a Python number",
-        )
-
-
-def _refuse_mutation(tx: Any, graph: Graph, kind: str) -> None:
-    """Raise for writes to captures, which functionalization in 2.11 to 2.14 would silently
-    drop."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    with tx.fake_mode, torch.no_grad():
-        values = [_fresh(node.meta["example_value"]) for node in inputs]
-        watch = _WriteWatch(GraphModule(tx.output.nn_modules, graph), values)
-        watch.run(*values)
-    if watch.writer is not None:
-        stack = watch.writer.meta.get("stack_trace") or ""
-        raise CaptureMutationError(mod=kind, location=users_line(stack))
-
-
 def _forget_batched_inputs(graph: Graph) -> None:
     """Drop the example values of captures that a torch.vmap around the call maps.
 
@@ -278,32 +258,6 @@ def _forget_batched_inputs(graph: Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if is_mapped(node.meta.get("example_value")):
             del node.meta["example_value"]
-
-
-def _fresh(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    fresh = torch.empty_strided(
-        value.size(), value.stride(), dtype=value.dtype, device=value.device
-    )
-    return fresh.zero_() if value.dim() == 0 else fresh  # torch.export.draft_export reads at it
-
-
-class _WriteWatch(Interpreter):
-    """Runs a graph and records the first node that wrote to one of its inputs."""
-
-    def __init__(self, module: GraphModule, inputs: Sequence[Any]) -> None:
-        super().__init__(module)
-        self.tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self.versions = [tensor._version for tensor in self.tensors]
-        self.writer: Node | None = None
-
-    def run_node(self, n: Node) -> Any:
-        """Run one node; `_version` counts the writes to a tensor and its views."""
-        result = super().run_node(n)
-        if self.writer is None and [t._version for t in self.tensors] != self.versions:
-            self.writer = n
-        return result
 
 
 def placed(tx: Any, capture: Any, device: torch.device) -> Any:

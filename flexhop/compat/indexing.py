@@ -3,7 +3,7 @@
 `table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__`
 turns into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and
 autograd all support; a graph that is run again already contains it. Slices, `...` and `None` may
-be mixed in.
+be mixed in. `torch.take` and `nn.Embedding` (without `padding_idx`) are such reads, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,19 @@ WHOLE = slice(None)
 
 def _is_index_tensor(item: object) -> bool:
     return isinstance(item, Tensor) and not item.is_floating_point() and not item.is_complex()
+
+
+def _is_place(item: object) -> bool:
+    return _is_index_tensor(item) and isinstance(item, Tensor) and item.dim() == 0
+
+
+def _is_plain_embedding(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether F.embedding(place, table, padding_idx, max_norm, ...) only reads a row."""
+    if len(args) < 2 or not _is_place(args[0]):
+        return False
+    names = ("padding_idx", "max_norm")
+    chosen = {**dict(zip(names, args[2:], strict=False)), **options}
+    return all(chosen.get(name) is None for name in names)
 
 
 def _is_int(item: object) -> bool:
@@ -127,6 +140,22 @@ def _without_symbol(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
     return (function, _without_numbers(args)) if function.__name__ in _PAIRS else (func, args)
 
 
+def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """The result of a read at one place, by `tensor[...]`, F.embedding or torch.take; or None."""
+    if func is torch.Tensor.__getitem__:
+        tensor, items = args
+        items = items if isinstance(items, tuple) else (items,)
+        if tensor.dim() == 0 and items in ((), (Ellipsis,)):
+            return tensor
+        if _is_rewritten(items):
+            return _read(tensor, _spell_out(items, tensor.dim()))
+    elif func is torch.nn.functional.embedding and _is_plain_embedding(args, options):
+        return _read(args[1], [args[0]])
+    elif (func is torch.take or func is torch.Tensor.take) and _is_place(args[1]):
+        return _read(args[0].reshape(-1), [args[1]])
+    return None
+
+
 class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
@@ -141,14 +170,10 @@ class IndexMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Intercept `__getitem__`; everything else passes."""
-        if func is torch.Tensor.__getitem__:
-            tensor, items = args
-            items = items if isinstance(items, tuple) else (items,)
-            if tensor.dim() == 0 and items in ((), (Ellipsis,)):
-                return tensor
-            if _is_rewritten(items):
-                return _read(tensor, _spell_out(items, tensor.dim()))
+        """Intercept reads of tables; everything else passes."""
+        found = _rewritten(func, args, kwargs or {})
+        if found is not None:
+            return found
         if func is torch.ops.aten.index.Tensor and all(map(_is_index_tensor, args[1])):
             return vmapped.index(*args)
         if func is torch.ops.prims.convert_element_type.default:

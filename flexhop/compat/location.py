@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 
 import torch
@@ -26,3 +27,8 @@ def users_line(stack: str) -> str:
             code = (frame["code"] or "").strip()
             return f"{frame['file']}:{frame['line']}" + (f" ({code})" if code else "")
     return "its body"
+
+
+def innermost_line(error: BaseException) -> str:
+    """The line of the user's program that raised an error; see `users_line`."""
+    return users_line("".join(traceback.format_tb(error.__traceback__)))

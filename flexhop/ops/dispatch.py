@@ -16,6 +16,7 @@ import flexhop
 from flexhop import errors
 from flexhop.compat import hop
 from flexhop.compat.autocast import wanted_dtype, without_autocast
+from flexhop.compat.mod_errors import refused
 from flexhop.compat.wrapped import has_checkpoint_policy
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
@@ -25,8 +26,8 @@ from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.call import (
     Call,
-    check_backward,
     check_captures,
+    check_gradients,
     check_requests,
     check_result,
     prepare,
@@ -124,7 +125,9 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     check_arity(args.score_mod, "score_mod")
     check_arity(args.mask_mod, "mask_mod")
     scale, options = prepare(args.query, args.key, args.value, args.blocks, call)
-    check_backward(torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]), options)
+    mask_tensors = closed_over(args.mask_mod)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*args[:3], *mask_tensors)):
+        check_gradients(mask_tensors, options)
     for kind, mod in (("score_mod", args.score_mod), ("mask_mod", args.mask_mod)):
         check_captures(args.query, kind, closed_over(mod))
     _warn_once()
@@ -142,16 +145,31 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
-    """The mod, with a check of its result."""
+    """The mod, with checks of its result and of what it does."""
     name = getattr(mod, "__name__", type(mod).__name__)
+    held = [tensor for tensor in closed_over(mod) if not tensor.is_inference()]
+    versions = [tensor._version for tensor in held]
 
     @functools.wraps(mod, updated=())
     def call_and_check(*inputs: Tensor) -> Tensor:
-        result = mod(*inputs)
+        try:
+            result = mod(*inputs)
+        except Exception as error:
+            ours = refused(error, f"{kind} {name!r}")
+            if ours is None:
+                raise
+            raise ours from error
         check_result(result, kind, name)
+        if [tensor._version for tensor in held] != versions:
+            raise errors.CaptureMutationError(mod=f"{kind} {name!r}", location=_place_of(mod))
         return result
 
     return call_and_check
+
+
+def _place_of(mod: Any) -> str:
+    code = getattr(mod, "__code__", None)
+    return "its body" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _autocast(args: Args, cast: Callable[[torch.dtype, tuple[Any, ...]], Args]) -> Args:
@@ -161,7 +179,7 @@ def _autocast(args: Args, cast: Callable[[torch.dtype, tuple[Any, ...]], Args]) 
 
 
 def closed_over(mod: Any) -> tuple[Tensor, ...]:
-    """Tensors in a function's closure or among the arguments of a functools.partial.
+    """Tensors in a function's closure, its globals, or the arguments of a functools.partial.
 
     Excludes those inside modules, objects and called functions: PyTorch itself reports a wrong
     device there.
@@ -178,7 +196,9 @@ def closed_over(mod: Any) -> tuple[Tensor, ...]:
             continue
         if isinstance(value, Tensor):
             found.append(value)
-    return tuple(found)
+    names = getattr(getattr(mod, "__code__", None), "co_names", ())
+    of_module = getattr(mod, "__globals__", {})
+    return (*found, *(of_module[n] for n in names if isinstance(of_module.get(n), Tensor)))
 
 
 @functools.cache

@@ -10,6 +10,12 @@ from flexhop.errors import ModResultError
 from tests.unit.ops.support import BATCH, HEADS, LENGTH, assert_same, compiled, operands, quiet
 
 pytestmark = quiet
+
+
+def place(index):
+    return index if isinstance(index, torch.Tensor) else torch.tensor(index)
+
+
 READS = {
     "ellipsis first": lambda t, h, i: t[..., h, 1, i],
     "ellipsis between": lambda t, h, i: t[h, ..., i][2],
@@ -22,6 +28,8 @@ READS = {
     "new dimension last": lambda t, h, i: t[h, 1, i, None][0],
     "negative number": lambda t, h, i: t[h, -1, i],
     "numbers last": lambda t, h, i: t[h, 2, 0] + t[h, i % 3, 1] + t[i % 2, 0, 2],
+    "take": lambda t, h, i: torch.take(t, place(h * 3 * LENGTH + i)) + t.take(place(h + i)),
+    "embedding": lambda t, h, i: torch.nn.functional.embedding(place(h), t.flatten(1))[9 + i],
     "captured numbers last": lambda t, h, i: t[h, ONE, ONE] - t[h, i % 3, ONE],
 }
 ONE = torch.tensor(1)

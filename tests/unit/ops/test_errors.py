@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -239,6 +240,7 @@ def test_no_callable(run):
 
 
 ROWS = torch.randn(LENGTH, 3)
+ARRAY = np.linspace(0, 1, LENGTH)
 RESULTS = {
     "bool": (lambda s, b, h, q, k: q > k, "dtype torch.bool"),
     "number": (lambda s, b, h, q, k: 3.0, "returned"),
@@ -283,18 +285,45 @@ def asks(score, b, h, q_idx, kv_idx):
     return score * ROWS[0, 0].item()
 
 
+def asks_an_index(score, b, h, q_idx, kv_idx):
+    return score * float(h)
+
+
 def assigns(score, b, h, q_idx, kv_idx):
     ROWS[q_idx] = score
     return score
 
 
+def draws(score, b, h, q_idx, kv_idx):
+    return score + torch.rand(())
+
+
+def picks_from_a_list(score, b, h, q_idx, kv_idx):
+    return score * [0.5, 0.25][h]
+
+
+def chooses_by_the_score(score, b, h, q_idx, kv_idx):
+    return score and q_idx
+
+
+def keeps_some(score, b, h, q_idx, kv_idx):
+    return score + ROWS[ROWS > 0][q_idx]
+
+
 LINES = {
+    draws: ("drawing random numbers", "torch.rand(())", "dropout_p"),
+    picks_from_a_list: (),
+    chooses_by_the_score: ("as a Python number",),
+    keeps_some: ("depends on data", "ROWS[ROWS > 0]"),
     breaks: ("graph_break", "torch._dynamo.graph_break()"),
     branches: ("Data-dependent branching", "return score if q_idx > kv_idx"),
     prints: ("print", "print(score)"),
     asks: ("Tensor.item", "return score * ROWS[0, 0].item()"),
     assigns: ("", "ROWS[q_idx] = score"),
 }
+
+
+UNPLACED = (picks_from_a_list, chooses_by_the_score)  # PyTorch does not say where
 
 
 @pytest.mark.parametrize(("mod", "words"), LINES.items(), ids=lambda x: getattr(x, "__name__", ""))
@@ -304,7 +333,18 @@ def test_what_cannot_be_traced_is_named_with_its_line(mod, words):
     with pytest.raises(kinds) as caught:
         compiled(flex_attention)(*operands(), mod)
     message = str(caught.value)
-    assert all(word in message for word in (*words, "test_errors.py")), message
+    words = words if mod in UNPLACED else (*words, "test_errors.py")
+    assert all(word in message for word in words), message
+
+
+def from_numpy(score, b, h, q_idx, kv_idx):
+    return score + ARRAY[q_idx]
+
+
+@pytest.mark.parametrize("mod", [branches, asks_an_index, draws, picks_from_a_list, from_numpy])
+def test_what_no_kernel_can_do_is_refused_without_one(mod):
+    with pytest.raises(errors.ModLoweringError, match=rf"{mod.__name__}.*test_errors\.py:\d+ \("):
+        flex_attention(*operands(), mod)
 
 
 def adds_to_a_capture(score, b, h, q_idx, kv_idx):
@@ -323,6 +363,12 @@ def test_mutation_is_refused_at_its_line(mod):
         errors.CaptureMutationError, match=r"score_mod writes .*test_errors.*add_\(1\)"
     ):
         compiled(flex_attention)(*operands(), mod)
+
+
+@pytest.mark.parametrize("mod", [adds_to_a_capture, assigns])
+def test_mutation_is_refused_without_a_kernel(mod):
+    with pytest.raises(errors.CaptureMutationError, match=rf"{mod.__name__}.*test_errors"):
+        flex_attention(*operands(), mod)
 
 
 def test_writing_to_a_value_of_its_own_is_no_mutation():
@@ -360,11 +406,12 @@ def test_captures_elsewhere(run):
         run(flex_attention)(*operands(), lambda s, b, h, q, k: s + table[q])
 
 
+@RUN
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_mask_has_no_gradient(grad):
+def test_a_mask_has_no_gradient(grad, run):
     threshold = torch.randn(LENGTH, requires_grad=True)
     mask = causal_mask(mask_mod=lambda b, h, q, k: threshold[q] > 0)
     with pytest.raises(errors.MaskCaptureGradError, match="Captured tensor 0 of mask_mod"):
-        compiled(flex_attention)(*operands(grad=grad), None, mask)
+        run(flex_attention)(*operands(grad=grad), None, mask)
     with torch.no_grad():
-        compiled(flex_attention)(*operands(grad=grad), None, mask)
+        run(flex_attention)(*operands(grad=grad), None, mask)
