@@ -126,8 +126,8 @@ def _traced(mask_mod: MaskMod, device: torch.device) -> Mod | None:
 
 def may_wait(device: torch.device) -> bool:
     """Whether the host may synchronise: not in a CUDA graph, nor if the user forbids it."""
-    if device.type != "cuda":
-        return True
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True  # without a GPU, the first tensor on it raises PyTorch's error
     return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
 
 

@@ -39,6 +39,7 @@ from flexhop.compat.symbols import is_exporting, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
     ModResultError,
+    OptionValueError,
     SequenceLengthError,
 )
 from flexhop.mods.functions import MaskMod, ScoreMod, check_arity, is_score_mod
@@ -85,6 +86,7 @@ def create_block_mask(
 
     Raises:
         SequenceLengthError: a size is not positive.
+        OptionValueError: a size is no int.
         BlockSizeError: BLOCK_SIZE is not positive.
         ModArityError, ModResultError: mask_mod has the wrong parameters or result.
         ModLoweringError: mask_mod branches on the value of an index.
@@ -145,6 +147,8 @@ def _grid(
     batch, heads = 1 if batch is None else batch, 1 if heads is None else heads
     named = {"B": batch, "H": heads, "Q_LEN": lengths[0], "KV_LEN": lengths[1]}
     for name, size in named.items():
+        if size is None or isinstance(size, (float, str)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+            raise OptionValueError(name=name, value=type(size).__name__, allowed="an int")
         if size <= 0:
             raise SequenceLengthError(argument=name, length=size)
     if device is None:

@@ -43,7 +43,9 @@ def can_record(device: torch.device, tensors: Sequence[Tensor]) -> bool:
         return False
     if any(torch._C._get_dispatch_mode(key) is not None for key in _MODES):
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...]:

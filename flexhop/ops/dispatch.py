@@ -54,6 +54,11 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
             _plain(call), args.dropout_seed,
         )  # fmt: skip
         return attention(*door)
+    if torch.jit.is_tracing():
+        raise errors.UnsupportedFeatureError(
+            feature="torch.jit.trace", reason="TorchScript has no operators that take functions",
+            mend="Use torch.export.export or torch.compile",
+        )  # fmt: skip
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_operator, args, call)
     has_kernels = wants_kernels(call.kernel_options)

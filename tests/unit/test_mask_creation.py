@@ -17,6 +17,7 @@ from flexhop.errors import (
     ModArityError,
     ModLoweringError,
     ModResultError,
+    OptionValueError,
     SequenceLengthError,
 )
 
@@ -279,3 +280,15 @@ def test_no_field_is_a_view(batch: int | None):
     mask = create_block_mask(lambda b, h, i, j: i >= j, batch, None, 512, 512, device="cpu")
     fields = [getattr(mask, name) for name in TENSOR_FIELDS]
     assert [t for t in fields if t is not None and (t._is_view() or not t.is_contiguous())] == []
+
+
+@pytest.mark.parametrize("sizes", [(None, None, 8.5, 8), ("x", None, 8, 8), (None, None, 8, None)])
+def test_sizes_that_are_no_ints(sizes):
+    with pytest.raises(OptionValueError, match="must be an int"):
+        create_block_mask(causal, *sizes, device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a PyTorch without a GPU")
+def test_without_a_gpu_pytorch_says_so():
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA enabled|NVIDIA|CUDA GPUs"):
+        create_block_mask(causal, None, None, 8, 8, device="cuda")

@@ -383,6 +383,12 @@ def test_writing_to_a_value_of_its_own_is_no_mutation():
     )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_torchscript_is_refused():
+    with pytest.raises(errors.UnsupportedFeatureError, match=r"torch\.jit\.trace .*torch\.export"):
+        torch.jit.trace(lambda *inputs: flex_attention(*inputs), tuple(operands()))
+
+
 def test_reductions_are_refused_by_the_lowering():
     from flexhop.offline import generate
 
