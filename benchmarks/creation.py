@@ -233,7 +233,7 @@ def operators(make: Callable[[], Any]) -> int:
             names.append(str(func))
         return func(*args, **kwargs)
 
-    with Watch(run):
+    with Watch(run).watching():
         make()
     return len(names)
 
