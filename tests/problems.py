@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
     """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields and theirs."""
     groups: tuple[Any, ...] = (ModFacts, GradFacts)
     parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
-    parts[ModFacts]["score_bound"] = math.inf
     parts[ModFacts]["mask_band"], parts[GradFacts]["captured_reads"] = None, ()
     for values in parts.values():
         values |= {name: facts.pop(name) for name in tuple(facts) if name in values}

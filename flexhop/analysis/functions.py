@@ -93,11 +93,6 @@ def wave(dtype: Any, a: Any) -> Ends:
     return -1.0001, 1.0001, not are_moderate(dtype, a)
 
 
-def rough_tanh(dtype: Any, a: Any) -> Ends:
-    """tanh_approx, which is off by up to 2**-11 of its value."""
-    return -1.001, 1.001
-
-
 def shift_left(dtype: Any, a: Any, b: Any) -> Ends:
     """a << b, of a plain b."""
     return arithmetic.multiply(dtype, a, 1 << shift_count(b, 31))

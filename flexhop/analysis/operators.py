@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop.analysis import arithmetic, functions, logic
-from flexhop.primitives import tanh as _tanh_approx  # noqa: F401  registers its operator
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -145,7 +144,6 @@ OPERATORS: dict[Any, Operator] = {
     aten.log10: Operator(functions.growing(torch.log10, **_LOGARITHM)),
     aten.log1p: Operator(functions.growing(torch.log1p, inside=(-0.999, torch.inf))),
     aten.tanh: Operator(functions.growing(torch.tanh, (-1.0, 1.0))),
-    torch.ops.flexhop.tanh_approx: Operator(functions.rough_tanh),
     aten.sigmoid: Operator(functions.growing(torch.sigmoid, (0.0, 1.0))),
     aten.atan: Operator(functions.growing(torch.atan, (-1.571, 1.571))),
     aten.sin: Operator(functions.wave),

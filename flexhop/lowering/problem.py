@@ -87,8 +87,7 @@ class ModFacts(NamedTuple):
     has_score_mod, has_mask_mod: whether they do anything. reads_per_element: whether score_mod
     reads captured tensors at indices that depend on both query and key. reads_by_position: whether
     it reads any at an index that depends on one of them. reads_score: whether its result depends
-    on the score. score_bound: no result is larger than this, nor smaller than its negative.
-    takes_products: whether the kernel's score_mod takes products that are not scaled
+    on the score. takes_products: whether the kernel's score_mod takes products that are not scaled
     and returns exponents of 2 (lowering/mods/caps.py). score_cost, mask_cost: instructions per
     score. has_key_slope, has_key_bend:
     whether score_mod adds a line over keys, and whether the line has a bend
@@ -103,7 +102,6 @@ class ModFacts(NamedTuple):
     reads_per_element: bool
     reads_by_position: bool
     reads_score: bool
-    score_bound: float
     takes_products: bool
     score_cost: float
     has_key_slope: bool

@@ -119,11 +119,11 @@ def test_a_step_without_the_bend_leaves_out_what_a_bend_needs(width):
     ("mod", "most"),
     [
         (relu, 2),  # with the scale
-        (clamp, 1),  # the same and one more, but no maximum of the row, and no sum is rescaled
-        (cap, 2),  # five instead of one for the exponent, likewise
+        (clamp, 3),
+        (cap, 5),  # with the scale and the change to base 2
     ],
 )
-def test_order_takes_one_instruction_and_bounded_scores_no_maximum(mod, most):
+def test_order_takes_one_instruction_and_a_cap_five(mod, most):
     plain, changed = (len(instructions(full_loops(build(m, 128), 128)[0])) for m in (None, mod))
     assert changed - plain <= most * SCORES + 8
     assert build(mod, 128).spills == 0

@@ -17,7 +17,7 @@ LAW: dict[str, set[str]] = {
     "options": {"errors"},
     "mods": {"errors", "primitives"},
     "masks": {"mods", "errors"},
-    "analysis": {"compat", "primitives"},
+    "analysis": {"compat"},
     "block_mask": {"analysis", "mods", "errors", "compat"},
     "ops": {"analysis", "block_mask", "mods", "options", "errors", "compat"},
     "cache": {"block_mask", "mods", "ops", "errors"},

@@ -10,8 +10,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import torch
-
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
 from flexhop.lowering.hopper.tiles import (
@@ -25,7 +23,6 @@ from flexhop.lowering.hopper.tiles import (
     wider,
 )
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.shared import LOG2_E
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
@@ -35,8 +32,6 @@ _LARGEST_WIDTH = 256
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 14, 20, 8
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
-# Exponents of 2 that leave room for sums over keys of weights times values. A cap of 50 has 72.
-_BOUND = 80
 # A slope is divided by the scale and must not become infinite.
 _SMALLEST_SCALE = 2.0**-20
 
@@ -61,7 +56,6 @@ class HopperForwardConstants(SharedConstants):
     HAS_SLOPE: bool
     HAS_BEND: bool
     ROWS_GUARANTEED_SAFE: bool
-    IS_BOUNDED: bool
     RETURN_MAX: bool
     LN_2: float = math.log(2)
 
@@ -164,18 +158,8 @@ def constants(
         HAS_BEND=has_slope and problem.mods.has_key_bend,
         # Of several rows of blocks, one may see nothing in a tile of keys.
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe and gathered.q_blocks == 1,
-        IS_BOUNDED=_is_bounded(problem),
         RETURN_MAX=problem.returns_max,
     )  # fmt: skip
-
-
-def _is_bounded(problem: Problem) -> bool:
-    """Whether weights need not be taken relative to the largest score of their row.
-
-    They and their sums stay in the range of bfloat16, which is that of float32.
-    """
-    is_small = problem.mods.score_bound * LOG2_E <= _BOUND
-    return is_small and problem.dtype == torch.bfloat16 and not problem.returns_max
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:

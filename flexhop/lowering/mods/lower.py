@@ -102,7 +102,6 @@ def read_mods(
         reads_by_position=any(map(any, reads)),
         reads_score="score" in _depends(score, SCORE),
         score_cost=instructions(analysed(folded.graph, SCORE)),
-        score_bound=_bound(score),
         takes_products=folded.takes_products,
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
@@ -138,13 +137,6 @@ def _depends(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[str]:
     """The inputs that a user function depends on."""
     found = analysed(mod, roles)
     return found.forms.depends_on(found.mod.result)
-
-
-def _bound(score: fx.GraphModule) -> float:
-    """The largest absolute value of a score_mod's result."""
-    found = analysed(score, SCORE)
-    low, high = found.forms.bounds_of(found.mod.result)
-    return float(max(-low, high))
 
 
 def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:

@@ -11,14 +11,10 @@ import torch
 
 import flexhop
 from flexhop.compat.functions import scaled_tanh
-from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.mods.caps import fold_caps, foldable_scale
-from flexhop.lowering.mods.lower import read_mods
 from flexhop.offline import generate_code
 from flexhop.offline.packed_assembly import run_packed
-from flexhop.ops.subgraphs import trace_mask, trace_score
-from flexhop.options import KernelOptions
-from tests.problems import problem
+from flexhop.ops.subgraphs import trace_score
 
 TABLE = torch.tensor([3.0, 20.0])
 SCORES = torch.cat([torch.logspace(-20, 3, 999), -torch.logspace(-20, 3, 999), torch.zeros(1)])
@@ -151,36 +147,3 @@ def test_forward_kernels_have_one_text_and_backward_kernels_tanh():
 
 def test_kernels_of_float32_call_the_library():
     assert all("libdevice.tanh" in kernel for kernel in texts(torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("mod", "expected"),
-    [
-        (flexhop.mods.softcap(30.0), 30), (flexhop.mods.softcap(30.0, approximate=True), 30),
-        (lambda s, b, h, q, k: s.clamp(-20, 10), 20), (lambda s, b, h, q, k: 4 * s.sigmoid(), 4),
-        (lambda s, b, h, q, k: torch.tanh(s) / (1 + (q - k).abs()), 1),
-        (lambda s, b, h, q, k: torch.sin(s) + torch.atan(s), 2.571),
-        (lambda s, b, h, q, k: s, math.inf), (lambda s, b, h, q, k: s.clamp(max=3), math.inf),
-        (lambda s, b, h, q, k: 30 * torch.tanh(s / 30) + TABLE[h], math.inf),
-        (lambda s, b, h, q, k: torch.where(q > k, torch.tanh(s), -math.inf), math.inf),
-        (lambda s, b, h, q, k: torch.tanh(s) - (q - k).abs(), 2**24),
-    ],
-)  # fmt: skip
-def test_bounds_of_scores(mod, expected):
-    query = torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16)
-    facts = read_mods(trace_score(mod, query, ()), trace_mask(flexhop.noop_mask, query, ()))
-    assert facts.score_bound == pytest.approx(expected, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"score_bound": 50.0}, True), ({"score_bound": 60.0}, False),
-        ({"score_bound": 50.0, "dtype": torch.float16}, False),  # weights may be above 65504
-        ({"score_bound": 50.0, "returns_max": True}, False), ({"score_bound": math.inf}, False),
-    ],
-)  # fmt: skip
-def test_bounded_scores_need_no_maximum(facts, expected):
-    call = problem(has_score_mod=True, **facts)
-    constants = hopper.constants(call, KernelOptions(), hopper.table_tile(call))
-    assert expected == constants.IS_BOUNDED
