@@ -145,7 +145,11 @@ def errors(setting: Setting, derivative: str) -> dict[str, float]:
     make = DERIVATIVES[derivative]
     x, along = setting.inputs(), setting.inputs()
     exact = make(setting.math())([t.double() for t in x], [t.double() for t in along])
-    found = {"ours": torch.compile(make(setting.flexible())), "plain": make(setting.math())}
+    # Static: another length follows in this process, and dynamic kernels are slower.
+    found = {
+        "ours": torch.compile(make(setting.flexible()), dynamic=False),
+        "plain": make(setting.math()),
+    }
     right = leaves_of(exact)
     return {
         name: max(
@@ -159,7 +163,7 @@ def errors(setting: Setting, derivative: str) -> dict[str, float]:
 def time_step(setting: Setting, step: Step) -> dict[str, Any]:
     """Median milliseconds of a call, and MiB at its peak beside its inputs."""
     attend = setting.flexible() if step.by == "flexhop" else setting.math()
-    run = torch.compile(DERIVATIVES[step.derivative](attend))
+    run = torch.compile(DERIVATIVES[step.derivative](attend), dynamic=False)
     x, along = setting.inputs(), setting.inputs()
     for _ in range(3):
         run(x, along)
