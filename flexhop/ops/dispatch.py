@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from flexhop import errors
 from flexhop.compat import hop
 from flexhop.compat.autocast import wanted_dtype, without_autocast
 from flexhop.compat.mod_errors import refused
+from flexhop.compat.symbols import is_symbolic
 from flexhop.compat.wrapped import has_checkpoint_policy
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
@@ -91,11 +93,13 @@ def _plain(call: Call) -> tuple[Any, ...]:
     return tuple(call._replace(mask=facts))
 
 
-def _run_traced(
-    run: Callable[..., tuple[Tensor, Tensor, Tensor]], args: Any, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_traced(run: Any, args: Any, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """make_fx and non-strict export do not lift captured tensors. Dynamo does, so it goes
     first."""
+    if any(is_symbolic(size) for t in (args.query, args.key, args.value) for size in t.shape):
+        # Dynamo would compare the sizes with those of earlier calls, which would make them fixed.
+        # It keeps its results per code object: use a copy.
+        run = types.FunctionType(run.__code__.replace(), run.__globals__)
     with hop.setup_compilation_env() as backend:
         return torch.compile(run, backend=backend, fullgraph=True)(args, call)
 

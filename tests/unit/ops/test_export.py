@@ -145,6 +145,17 @@ def test_only_some_lengths_vary(varies, strict):
         torch.testing.assert_close(program(*operands), Cross()(*operands))
 
 
+@STRICT
+def test_sizes_of_an_earlier_program_do_not_count(strict):
+    layer, inputs = Plain(), tuple(operands())
+    torch.export.export(layer, inputs, strict=strict)
+    batch, length = torch.export.Dim("b", min=1, max=64), torch.export.Dim("s", min=8, max=4096)
+    sizes = ({0: batch, 2: length},) * 3
+    program = torch.export.export(layer, inputs, dynamic_shapes=sizes, strict=strict)
+    inputs = operands(3, 40)
+    torch.testing.assert_close(program.module()(*inputs), layer(*inputs))
+
+
 def window(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 40)
 
