@@ -20,6 +20,7 @@ from torch.utils import _pytree
 
 from flexhop.compat import hop
 from flexhop.compat.inductor import empty
+from flexhop.compat.transforms import write_zeros
 
 __all__ = [
     "call_at_run_time",
@@ -126,6 +127,7 @@ def lower_formula(
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
             part.graph.eliminate_dead_code()
+            write_zeros(part)
             _hide_scatter_indices(part)
             _hide_dividends(part)
     _adopt_attributes(graph)

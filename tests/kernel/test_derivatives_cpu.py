@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flexhop import flex_attention
 from flexhop.lowering import chunked
 from tests.unit.ops.support import quiet
 from tests.unit.ops.test_derivatives import DERIVATIVES, dense, flexible, inputs
@@ -23,3 +24,18 @@ def test_compiled_derivatives(name, chunk, monkeypatch):
     derivative = DERIVATIVES[name]
     found = torch.compile(derivative(flexible), fullgraph=True)(*inputs())
     torch.testing.assert_close(found, derivative(dense)(*inputs()), rtol=1e-9, atol=1e-9)
+
+
+def test_a_tangent_of_one_operand_alone():
+    """PyTorch's zero tangents of the others have no memory: compiled code read address 0."""
+    query, key, value, along = (torch.randn(1, 1, 16, 8, dtype=torch.float64) for _ in range(4))
+
+    def loss(key, along):
+        def attend(key):
+            return flex_attention(query, key, value, lambda s, b, h, q, k: s + 0.1 * (q - k))
+
+        return sum(t.sin().sum() for t in torch.func.jvp(attend, (key,), (along,)))
+
+    gradient = torch.func.grad(loss, argnums=(0, 1))
+    found = torch.compile(gradient, fullgraph=True)(key, along)
+    torch.testing.assert_close(found, gradient(key, along))
