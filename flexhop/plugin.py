@@ -58,6 +58,7 @@ def _install_operators() -> None:
     after_import("torch._dynamo", _install_trackers)
     after_import("torch._inductor.codegen.cpp", _repair_cpp)
     after_import("torch._inductor.codegen.triton_split_scan", _repair_triton)
+    after_import("torch._inductor.codegen.cuda.device_op_overrides", _repair_packages)
 
 
 def _repair_cpp() -> None:
@@ -71,6 +72,12 @@ def _repair_triton() -> None:
     from flexhop.compat.split_scan import repair_split_scans
 
     repair_split_scans()
+
+
+def _repair_packages() -> None:
+    from flexhop.compat.scratch import repair_scratch
+
+    repair_scratch()
 
 
 def _install_trackers() -> None:
