@@ -40,7 +40,8 @@ bool soften(Running& run, int64_t i, int64_t columns, int64_t value_width) {
     std::fill_n(row, columns, 0.0f);
     return false;
   }
-  const float before = run.largest[i], now = before > found ? before : found;  // NaN stays
+  const float before = run.largest[i];
+  const float now = found > before || std::isnan(found) ? found : before;  // NaN stays
   Vec sum(0.0f);
   for (int64_t j = 0; j < columns; j += LANES) {
     const int64_t count = std::min(LANES, columns - j);
