@@ -71,7 +71,7 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     device = inductor.device_of(args.query)
     mods = lower_mods(
         device, (args.score_mod, args.mask_mod), (score, mask), sizes,
-        cap_scale=foldable_scale(args, has_texts=tanh.has_texts(device, args.query.get_dtype())),
+        cap_scale=foldable_scale(args, has_texts=tanh.has_texts(device, fakes.query.dtype)),
     )  # fmt: skip
     pages = inductor.realize(args.pages)
     subgraphs = _lower_readers(args, readers, fakes, pages)

@@ -27,7 +27,8 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     if chunked.is_without_kernel(args.query):
         return cpu.lower_attention(*args) or chunked.lower_attention(*args)
     device = inductor.device_of(args.query)
-    has_texts = tanh.has_texts(device, args.query.get_dtype())
+    query: Any = args.query
+    has_texts = tanh.has_texts(device, query.get_dtype())
     mods = _lower_mods(args, foldable_scale(args, has_texts=has_texts))
     query, key, value = inductor.realize((args.query, args.key, args.value))
     guards.guard_aligned_strides((query, key, value))

@@ -13,7 +13,7 @@ and key, and the change to base 2.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -104,7 +104,7 @@ def _fold_scale(graph: fx.Graph, scale: float) -> bool:
     cap = value_of(graph.output_node().args[0])
     if not isinstance(cap, fx.Node) or cap.target is not _SCALED_TANH:
         return False
-    value, inner, outer = cap.args
+    value, inner, outer = cast("tuple[Any, float, float]", cap.args)
     score = graph.find_nodes(op="placeholder")[0]
     if value_of(value) is not score or not _SMALLEST < abs(inner * scale) < 1 / _SMALLEST:
         return False
@@ -142,7 +142,7 @@ def _factor(node: fx.Node, operand: fx.Node) -> float | None:
     return None
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
