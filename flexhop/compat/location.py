@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.fx import Node
 
 # Ends with a separator: a project next to ours, or named after PyTorch, is the user's.
 _OTHERS = tuple(f"{path}/" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -27,6 +28,11 @@ def users_line(stack: str) -> str:
             code = (frame["code"] or "").strip()
             return f"{frame['file']}:{frame['line']}" + (f" ({code})" if code else "")
     return "its body"
+
+
+def line_of(node: Node | None) -> str:
+    """The user's line in the stack that the tracer recorded for a node, if it recorded one."""
+    return users_line((node.meta.get("stack_trace") if node is not None else None) or "")
 
 
 def innermost_line(error: BaseException) -> str:

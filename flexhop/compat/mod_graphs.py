@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexhop.compat.location import users_line
+from flexhop.compat.location import line_of
 from flexhop.compat.stand_in import is_random
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError
 
@@ -36,7 +36,7 @@ def refuse_reads_on_host(graph: Graph, kind: str) -> None:
         raise ModLoweringError(
             mod=kind,
             operation="Tensor.item",
-            location=users_line(node.meta.get("stack_trace") or ""),
+            location=line_of(node),
             reason="it turns a tensor into a Python number",
         )
     for node in graph.nodes:
@@ -46,7 +46,7 @@ def refuse_reads_on_host(graph: Graph, kind: str) -> None:
             raise ModLoweringError(
                 mod=kind,
                 operation=getattr(node.target, "__name__", str(node.target)),
-                location=users_line(node.meta.get("stack_trace") or ""),
+                location=line_of(node),
                 reason="the size of its result depends on data",
             )
 
@@ -66,13 +66,12 @@ def refuse_by_running(tx: Any, graph: Graph, kind: str) -> None:
         raise ModLoweringError(
             mod=kind,
             operation="drawing random numbers",
-            location=users_line(watch.drawer.meta.get("stack_trace") or ""),
+            location=line_of(watch.drawer),
             reason="every pass over the scores would draw others; draw before the call and "
             "capture the tensor, or pass dropout_p",
         )
     if watch.writer is not None:
-        stack = watch.writer.meta.get("stack_trace") or ""
-        raise CaptureMutationError(mod=kind, location=users_line(stack))
+        raise CaptureMutationError(mod=kind, location=line_of(watch.writer))
 
 
 def _fresh(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
 from flexhop.compat.inductor import hint
-from flexhop.compat.location import users_line
+from flexhop.compat.location import line_of
 from flexhop.errors import ModLoweringError
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
         raise ModLoweringError(
             mod=mod,
             operation=str(node.target) if node is not None else "an operation",
-            location=_location(node),
+            location=line_of(node),
             reason="it is no pointwise operation",
         ) from error
     outputs = lowering.graph_outputs
@@ -105,11 +105,6 @@ def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
     return ir.Pointwise.create(
         device=whole.get_device(), dtype=dtype, inner_fn=load, ranges=whole.get_size()
     )
-
-
-def _location(node: torch.fx.Node | None) -> str:
-    """The user's line in the stack that the tracer recorded for a node, if it recorded one."""
-    return users_line((node.meta.get("stack_trace") if node is not None else None) or "")
 
 
 def _scalar_buffer(output: Any) -> Any:

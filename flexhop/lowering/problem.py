@@ -113,6 +113,11 @@ class ModFacts(NamedTuple):
     mask_cost: float
     mask_band: Band | None
 
+    @property
+    def takes_scores(self) -> bool:
+        """Whether the kernel's score_mod takes scaled scores."""
+        return self.has_score_mod and not self.takes_products
+
 
 class GradFacts(NamedTuple):
     """Facts about the gradient of score_mod.

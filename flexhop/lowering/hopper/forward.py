@@ -129,8 +129,7 @@ def constants(
         and not gathered.is_gathered
         and tile.packed_heads == 1
     )
-    is_inside = problem.mods.has_score_mod and not problem.mods.takes_products
-    scales = (is_inside and not has_slope) or problem.scale <= 0
+    scales = (problem.mods.takes_scores and not has_slope) or problem.scale <= 0
     kv_size = block_sizes(problem, tile)[1]
     multiples = (tile.block_m, kv_size)
     stored = stored_bits(problem, tile)

@@ -1,4 +1,4 @@
-"""Functions made of parts of graphs."""
+"""Parts of graphs, and functions made of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import fx
 
 from flexhop.analysis import copied
 
-convert = torch.ops.prims.convert_element_type.default
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 # Operators that return the value of their first argument.
 _TRANSPARENT = (
     aten.clone.default,
@@ -37,8 +37,7 @@ def returning(module: fx.GraphModule, value: Any) -> fx.GraphModule:
             number = result.graph.call_function(convert, (copies[value], torch.float32))
         else:
             options = {"dtype": torch.float32, "device": example.device}
-            full = torch.ops.aten.full.default
-            number = result.graph.call_function(full, ([], float(value)), options)
+            number = result.graph.call_function(aten.full.default, ([], float(value)), options)
     number.meta["val"] = example
     output.args = (number,)
     result.graph.eliminate_dead_code()

@@ -23,8 +23,7 @@ def exponent(problem: Problem) -> dict[str, Any]:
     exp2(score * EXP_SCALE) folds the scale into the exponent if nothing reads the score in
     between; the running maximum then needs a positive factor.
     """
-    is_inside = problem.mods.has_score_mod and not problem.mods.takes_products
-    scale_scores = is_inside or problem.scale <= 0 or is_float32(problem)
+    scale_scores = problem.mods.takes_scores or problem.scale <= 0 or is_float32(problem)
     return {
         "SCALE_SCORES": scale_scores,
         "EXP_SCALE": exp_scale(problem, scales=scale_scores),
