@@ -8,6 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import flexhop
+from flexhop.mods.functions import noop_mask, noop_score
+from flexhop.ops.args import AttentionArgs
+from flexhop.ops.call import Call
+from flexhop.ops.dispatch import run_operator
+from flexhop.ops.dropout import place
 from tests.budgets import INF, evaluate_score_mod
 
 
@@ -66,3 +72,39 @@ def differentiate(
 def double(leaves: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """fp64 copies that require gradients."""
     return tuple(t.detach().double().requires_grad_() for t in leaves)
+
+
+class Placed(NamedTuple):
+    """A rank's call, whose output shows which weights are kept: all are equal, values one-hot.
+
+    kept: which of its weights the mask of the whole keeps. share: a weight that is kept.
+    """
+
+    call: Callable[..., Tensor]
+    operands: tuple[Tensor, Tensor, Tensor]
+    kept: Tensor
+    share: float
+
+
+def placed_call(
+    seed: Tensor, dropout_p: float, queries: int, width: int, options: flexhop.KernelOptions
+) -> Placed:
+    """A call with batches from 1 on, heads from 2 on, and blocks of tokens in any order."""
+    of_queries, of_keys = torch.tensor([5, 1, 2]), torch.tensor([4, 0, 3, 7])
+    keys = 16 * len(of_keys) - 4
+    placed = place(seed, (1, 2), torch.cat((of_queries, of_keys)))
+    more = {"dropout_p": dropout_p, "dropout_groups": len(of_queries)}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        args = AttentionArgs(q, k, v, noop_score, noop_mask, (), 0.0, {}, dropout_seed=(placed,))
+        return run_operator(args, Call(None, False, options, False, None, **more))[0]
+
+    query, key = torch.zeros(2, 2, queries, width), torch.zeros(2, 2, keys, width)
+    value = torch.eye(keys).expand(2, 2, keys, keys).contiguous()
+    rows, columns = (
+        (16 * g[:, None] + torch.arange(16)).flatten()[:n]
+        for g, n in ((of_queries, queries), (of_keys, keys))
+    )
+    whole = flexhop.dropout_mask(seed, dropout_p, (3, 4, 128, 128))
+    kept = whole[1:, 2:][:, :, rows][..., columns]
+    return Placed(call, (query, key, value), kept, 1 / (keys * (1 - dropout_p)))

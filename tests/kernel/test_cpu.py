@@ -14,12 +14,8 @@ from torch._inductor.utils import run_and_get_code
 
 import flexhop
 from flexhop.lowering import chunked, cpu
-from flexhop.mods.functions import noop_mask, noop_score
-from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call
-from flexhop.ops.dispatch import run_operator
-from flexhop.ops.dropout import place
 from flexhop.options import KernelOptions
+from tests.dropout_cases import placed_call
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 WANTED = flexhop.AuxRequest(lse=True, max_scores=True)
@@ -353,24 +349,7 @@ def test_dropout():
 
 @pytest.mark.parametrize("queries", [40, 3])
 def test_a_placed_seed_is_the_mask_of_the_whole(queries: int):
-    """A rank's call: batches from 1 on, heads from 2 on, and blocks of tokens in any order."""
-    of_queries, of_keys = torch.tensor([5, 1, 2]), torch.tensor([4, 0, 3, 7])
-    keys = 16 * len(of_keys) - 4
-    seed = place(SEED, (1, 2), torch.cat((of_queries, of_keys)))
-    more = {"dropout_p": P, "dropout_groups": len(of_queries)}
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        args = AttentionArgs(q, k, v, noop_score, noop_mask, (), 0.0, {}, dropout_seed=(seed,))
-        return run_operator(args, Call(None, False, KernelOptions(), False, None, **more))[0]
-
-    query, key = torch.zeros(2, 2, queries, 16), torch.zeros(2, 2, keys, 16)
-    value = torch.eye(keys).expand(2, 2, keys, keys).contiguous()
-    out, (code,) = run_and_get_code(torch.compile(call), query, key, value)
+    placed = placed_call(SEED, P, queries, 16, KernelOptions())
+    out, (code,) = run_and_get_code(torch.compile(placed.call), *placed.operands)
     assert "draw_square" in code, "by the kernel, not in chunks"
-    found = out * keys * (1 - P)
-    rows, columns = (
-        (16 * g[:, None] + torch.arange(16)).flatten()[:n]
-        for g, n in ((of_queries, queries), (of_keys, keys))
-    )
-    expected = flexhop.dropout_mask(SEED, P, (3, 4, 128, 128))[1:, 2:][:, :, rows][..., columns]
-    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out / placed.share, placed.kept.float(), atol=1e-5, rtol=0)

@@ -5,14 +5,9 @@ import torch
 
 import flexhop
 from flexhop.masks import causal_with_offset
-from flexhop.mods.functions import noop_mask, noop_score
 from flexhop.offline.interpret import Memory, interpret
-from flexhop.ops.args import AttentionArgs
-from flexhop.ops.call import Call
-from flexhop.ops.dispatch import run_operator
-from flexhop.ops.dropout import place
 from tests.budgets import assert_within_budget
-from tests.dropout_cases import differentiate, double, dropped_attention
+from tests.dropout_cases import differentiate, double, dropped_attention, placed_call
 
 SEED = torch.tensor([4023233417, 2868451234])
 P = 0.3
@@ -129,28 +124,8 @@ def test_results_and_gradients(queries, dtype):
     [(48, flexhop.Tile(16, 32)), (40, flexhop.Tile(32, 16)), (3, None)],
 )
 def test_a_placed_seed_is_the_mask_of_the_whole(queries, tile):
-    """A rank's call: batches from 1 on, heads from 2 on, and blocks of tokens in any order."""
-    of_queries, of_keys = torch.tensor([5, 1, 2]), torch.tensor([4, 0, 3, 7])
-    keys = 16 * len(of_keys) - 4
-    groups = torch.cat((of_queries, of_keys))
-    query, key = torch.zeros(2, 2, queries, 64), torch.zeros(2, 2, keys, 64)
-    value = torch.eye(keys).expand(2, 2, keys, keys).contiguous()
     options = flexhop.KernelOptions(forward=tile, backend="triton")
-
-    def call(q, k, v):
-        args = AttentionArgs(
-            q, k, v, noop_score, noop_mask, (), 0.0, {},
-            dropout_seed=(place(SEED, (1, 2), groups),),
-        )  # fmt: skip
-        more = {"dropout_p": P, "dropout_groups": len(of_queries)}
-        return run_operator(args, Call(None, False, options, False, None, **more))[0]
-
+    placed = placed_call(SEED, P, queries, 64, options)
     memory = Memory(poison=True, check_bounds=True)
-    found = interpret(call, query, key, value, memory=memory).result * keys * (1 - P)
-    rows, columns = (
-        (16 * g[:, None] + torch.arange(16)).flatten()[:n]
-        for g, n in ((of_queries, queries), (of_keys, keys))
-    )
-    whole = flexhop.dropout_mask(SEED, P, (3, 4, 128, 128))
-    expected = whole[1:, 2:][:, :, rows][..., columns]
-    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=0)
+    out = interpret(placed.call, *placed.operands, memory=memory).result
+    torch.testing.assert_close(out / placed.share, placed.kept.float(), atol=1e-5, rtol=0)
