@@ -165,8 +165,11 @@ def register_jvp(op: Any, push: Push, nested: Callable[[Sequence[Any]], Any] = t
     def rule(interpreter: Any, *operands: Any) -> Any:
         level = interpreter.level()
         primals, tangents = _split(operands)
+        values = _unwrapped(primals, level)
         with interpreter.lower():
-            pushed = push(_unwrapped(primals, level), _unwrapped(tangents, level))
+            if all(tangent is None for tangent in tangents):  # a constant at this level
+                return op(*values)
+            pushed = push(values, _unwrapped(tangents, level))
         return nested(_duals(Pushed(*_wrapped(tuple(pushed), level))))
 
     op.py_impl(TransformType.Jvp)(rule)

@@ -27,5 +27,16 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.logaddexp(finite_lse, finite_sink)
     total = torch.where(has_keys & has_sink, both, torch.where(has_keys, lse, sink))
     share = torch.where(has_keys & has_sink, torch.exp(finite_lse - both), 1.0)
-    scaled = (out.to(lse.dtype) * share[..., None]).to(out.dtype)
+    scaled = (out.to(lse.dtype) * _ordered(share[..., None], out)).to(out.dtype)
     return scaled, total
+
+
+def _ordered(share: Tensor, out: Tensor) -> Tensor:
+    """share, stored in the order of dimensions of out, whatever that is.
+
+    Otherwise its product with out differs in layout from the product's tangent. Forward mode would
+    copy the tangent, which PyTorch cannot do with dynamic shapes. Strides may be unknown, so they
+    are not compared: `where` takes the order of its condition, for tangents as well.
+    """
+    condition = torch.zeros_like(out[..., :1], dtype=torch.bool)
+    return torch.where(condition, share, share)

@@ -120,3 +120,23 @@ def test_nested_sequences_have_sinks():
     for number, found in enumerate(out.unbind()):
         alone = [tensors[number][None] for tensors in parts]
         torch.testing.assert_close(found, flexhop.flex_attention(*alone, sinks=sinks)[0])
+
+
+@pytest.mark.parametrize("moved", [(3,), (0, 3)], ids=["sinks", "query and sinks"])
+def test_tangents_of_rows_that_lie_before_heads(moved):
+    """With dynamic shapes, PyTorch cannot copy a tangent into the layout of its result."""
+    operands = [t.detach() for t in make()]
+    operands[0] = operands[0].transpose(1, 2).contiguous().transpose(1, 2)
+
+    def push(*tangents):
+        def move(*chosen):
+            known = dict(zip(moved, chosen, strict=True))
+            *tensors, sinks = (known.get(i, t) for i, t in enumerate(operands))
+            return flexhop.flex_attention(*tensors, enable_gqa=True, sinks=sinks)
+
+        return torch.func.jvp(move, tuple(operands[i] for i in moved), tangents)
+
+    tangents = [torch.randn_like(operands[i]) for i in moved]
+    torch._dynamo.reset()
+    compiled = torch.compile(push, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(*tangents), push(*tangents))
