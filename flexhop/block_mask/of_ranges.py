@@ -46,9 +46,14 @@ def of_one_side(span: analysis.Span, grid: Grid, columns: Tensor) -> tuple[Tenso
     edge = span.end if span.starts else span.first
     edge = edge.expand(grid.batch, grid.heads, -1)
     least, most = _extremes(edge, edge, (grid.rows, grid.block[0]))
-    begin = columns * grid.block[1]
-    end = (begin + grid.block[1]).clamp(max=grid.kv_len)
-    return (begin < most, end <= least) if span.starts else (least < end, most <= begin)
+    # Numbers of blocks are compared, not their first keys: ptxas up to 13.1 drops the constant of
+    # a sum of two 16-bit halves if only one half is read, and LLVM makes such sums of multiples of
+    # small counters. Whole masks were wrong.
+    size, reaches_end = grid.block[1], least >= grid.kv_len
+    before, until = least // size, (most + (size - 1)) // size
+    if span.starts:
+        return columns < until, reaches_end | (columns < before)
+    return ~reaches_end & (columns >= before), columns >= until
 
 
 def _extremes(low: Tensor, high: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,11 @@ from flexhop.offline.kernel import Kernel
 __all__ = [
     "ARCHITECTURES",
     "Cubin",
+    "WrongMachineCode",
     "compile_kernel",
     "compile_source",
     "local_accesses",
+    "lost_addends",
     "product_notes",
     "wrong_products",
 ]
@@ -125,6 +127,7 @@ def compile_kernel(
 
     Raises:
         ValueError: a constant is missing.
+        WrongMachineCode: see `lost_addends`.
     """
     constants = dict(constants or {})
     missing = set(kernel.constexprs) - set(constants)
@@ -136,6 +139,9 @@ def compile_kernel(
         "num_warps": num_warps or kernel.num_warps or 4,
         "num_stages": num_stages or kernel.num_stages or 2,
         "enable_fp_fusion": kernel.meta.get("enable_fp_fusion", True),
+        # As Inductor does: with assertions about indices, without those about overflow.
+        "debug": kernel.inductor_meta.get("assert_indirect_indexing", True),
+        "sanitize_overflow": False,
     }
     return compile_source(
         function,
@@ -166,6 +172,9 @@ def compile_source(
         attributes: argument position as a 1-tuple -> facts about it, e.g.
             {(0,): [["tt.divisibility", 16]]}.
         **options: options of Triton's compiler, e.g. num_warps=4, num_stages=2.
+
+    Raises:
+        WrongMachineCode: see `lost_addends`.
     """
     # Triton's default is about to change; Inductor sets it explicitly, too.
     options.setdefault("enable_fp_fusion", True)
@@ -196,6 +205,8 @@ def _position(key: Any) -> tuple[int, ...]:
 
 def _inspect(compiled: CompiledKernel, architecture: int, log: str) -> Cubin:
     binary, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    if lost := lost_addends(ptx, binary):
+        raise WrongMachineCode(f"{compiled.metadata.name}: ptxas lost constants: {lost}")
     counts = resource_usage(binary)
     # Spills are in local memory. Where there is none, nothing needs to be disassembled.
     has_local = counts["STACK"] + counts["LOCAL"] > 0
@@ -221,6 +232,24 @@ def product_notes(cubin: Cubin) -> list[str]:
     Such a kernel is correct but runs at a fraction of the speed, and Triton shows no notes.
     """
     return [line for line in (cubin.log or _assemble(cubin)).splitlines() if "(C75" in line]
+
+
+class WrongMachineCode(RuntimeError):
+    """The machine code does not compute what the kernel says."""
+
+
+def lost_addends(ptx: str, binary: bytes) -> list[str]:
+    """Sums of two 16-bit halves in the machine code whose constant is gone.
+
+    ptxas up to 13.1 writes 0 for the constant on sm_90 if only one half of the sum is read. LLVM
+    makes such sums from 32-bit ones whose terms it knows to be small.
+    """
+    if "add.s16x2" not in ptx:
+        return []
+    return _LOST_ADDEND.findall(_sass(binary))
+
+
+_LOST_ADDEND = re.compile(r"VIADD\.16x2 R\d+, \S+, 0x0\b")
 
 
 def wrong_products(cubin: Cubin) -> list[str]:

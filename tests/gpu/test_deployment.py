@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.masks import causal, document, sliding_window
+from flexhop.block_mask.fields import TENSOR_FIELDS
+from flexhop.masks import causal, document, prefix_lm, sliding_window
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,3 +106,15 @@ def test_masks_of_long_sequences_take_little_memory(kind, compiled):
     assert torch.cuda.max_memory_allocated() - before < 256 * 2**20
     counts = mask.kv_num_blocks[0, 0] + mask.full_kv_num_blocks[0, 0]
     assert counts.cpu().equal(wanted.int())
+
+
+@pytest.mark.parametrize("length", [2048, 16384, 65536])
+@pytest.mark.parametrize("kind", ["causal", "window", "prefix"])
+def test_compiled_masks_have_the_lists_of_eager_ones(kind, length):
+    """Inductor keeps the fastest of several machine codes, of which some were wrong (16384)."""
+    mods = {"causal": causal, "window": sliding_window(1024), "prefix": prefix_lm(700)}
+    arguments = (mods[kind], None, None, length, length)
+    found = torch.compile(flexhop.create_block_mask)(*arguments, device="cuda")
+    expected = flexhop.create_block_mask(*arguments, device="cuda")
+    for name in TENSOR_FIELDS:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
