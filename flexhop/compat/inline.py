@@ -153,11 +153,19 @@ def trace_fresh(function: Callable[..., Any], likes: Sequence[Any]) -> Any:
             for t in likes
         ]
     graph = trace(function, fresh)
+    if _writes(graph):
+        graph = trace(torch.func.functionalize(graph), fresh)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _writes(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph writes in place, as PyTorch's derivative of torch.copysign does."""
+    called = (node.target for node in graph.graph.nodes if node.op == "call_function")
+    return any(isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable for op in called)
 
 
 def _keep_loop_memory() -> None:

@@ -186,3 +186,21 @@ def test_packed_sequences():
     assert any("push_blocks" in kernel.functions for kernel in found.templates)
     expected = torch.func.jvp(apart, tuple(inputs[:3]), tuple(inputs[3:]))
     torch.testing.assert_close(found.result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_derivatives_that_write_in_place():
+    """As PyTorch's derivative of copysign does; it was refused."""
+
+    def signed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.copysign(s, (i - j) + 0.5)
+
+    def push(query: Tensor, moved: Tensor) -> Tensor:
+        def attend(query: Tensor) -> Any:
+            return flexhop.flex_attention(query, key, key, score_mod=signed, kernel_options=OPTIONS)
+
+        return torch.func.jvp(attend, (query,), (moved,))[1]
+
+    torch.manual_seed(0)
+    query, moved, key = (torch.randn(1, 1, n, 16) for n in (5, 5, 9))
+    found = interpret(push, query, moved).result
+    torch.testing.assert_close(found, push(query, moved))
