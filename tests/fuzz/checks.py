@@ -73,8 +73,6 @@ def _check(problem: Problem, seed: int, run: Run, oracle: Oracle) -> str:
     if not exceeded:
         return ""
     _, first = next(iter(exceeded.items()))
-    if problem.plan.reads_cache:
-        raise first
     try:
         judge_fillings(problem, seed, run, {n: found[n] for n in exceeded}, oracle)
     except AssertionError as whole:

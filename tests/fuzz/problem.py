@@ -28,7 +28,8 @@ class Problem:
     """Tensors of one plan.
 
     operands: query, key and value as the call takes them. plain: key and value of a cache, as its
-    mods make them, [B, Hkv, N, D] and fp32. grad_out, grad_lse: of the results, in their shapes.
+    mods make them, [B, Hkv, N, D] and fp32. factors: tensors that these mods read. grad_out,
+    grad_lse: of the results, in their shapes.
     is_for_gpu: whether kernels of GPUs compute it, there or in the interpreter.
     """
 
@@ -42,6 +43,7 @@ class Problem:
     plain: tuple[Tensor, Tensor] | None = None
     table: flexhop.PageTable | None = None
     key_mods: dict[str, Mod] = dataclasses.field(default_factory=dict)
+    factors: tuple[Tensor, ...] = ()
     is_for_gpu: bool = False
 
     @property
@@ -63,8 +65,13 @@ class Problem:
         return leaves
 
     def fill(self, other: Problem) -> None:
-        """Give what is differentiated, and the gradients of results, the values of another one."""
+        """Give operands, what is learned, and the gradients of results, the values of another one.
+
+        Of a cache, too: equal plans put equal lengths into the same pages.
+        """
+        self.plain = other.plain
         pairs = [*zip(self.operands, other.operands, strict=True)]
+        pairs += zip(self.factors, other.factors, strict=True)
         pairs += [
             (getattr(self.captures, n), getattr(other.captures, n)) for n in self.plan.learned
         ]
@@ -159,16 +166,18 @@ def _cache(plan: Plan, r: Random, device: Any) -> dict[str, Any]:
     """Keys and values in a cache, with what their mods make of them."""
     shape = plan.shape
     query = strided(r.normal(*shape.query, dtype=plan.dtype).to(device), plan.layouts[0])
-    stored, plain, mods = [], [], {}
+    stored, plain, mods, factors = [], [], {}, []
     for name, size in (("k_mod", shape.key), ("v_mod", shape.value)):
         numbers = r.normal(*size)
         kept = (numbers * 40).round().clamp(-127, 127) if plan.stored == torch.int8 else numbers
         kept = kept.to(plan.stored or plan.dtype).to(device)
-        mod = _key_mod(plan, r, device)
+        mod, factor = _key_mod(plan, r, device)
         stored.append(kept)
         plain.append(kept.double() if mod is None else _applied(mod, kept, shape.batch))
         if mod is not None:
             mods[name] = mod
+        if factor is not None:
+            factors.append(factor)
     table = None
     if plan.page:
         assert plan.keys is not None
@@ -179,23 +188,23 @@ def _cache(plan: Plan, r: Random, device: Any) -> dict[str, Any]:
         )
     return {
         "operands": (query, *stored), "plain": tuple(plain), "table": table, "key_mods": mods,
+        "factors": tuple(factors),
     }  # fmt: skip
 
 
-def _key_mod(plan: Plan, r: Random, device: Any) -> Mod | None:
+def _key_mod(plan: Plan, r: Random, device: Any) -> tuple[Mod | None, Tensor | None]:
+    """A mod of keys or values, and the tensor that it reads."""
     kind, shape = plan.key_mod, plan.shape
     unit = 1 / 40 if plan.stored == torch.int8 else 1.0
     if kind == "none":
-        return None
+        return None, None
     if kind == "number":
-        return flexhop.mods.dequantize(unit * 1.25)
-    if kind == "head":
-        scale = (0.5 + r.uniform(shape.kv_heads)) * unit
-        return flexhop.mods.dequantize(scale.to(device))
-    scale = ((0.5 + r.uniform(shape.batch, shape.kv_heads, shape.kv_len)) * unit).to(device)
-    if kind == "key":
-        return flexhop.mods.dequantize(scale)
-    return lambda x, b, h, kv_idx: (x - 0.25) * scale[b, h, kv_idx] + 0.01 * (h - b)
+        return flexhop.mods.dequantize(unit * 1.25), None
+    sizes = (shape.kv_heads,) if kind == "head" else (shape.batch, shape.kv_heads, shape.kv_len)
+    scale = ((0.5 + r.uniform(*sizes)) * unit).to(device)
+    if kind != "shift":
+        return flexhop.mods.dequantize(scale), scale
+    return lambda x, b, h, kv_idx: (x - 0.25) * scale[b, h, kv_idx] + 0.01 * (h - b), scale
 
 
 def _applied(mod: Mod, stored: Tensor, batch: int) -> Tensor:
