@@ -196,7 +196,7 @@ def test_derivatives_that_write_in_place():
 
     def push(query: Tensor, moved: Tensor) -> Tensor:
         def attend(query: Tensor) -> Any:
-            return flexhop.flex_attention(query, key, key, score_mod=signed, kernel_options=OPTIONS)
+            return flexhop.flex_attention(query, key, key, signed, kernel_options=OPTIONS)
 
         return torch.func.jvp(attend, (query,), (moved,))[1]
 
@@ -204,3 +204,24 @@ def test_derivatives_that_write_in_place():
     query, moved, key = (torch.randn(1, 1, n, 16) for n in (5, 5, 9))
     found = interpret(push, query, moved).result
     torch.testing.assert_close(found, push(query, moved))
+
+
+def test_scores_without_rows():
+    """A mod may replace scores by numbers per key, which a mask then hides by row."""
+    table, moved = torch.randn(16), torch.randn(16)
+    mask = flexhop.create_block_mask(gaps, None, 2, 16, 16, "cpu", BLOCK_SIZE=16)
+    query = torch.randn(1, 2, 16, 16, dtype=torch.float16)
+
+    def push(table: Tensor, moved: Tensor) -> Tensor:
+        def attend(table: Tensor) -> Any:
+            def replace(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                return table[j]
+
+            return flexhop.flex_attention(
+                query, query, query, replace, mask, kernel_options=OPTIONS
+            )
+
+        return torch.func.jvp(attend, (table,), (moved,))[1]
+
+    (kernel,) = generate_code(push, table, moved).templates
+    assert compile_kernel(kernel, 80).spills == 0
