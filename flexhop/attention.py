@@ -22,9 +22,10 @@ from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake, note_wrong_
 from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout import place
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
+from flexhop.ops.repeats import ask
 from flexhop.ops.replicated import shared_seed
 from flexhop.ops.sharding import SLOT, view_of
-from flexhop.ops.sinks import add_sinks
+from flexhop.ops.sinks import add_sinks, sinks_mistake
 from flexhop.options import FlexKernelOptions, KernelOptions
 from flexhop.sequences.nested import has_nested, pack, unpack
 from flexhop.sequences.ranges import RangeMask
@@ -203,14 +204,19 @@ def flex_attention(
     """
     if return_lse and return_aux is None and not torch.compiler.is_dynamo_compiling():
         warnings.warn(errors.ReturnLseDeprecationWarning(), stacklevel=2)
-    packed = None
-    mistake = None
+    packed = mistake = asked = None
     operands = (query, key, value)
+    is_simple = sinks is None and dropout_seed is None and return_aux is None
+    is_read = page_table is not None or k_mod is not None or v_mod is not None
+    if is_simple and not (torch.compiler.is_dynamo_compiling() or is_read or return_lse):
+        choices = (scale, enable_gqa, kernel_options, dropout_p)
+        asked = ask(operands, (score_mod, block_mask), choices, mask_operands)
+        if asked is not None and (out := asked.run()) is not None:
+            return out
     if has_nested(*operands):
         packed = pack(operands, score_mod, block_mask)
         operands, score_mod, block_mask, mistake = packed
     cache = None
-    is_read = page_table is not None or k_mod is not None or v_mod is not None
     if is_read or stores_numbers(key, value):
         operands, cache, found = read_cache(operands, page_table, k_mod, v_mod)
         mistake = mistake or found
@@ -219,6 +225,8 @@ def flex_attention(
         return_aux, sinks=sinks, dropout=Dropout(dropout_p, dropout_seed), mistake=mistake,
         cache=cache,
     )  # fmt: skip
+    if asked is not None:
+        asked.keep()
     return result if packed is None else _nested_like(query, result)
 
 
@@ -276,7 +284,7 @@ def attend(
     score_mod = noop_score if score_mod is None else score_mod
     two_requests = return_lse and return_aux is not None
     if mistake is None and sinks is not None:
-        mistake = _sinks_mistake(sinks, query)
+        mistake = sinks_mistake(sinks, query)
     if mistake is None:
         mistake = dropout.mistake(query)
     call = Call(
@@ -345,18 +353,6 @@ def _cache_mistake() -> Mistake:
         errors.ShardedCallError, argument="page_table, k_mod or v_mod", found="is given",
         expected="sharded caches need flexhop.distributed.decode_attention",
     )  # fmt: skip
-
-
-def _sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
-    wanted = f"a floating-point tensor of shape [{query.size(1)}] on {query.device}"
-    if isinstance(sinks, Tensor):
-        fits = sinks.dim() == 1 and sinks.size(0) == query.size(1)
-        if fits and sinks.is_floating_point() and sinks.device == query.device:
-            return None
-        found = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
-    else:
-        found = type(sinks).__name__
-    return note_mistake(errors.OptionValueError, name="sinks", value=found, allowed=wanted)
 
 
 def _has_view(block_mask: Any) -> bool:

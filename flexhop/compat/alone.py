@@ -7,6 +7,7 @@ nothing else affects it; asking Dynamo takes longer than a short kernel.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -79,8 +80,17 @@ class Alone:
         if found is None:
             return self._first(key, leaves)
         # Generated code empties the list.
-        results = found.run([leaves[at] if is_leaf else at for is_leaf, at in found.inputs])
-        return [results[i] for i in found.results]
+        return _run_decided(*found, leaves)
+
+    def decided(self, leaves: Sequence[Any]) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+        """What runs such leaves: tensors of these sizes, strides, dtypes and devices.
+
+        None if Dynamo has to be asked at every call, or was not yet.
+        """
+        found = self.known.get(_problem_of(leaves))
+        if found is None:
+            return None
+        return functools.partial(_run_decided, *found)
 
     def code_for(self, leaves: Sequence[Any]) -> Callable[[], Sequence[Any]]:
         """The compiled code that earlier calls with such tensors ran, to measure what it takes."""
@@ -115,6 +125,13 @@ class Alone:
 
     def _note(self, run: Any, values: Sequence[Any], results: Sequence[Any]) -> None:
         self.latest = (run, values, results)
+
+
+def _run_decided(
+    run: Any, inputs: Sequence[tuple[bool, Any]], places: Sequence[int], leaves: Sequence[Any]
+) -> list[Tensor]:
+    results = run([leaves[at] if is_leaf else at for is_leaf, at in inputs])
+    return [results[i] for i in places]
 
 
 def _problem_of(leaves: Sequence[Any]) -> Hashable:

@@ -17,15 +17,26 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from flexhop.compat.transforms import is_forward_mode
 
-__all__ = ["Exchange", "apart", "has_checkpoint_policy", "is_bare", "is_filled", "is_transformed"]
+__all__ = [
+    "Exchange",
+    "apart",
+    "are_tensors",
+    "has_checkpoint_policy",
+    "is_bare",
+    "is_filled",
+    "is_quiet",
+    "is_transformed",
+]
 
-_PLAIN = (Tensor, torch.nn.Parameter, int, float, type(None))
+_TENSORS = (Tensor, torch.nn.Parameter)
+_PLAIN = (*_TENSORS, int, float, type(None))
 
 
 def is_transformed() -> bool:
@@ -40,6 +51,25 @@ def is_bare(values: Iterable[Any]) -> bool:
         and not torch._C._is_torch_function_mode_enabled()
         and not is_transformed()
         and all(type(t) in _PLAIN for t in values)
+        and not is_forward_mode()
+    )
+
+
+def are_tensors(values: Iterable[Any]) -> bool:
+    """Whether values are tensors of no subclass, and of no transform, not even one that ended."""
+    return all([type(t) in _TENSORS and not is_functorch_wrapped_tensor(t) for t in values])
+
+
+def is_quiet() -> bool:
+    """Whether nothing but autograd can see or change a call: no mode, transform, autocast or
+    tracer."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and not torch._C._is_any_autocast_enabled()
+        and peek_interpreter_stack() is None
+        and not torch._C._is_tracing()
+        and _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is None
         and not is_forward_mode()
     )
 

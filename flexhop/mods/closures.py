@@ -10,7 +10,7 @@ import dis
 import functools
 import math
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ __all__ = ["Described", "Places", "describe"]
 
 # For each function and each of its captures: (True, index of a tensor) or (False, a number).
 Places = tuple[tuple[tuple[bool, Any], ...], ...]
-_VALUES = frozenset([int, bool, str, type(None), torch.dtype, torch.device])
-_TENSORS = frozenset([Tensor, torch.nn.Parameter])
 _KEPT = (torch, math)  # modules whose functions nobody replaces
 _PLAIN_CLASS = {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__"} | {
     "__annotations__", "__firstlineno__", "__static_attributes__", "__annotate_func__",
@@ -75,19 +73,8 @@ class _Reader:
 
     def of(self, value: Any) -> Hashable:
         """The description of a value that a function reads."""
-        kind = type(value)
-        if kind in _VALUES:
-            return kind, value
-        if kind is float:
-            return kind, value.hex()  # 0.0 and -0.0 are equal, but not the same
-        if kind in _TENSORS:
-            return self._tensor(value)
-        if id(value) in self._inside:  # it holds itself
-            raise _NotPlain
-        self._inside.add(id(value))
-        found = self._holder(kind, value)
-        self._inside.discard(id(value))
-        return found
+        read = _READERS.get(type(value))
+        return self._other(value) if read is None else read(self, value)
 
     def _tensor(self, value: Tensor) -> Hashable:
         for number, known in enumerate(self.tensors):
@@ -96,20 +83,49 @@ class _Reader:
         self.tensors.append(value)
         return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
 
-    def _holder(self, kind: type, value: Any) -> Hashable:
-        if kind is types.FunctionType:
-            return self._function(value)
-        if kind in (tuple, list):
-            return kind, *[self.of(item) for item in value]
-        if kind is dict:
-            return kind, *[(self.of(name), self.of(item)) for name, item in value.items()]
-        if kind is functools.partial:
-            return kind, *[self.of(part) for part in (value.func, value.args, value.keywords)]
-        if kind is types.MethodType:
-            return kind, self.of(value.__func__), self.of(value.__self__)
+    def _value(self, value: Any) -> Hashable:
+        return type(value), value
+
+    def _float(self, value: float) -> Hashable:
+        return float, value.hex()  # 0.0 and -0.0 are equal, but not the same
+
+    def _tuple(self, value: tuple[Any, ...]) -> Hashable:
+        return tuple, *[self.of(item) for item in value]
+
+    def _list(self, value: list[Any]) -> Hashable:
+        self._enter(value)
+        found = (list, *[self.of(item) for item in value])
+        self._inside.discard(id(value))
+        return found
+
+    def _dict(self, value: dict[Any, Any]) -> Hashable:
+        if not value:
+            return dict
+        self._enter(value)
+        found = (dict, *[(self.of(name), self.of(item)) for name, item in value.items()])
+        self._inside.discard(id(value))
+        return found
+
+    def _partial(self, value: functools.partial[Any]) -> Hashable:
+        of = self.of
+        return functools.partial, of(value.func), of(value.args), of(value.keywords)
+
+    def _method(self, value: types.MethodType) -> Hashable:
+        return types.MethodType, self.of(value.__func__), self.of(value.__self__)
+
+    def _other(self, value: Any) -> Hashable:
         if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
             return value
-        return self._object(kind, value)
+        self._enter(value)
+        found = self._object(type(value), value)
+        self._inside.discard(id(value))
+        return found
+
+    def _enter(self, value: Any) -> None:
+        """Enter a value that may hold itself."""
+        if id(value) in self._inside:
+            raise _NotPlain
+        self._inside.add(id(value))
 
     def _object(self, kind: type, value: Any) -> Hashable:
         """An object of a class that defines `__call__` or other methods in Python."""
@@ -130,30 +146,60 @@ class _Reader:
             return property, self.of(item.fget)
         return self.of(item)
 
-    def _function(self, value: Any) -> Hashable:
-        code, names = value.__code__, value.__globals__
-        if code not in _globals:
-            _globals[code] = _globals_of(code)
-        read = _globals[code]
-        if read is None:
+    def _function(self, value: types.FunctionType) -> Hashable:
+        read = _read_by(value.__code__)
+        cells, defaults, more = value.__closure__, value.__defaults__, value.__kwdefaults__
+        if read.is_nothing and not (cells or defaults or more):
+            return read
+        if read.names is None:
             raise _NotPlain
-        if not (read or value.__closure__ or value.__defaults__ or value.__kwdefaults__):
-            return code
-        held: list[Hashable] = [code]
+        names, held = value.__globals__, [read]
+        self._enter(value)
         try:
-            held += [self.of(cell.cell_contents) for cell in value.__closure__ or ()]
+            held += [self.of(cell.cell_contents) for cell in cells or ()]
         except ValueError:  # a name that is assigned later
             raise _NotPlain from None
-        for name in read:
+        for name in read.names:
             found = names.get(name, torch)  # not a global: a builtin
-            if not any(found is module for module in _KEPT):
+            if not any([found is module for module in _KEPT]):
                 held.append(self.of(found))
-        for defaults in (value.__defaults__, value.__kwdefaults__):
-            held.append(self.of(defaults) if defaults else None)
+        for given in (defaults, more):
+            held.append(self.of(given) if given else None)
+        self._inside.discard(id(value))
         return tuple(held)
 
 
-_globals: dict[types.CodeType, tuple[str, ...] | None] = {}
+_READERS: dict[type, Callable[[_Reader, Any], Hashable]] = {
+    Tensor: _Reader._tensor, torch.nn.Parameter: _Reader._tensor,
+    types.FunctionType: _Reader._function, types.MethodType: _Reader._method,
+    functools.partial: _Reader._partial, tuple: _Reader._tuple, list: _Reader._list,
+    dict: _Reader._dict, float: _Reader._float,
+    **dict.fromkeys((int, bool, str, type(None), torch.dtype, torch.device), _Reader._value),
+}  # fmt: skip
+
+
+class _Read:
+    """What code reads; equal code has the same. Its hash is faster than that of code."""
+
+    __slots__ = ("is_nothing", "names")
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.names = _globals_of(code)
+        self.is_nothing = self.names == ()
+
+
+_reads: dict[types.CodeType, _Read] = {}
+_reads_by_id: dict[int, tuple[types.CodeType, _Read]] = {}  # keeps code, so that ids stay unique
+
+
+def _read_by(code: types.CodeType) -> _Read:
+    found = _reads_by_id.get(id(code))
+    if found is None:
+        read = _reads.get(code)
+        if read is None:
+            read = _reads[code] = _Read(code)
+        found = _reads_by_id[id(code)] = (code, read)
+    return found[1]
 
 
 def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:

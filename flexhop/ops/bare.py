@@ -6,12 +6,15 @@ calls run the operator's compiled code themselves. A plan holds what equal calls
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexhop.compat.alone import Alone, is_leaf
+from flexhop.compat.autograd import apply_plain
+from flexhop.mods.closures import Places
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import check_gradients
 from flexhop.ops.eager_kernels import find_alone
@@ -19,7 +22,9 @@ from flexhop.ops.forward import attention, gradients
 from flexhop.ops.saving import form_of, restore
 from flexhop.ops.subgraphs import Joint, needs_grad, trace_joint
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Repeat"]
+
+Operands = tuple[Tensor, Tensor, Tensor]
 
 
 class Plan:
@@ -54,6 +59,16 @@ class Plan:
             alone = self._alone[precision] = find_alone(attention, args)
         return alone(leaves)
 
+    def decided(self, leaves: list[Any]) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+        """What `compute` runs for such leaves, once it ran."""
+        alone = self._alone.get(torch.get_float32_matmul_precision())
+        return None if alone is None else alone.decided(leaves)
+
+    @property
+    def form(self) -> Any:
+        """What `save` keeps besides tensors, once it ran."""
+        return self._form
+
     def save(self, ctx: Any, args: AttentionArgs, leaves: list[Any], results: Any) -> None:
         """Save operands, out and lse, as ops.saving.save does; only tensors change."""
         out, lse, max_scores = results
@@ -67,10 +82,9 @@ class Plan:
 
 def leaves_of(args: AttentionArgs) -> list[Any]:
     """Tensors and numbers that change from call to call, in the order of the operands."""
-    leaves = [
+    return _changing([
         *args[:3], *args.blocks, *args.score_captures, *args.mask_captures, *args.dropout_seed
-    ]  # fmt: skip
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) or is_leaf(leaf)]
+    ])  # fmt: skip
 
 
 class _Bare(torch.autograd.Function):
@@ -94,3 +108,71 @@ class _Bare(torch.autograd.Function):
         args, out, lse = restore(ctx)
         joint = ctx.plan.joint
         return (None, None, *gradients(args, (out, lse), joint.joint, joint.sites, grad_outputs))
+
+
+class Repeat(NamedTuple):
+    """A plan for calls whose tensors have the same sizes, strides, dtypes and devices."""
+
+    plan: Plan
+    score: tuple[tuple[bool, Any], ...]  # captures among the tensors that mods read, as in Places
+    mask: tuple[tuple[bool, Any], ...]
+    compute: Callable[[Sequence[Any]], list[Tensor]]
+    has_numbers: bool  # whether not all captures are tensors
+
+    @classmethod
+    def of(
+        cls, plan: Plan, places: Places, operands: Operands, blocks: Sequence[Tensor],
+        held: Sequence[Tensor],
+    ) -> Repeat | None:  # fmt: skip
+        """The plan of a call that ran; None if its compiled code is not fixed."""
+        score, mask = (_at(each, held) for each in places)
+        if plan.joint is not None:
+            score = plan.joint.hoist(score)
+        leaves = [*operands, *blocks, *score, *mask]
+        has_numbers = not all(isinstance(leaf, Tensor) for leaf in leaves)
+        compute = plan.decided(_changing(leaves))
+        return None if compute is None else cls(plan, *places, compute, has_numbers)
+
+    def run(self, operands: Operands, blocks: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
+        """The output of an equal call.
+
+        Args:
+            operands: query, key and value.
+            blocks: as in AttentionArgs.
+            held: the tensors that mods read.
+        """
+        score, joint = _at(self.score, held), self.plan.joint
+        if joint is not None:
+            score = joint.hoist(score)
+        leaves = [*operands, *blocks, *score, *_at(self.mask, held)]
+        if self.has_numbers:
+            leaves = _changing(leaves)
+        if joint is None:
+            return self.compute(leaves)[0]
+        return apply_plain(_Output, self, leaves, *operands, *score)
+
+
+def _at(places: Sequence[tuple[bool, Any]], held: Sequence[Tensor]) -> Sequence[Any]:
+    return [held[at] if is_tensor else at for is_tensor, at in places] if places else ()
+
+
+def _changing(leaves: list[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) or is_leaf(leaf)]
+
+
+class _Output(torch.autograd.Function):
+    """Like _Bare, for the output alone."""
+
+    @staticmethod
+    def forward(ctx: Any, repeat: Repeat, leaves: list[Any], *inputs: Any) -> Tensor:
+        out, lse, _ = repeat.compute(leaves)
+        ctx.plan, ctx.form = repeat.plan, repeat.plan.form
+        if repeat.has_numbers:
+            leaves = [t for t in leaves if isinstance(t, Tensor)]
+        ctx.save_for_backward(*leaves, out, lse)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return _Bare.backward(ctx, *grad_outputs, None, None)

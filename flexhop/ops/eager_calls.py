@@ -25,6 +25,7 @@ from flexhop.ops.call import Call, is_determinism_required, prepare
 from flexhop.ops.eager_kernels import OPTION
 from flexhop.ops.examples import score_dtype
 from flexhop.ops.forward import attention, cast_operands
+from flexhop.ops.repeats import note_plan
 
 Results = tuple[Tensor, Tensor, Tensor]
 _MOST = 4096  # calls whose checks are cached
@@ -70,13 +71,14 @@ def run_lifted(args: AttentionArgs, call: Call, *, has_kernels: bool) -> Results
         score_captures, mask_captures, args.dropout_seed,
     )  # fmt: skip
     tensors = (*args[:3], *args.score_captures, *args.mask_captures, *args.blocks)
-    run = _plan(choice, fixed, args).run if is_bare(tensors) else _dispatch
-    out, lse, max_scores = run(args)
+    if not is_bare(tensors):
+        out, lse, max_scores = attention(*args)
+        return out, lse, max_scores
+    plan = _plan(choice, fixed, args)
+    out, lse, max_scores = plan.run(args)
+    if choice.plans is not None and fixed is not None:
+        note_plan(plan, fixed.places)
     return out, lse, max_scores
-
-
-def _dispatch(args: AttentionArgs) -> tuple[Tensor, ...]:
-    return attention(*args)
 
 
 def _plan(choice: _Choice, fixed: _Fixed | None, args: AttentionArgs) -> Plan:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from flexhop import errors
+from flexhop.ops.call import Mistake, note_mistake
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,3 +45,16 @@ def _ordered(share: Tensor, out: Tensor) -> Tensor:
     """
     condition = torch.zeros_like(out[..., :1], dtype=torch.bool)
     return torch.where(condition, share, share)
+
+
+def sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
+    """What is wrong with sinks, or None."""
+    wanted = f"a floating-point tensor of shape [{query.size(1)}] on {query.device}"
+    if isinstance(sinks, Tensor):
+        fits = sinks.dim() == 1 and sinks.size(0) == query.size(1)
+        if fits and sinks.is_floating_point() and sinks.device == query.device:
+            return None
+        found = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
+    else:
+        found = type(sinks).__name__
+    return note_mistake(errors.OptionValueError, name="sinks", value=found, allowed=wanted)

@@ -122,10 +122,24 @@ class _Parts:
     joint: fx.GraphModule | None = None
     sites: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Note whether `before` only passes captures on."""
+        self._passed = None if self.before is None else _passed_on(self.before)
+
     def hoist(self, captures: Sequence[Capture]) -> tuple[Capture, ...]:
         """Captures of `main`, from those of the mod."""
+        if self._passed is not None:
+            return tuple([captures[i] for i in (*self.kept, *self._passed)])
         moved = self.before(*captures) if self.before is not None else ()
         return (*[captures[i] for i in self.kept], *moved)
+
+
+def _passed_on(graph: fx.GraphModule) -> list[int] | None:
+    """Which inputs a graph returns, if it computes nothing."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    outputs = graph.graph.output_node().args[0]
+    is_all = isinstance(outputs, (tuple, list)) and all(node in inputs for node in outputs)
+    return [inputs.index(node) for node in outputs] if is_all else None  # pyright: ignore
 
 
 def _hoisted(
