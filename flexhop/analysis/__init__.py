@@ -21,7 +21,7 @@ from flexhop.analysis.cases import Cases
 from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth
 from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
-from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split
+from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split, agreed
 from flexhop.analysis.graph import Mod, dtype_of, read_graph
 from flexhop.analysis.graph_tables import GraphTables
 from flexhop.analysis.interval import INDICES, Interval, point
@@ -61,6 +61,7 @@ __all__ = [
     "Untraceable",
     "Values",
     "Writer",
+    "agreed",
     "analyse",
     "can_compute",
     "copied",

@@ -90,7 +90,7 @@ class ModFacts(NamedTuple):
     on the score. takes_products: whether the kernel's score_mod takes products that are not scaled
     and returns exponents of 2 (lowering/mods/caps.py). score_cost, mask_cost: instructions per
     score. has_key_slope, has_key_bend:
-    whether score_mod adds a line over keys, and whether the line has a bend
+    whether score_mod adds a line over keys, and whether the line has bends or steps
     (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
     mask_reads_per_element: whether it does so at indices that depend on both query and key.
     mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys

@@ -37,7 +37,16 @@ LINES: dict[str, Callable[[Tensor], Any]] = {
     "distance": lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs(),
     "far_bend": lambda t: lambda s, b, h, q, k: s + t[h] * (k + 75 - q - 300 * b).abs() - 0.01 * k,
     "bend_of_keys": lambda t: lambda s, b, h, q, k: s - t[h] * (k - 333).abs(),
-}
+    "step": lambda t: lambda s, b, h, q, k: torch.where(q - k < 130, s, s - 4 * t[h]),
+    "chunks": lambda t: lambda s, b, h, q, k: s + torch.where(q // 100 == k // 100, 2 * t[h], 0.0),
+    "bounded": lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).clamp(max=200 + 50 * b),
+    "steps": lambda t: lambda s, b, h, q, k: s + torch.where(
+        (k < 40) | (q < k + 64), t[h], torch.where(q - k < 300, 0.02 * (k - q), -1.0)
+    ),
+    "hidden_step": lambda t: lambda s, b, h, q, k: s + torch.where(
+        (q - k >= 257) & (k >= 65), float("-inf"), t[h]
+    ),
+}  # fmt: skip
 
 
 def random_operands(queries: int, keys: int, width: int, batch: int = 2) -> list[Tensor]:

@@ -32,12 +32,23 @@ def kernel_of(make: Callable[[Any], Any]) -> Kernel:
     [
         (lambda n: lambda s, b, h, q, k: s + SLOPES[h] * (k - q - n), True, False),
         (lambda n: lambda s, b, h, q, k: s - SLOPES[h] * (q + n - k).abs(), True, True),
+        (lambda n: lambda s, b, h, q, k: torch.where(q - k < n, s, s - 1), True, True),
+        (lambda n: lambda s, b, h, q, k: s - SLOPES[h] * (q - k).clamp(max=n), True, True),
         (lambda n: lambda s, b, h, q, k: s + SLOPES.sum() * k, True, False),
         (lambda n: lambda s, b, h, q, k: s + k * n, False, False),
         (lambda n: lambda s, b, h, q, k: s + SLOPES[h] * (k - q) / n, False, False),
         (lambda n: lambda s, b, h, q, k: torch.add(s, k, alpha=n), False, False),
     ],
-    ids=["shifted", "distance", "one_number", "times_length", "over_length", "alpha"],
+    ids=[
+        "shifted",
+        "distance",
+        "step",
+        "bounded",
+        "one_number",
+        "times_length",
+        "over_length",
+        "alpha",
+    ],
 )
 def test_lengths_in_a_mod(make, is_line, bends):
     constants = kernel_of(make).constants

@@ -31,6 +31,10 @@ def distance(score, b, h, q_idx, kv_idx):
     return score - SLOPES[h] * (q_idx - kv_idx).abs()
 
 
+def step(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx - kv_idx < 128, score, score - 4.0)
+
+
 def relu(score, b, h, q_idx, kv_idx):
     return torch.relu(score)
 
@@ -102,11 +106,11 @@ def test_nothing_is_waited_for_before_the_products(width):
         assert loads[0] > products[0]
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_a_step_without_the_bend_leaves_out_what_a_bend_needs(width):
+@pytest.mark.parametrize(("mod", "width"), [(distance, 64), (distance, 128), (step, 128)])
+def test_a_tile_without_the_bend_leaves_out_what_a_bend_needs(mod, width):
     plain = full_loops(build(None, width), width)
     # The mod is asked about each key under a branch.
-    both = loops_of(build(distance, width), width)
+    both = loops_of(build(mod, width), width)
     bent = [loop for loop in both if longest_skip(loop) > 4 * SCORES][:2]
     for without, having in zip(plain, bent, strict=True):
         assert "IABS" not in having, "distances are subtracted as floats"

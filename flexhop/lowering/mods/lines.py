@@ -5,9 +5,10 @@ f more from one key to the next. A kernel then evaluates the mod once per query 
 and follows the line from there (the templates named line). f is the derivative of the mod, by the
 rules for sums and products. Any other dependence on kv_idx is not a line.
 
-A line may have one bend: an absolute value abs(e), where e itself is a line over keys and over
-queries, such as q_idx - kv_idx. The slope then depends on the sign of e, which is constant in most
-tiles.
+A line may have bends and steps: absolute values of lines over keys and over queries, such as
+q_idx - kv_idx; choices by conditions such as q_idx - kv_idx < 128 (see sides.py); the larger or
+the smaller of two positions. What it adds then depends on the sides on which a score is, which are
+constant in most tiles.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from torch import fx
 from flexhop.analysis import Writer, copied, dtype_of, name_of
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph
 from flexhop.lowering.mods.graphs import returning
+from flexhop.lowering.mods.sides import NotDecided, Sides
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 # Dtypes in which kernels compute as written. Eager mode would round 16-bit ones.
 _EXACT = (torch.float32, torch.int32, torch.int64)
 _CONVERSIONS = ("convert_element_type", "_to_copy")
@@ -36,6 +39,7 @@ _SUMS: dict[str, Callable[..., list[list[Any]]]] = {
     "mul": lambda x, a, b: [[a, b]],
     "addcmul": lambda x, a, b, c: [[a], [b, c, x]],
 }
+_CHOICES = ("where", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "relu")
 _OF_LINE, _OF_PLANE = frozenset({"score", "k"}), frozenset({"score", "q", "k"})
 Slope = Any  # a number, or a node of the copy
 
@@ -43,8 +47,8 @@ Slope = Any  # a number, or a node of the copy
 class Line(NamedTuple):
     """Functions of the inputs of a score_mod, fp32.
 
-    slope: the slope on kv_idx's side of the bend. bend: its sign is the side; None if the line has
-    no bend.
+    slope: the slope on the sides on which a score is. bend: numbers these sides; None if the line
+    has neither bends nor steps.
     """
 
     slope: fx.GraphModule
@@ -62,9 +66,10 @@ def key_line(score: fx.GraphModule) -> Line | None:
         if slopes.of(slopes.result, "score", frozenset({"score"})) != 1:
             return None
         slope = returning(slopes.module, slopes.of(slopes.result, "k", _OF_LINE))
-    except _NoLine:
+    except (_NoLine, NotDecided):
         return None
-    return Line(slope, None if slopes.bend is None else returning(slopes.module, slopes.bend))
+    sides = slopes.sides.number()
+    return Line(slope, None if sides is None else returning(slopes.module, sides))
 
 
 def zero(score: fx.GraphModule) -> fx.GraphModule:
@@ -79,7 +84,7 @@ class _NoLine(Exception):
 class _Slopes:
     """The derivatives of a score_mod's values, and a copy of it to which they are written.
 
-    bend: the node of the copy whose sign they depend on, if any.
+    sides: the conditions on which they depend.
     """
 
     def __init__(self, score: fx.GraphModule) -> None:
@@ -87,18 +92,21 @@ class _Slopes:
         self.forms, self.result = found.forms, found.mod.result
         self.module, copies = copied(score)
         self.writer = Writer(found, copies)
-        self.bend: fx.Node | None = None
+        self.sides = Sides(self.forms, self.writer, self.module.graph.output_node())
         self._known: dict[Any, Slope] = {}
 
     def of(self, value: Any, name: str, held: frozenset[str]) -> Slope:
         """The derivative of a node by an input.
 
-        held: inputs that the derivative must not depend on, other than by the bend's sign.
+        held: inputs that the derivative must not depend on, other than by sides.
         """
         if name not in self.forms.depends_on(value):
             return 0
         if value is self.forms.mod.inputs[name]:
             return 1
+        if value.meta["val"].dtype == torch.bool and held == _OF_LINE:
+            self.sides.decide(value)  # a step
+            return 0
         if value.meta["val"].dtype not in _EXACT:
             raise _NoLine
         if (value, name, held) not in self._known:
@@ -106,6 +114,8 @@ class _Slopes:
         return self._known[value, name, held]
 
     def _of_operator(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
+        if name_of(node) in _CHOICES and not node.kwargs:
+            return self._of_choice(node, name, held)
         slope: Slope = 0
         for product in self._products(node, held):
             for place, value in enumerate(product):
@@ -116,8 +126,38 @@ class _Slopes:
                 slope = self._plus(slope, part)
         return slope
 
+    def _of_choice(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
+        """The derivative of an operator that returns one of its operands."""
+        kind, (first, *others) = name_of(node), node.args
+        if kind == "where":
+            condition, one, other = first, *(self.of(v, name, held) for v in others)
+            if name == "score" and one == other:
+                return one
+            if held != _OF_LINE:
+                raise _NoLine
+            return self._chosen(self.sides.decide(condition), one, other)
+        if held != _OF_LINE:
+            raise _NoLine
+        slope = self.of(first, name, held)
+        # Bounds of clamp and relu, then operands of minimum and maximum.
+        least = {"clamp_min": others[:1], "clamp": others[:1], "relu": [0], "maximum": others}
+        most = {"clamp_max": others[:1], "clamp": others[1:], "minimum": others}
+        for order, bounds in ((aten.lt, least), (aten.gt, most)):
+            for bound in bounds.get(kind, ()):
+                if bound is not None:
+                    beyond = self.sides.compare(order, first, bound)
+                    slope = self._chosen(beyond, self.of(bound, name, held), slope)
+        return slope
+
+    def _chosen(self, condition: fx.Node, one: Slope, other: Slope) -> Slope:
+        """One slope where a condition of the copy is true, else the other."""
+        if one is other or (one == other and not isinstance(one, fx.Node)):
+            return one
+        step = self._plus(one, self._times(-1, other))
+        return self._plus(other, self._times(self._call(convert, condition, torch.float32), step))
+
     def _products(self, node: fx.Node, held: frozenset[str]) -> list[list[Any]]:
-        """The products whose sum a node is; an absolute value is one on each side of the bend."""
+        """The products whose sum a node is; an absolute value is one on each side of its bend."""
         kind, options = name_of(node), dict(node.kwargs)
         operands: Any = node.args
         if kind in _CONVERSIONS and _keeps_value(operands[0], node):
@@ -134,26 +174,29 @@ class _Slopes:
             return [[value, self._call(aten.reciprocal.default, self._factor(divisor, held))]]
         raise _NoLine
 
-    def _side(self, value: fx.Node) -> fx.Node:
-        """The sign of a value that is a line over keys and over queries."""
+    def _side(self, value: fx.Node) -> Slope:
+        """-1 or 1, the sign of a value that is a line over keys and over queries."""
         if "score" in self.forms.depends_on(value):
             raise _NoLine
         for name in ("q", "k"):
             self.of(value, name, _OF_PLANE)
-        bend = self.writer.copies[value]
-        if self.bend not in (None, bend):
-            raise _NoLine
-        self.bend = bend
-        return self._call(aten.sign.default, bend)
+        is_negative = self.sides.note(self._call(aten.lt.Scalar, self.writer.copies[value], 0))
+        return self._chosen(is_negative, -1, 1)
 
     def _factor(self, value: Any, held: frozenset[str]) -> Any:
         """An operand that multiplies a slope, as a node of the copy."""
         if not isinstance(value, fx.Node):
             return value
+        depends = self.forms.depends_on(value)
+        is_constant = not depends & held or (held == _OF_LINE and self._has_steps_alone(value))
         # Operators take a symbolic number only together with a tensor.
-        if self.forms.depends_on(value) & held or dtype_of(value) is None:
+        if not is_constant or dtype_of(value) is None:
             raise _NoLine
         return self.writer.copies.get(value, value)
+
+    def _has_steps_alone(self, value: fx.Node) -> bool:
+        """Whether a value changes over keys by nothing but steps."""
+        return "score" not in self.forms.depends_on(value) and self.of(value, "k", _OF_LINE) == 0
 
     def _times(self, a: Slope, b: Slope) -> Slope:
         if 0 in (a, b):

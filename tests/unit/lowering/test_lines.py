@@ -65,7 +65,6 @@ def test_the_slope_is_the_step_from_one_key_to_the_next(name):
 
 NO_LINES = {
     "identity_of_another_scale": lambda s, b, h, q, k: 2 * s + k,
-    "two_bends": lambda s, b, h, q, k: s + (q - k).abs() + (k - 9).abs(),
     "bend_of_no_line": lambda s, b, h, q, k: s + (k * k - q).abs(),
     "bend_of_no_line_over_queries": lambda s, b, h, q, k: s + (q * q - k).abs(),
     "bend_at_a_table": lambda s, b, h, q, k: s + (TABLE[q % 4] - k).abs(),
@@ -81,7 +80,14 @@ NO_LINES = {
     "truncated": lambda s, b, h, q, k: s + (k * 0.5).int(),
     "soft_cap": lambda s, b, h, q, k: torch.tanh(s) + k,
     "soft_cap_of_all": lambda s, b, h, q, k: torch.tanh(s + k),
-    "chosen": lambda s, b, h, q, k: torch.where(k > q, s, s + k),
+    "chosen_by_parity": lambda s, b, h, q, k: torch.where((q - k) % 2 == 0, s, s + k),
+    "chosen_by_a_curve": lambda s, b, h, q, k: torch.where(k * (100 - k) > q, s, s + k),
+    "chosen_by_a_distance": lambda s, b, h, q, k: torch.where((q - k).abs() < 9, s, s + k),
+    "chosen_by_the_score": lambda s, b, h, q, k: torch.where(s > 0, s, s + k),
+    "chosen_by_a_table": lambda s, b, h, q, k: torch.where(TABLE[k % 4] > 0, s, s + k),
+    "chosen_scores": lambda s, b, h, q, k: torch.where(k > q, s, 2 * s),
+    "no_score_on_one_side": lambda s, b, h, q, k: torch.where(k > q, s, -1.0),
+    "bounded_score": lambda s, b, h, q, k: s.clamp(min=-3) + k,
     "one_over": lambda s, b, h, q, k: s + 1.0 / (k + 1),
     "in_16_bits": lambda s, b, h, q, k: s + TABLE.bfloat16()[h] * (k - q),
     "in_64_bits": lambda s, b, h, q, k: (s + TABLE[h].double() * k).float(),
@@ -101,7 +107,22 @@ BENDS = {
     "aligned": lambda s, b, h, q, k: s - TABLE[h] * (q + 40 * b - k).abs(),
     "by_batch": lambda s, b, h, q, k: s - TABLE[h] * (q + TABLE[b] * 100 - k).abs() + 0.5 * k,
     "of_keys": lambda s, b, h, q, k: s + 0.5 * (k - 30).abs() - k,
-}
+    "two": lambda s, b, h, q, k: s + (q - k).abs() + (k - 9).abs(),
+    "chosen": lambda s, b, h, q, k: torch.where(k > q, s, s + k),
+    "step": lambda s, b, h, q, k: torch.where(q - k < 12, s, s - 4.0),
+    "step_beside_a_slope": lambda s, b, h, q, k: s + (q - k >= 12) * TABLE[h] - 0.25 * k,
+    "step_of_a_slope": lambda s, b, h, q, k: s + (k > 20).float() * TABLE[h] * k,
+    "same_tile": lambda s, b, h, q, k: s + torch.where(q // 16 == k // 16, TABLE[h], 0.0),
+    "other_tile": lambda s, b, h, q, k: s + torch.where(q // 16 != k // 16, -1.0 * k, 0.5 * k),
+    "both": lambda s, b, h, q, k: torch.where((k < 20) | ~(q < k + 7), s, s - k * 0.5),
+    "nested": lambda s, b, h, q, k: s + torch.where(
+        q - k < 8, 3.0, torch.where(q - k < 20, 2.0, 0.5 * k)
+    ),
+    "bounded": lambda s, b, h, q, k: s - TABLE[h] * (q - k).clamp(min=-5, max=12),
+    "least": lambda s, b, h, q, k: s - TABLE[h] * torch.minimum(q - k, 9 + h),
+    "most": lambda s, b, h, q, k: s - TABLE[h] * torch.relu(q - k),
+    "of_floats": lambda s, b, h, q, k: torch.where((q - k) * 0.1 < 1.5, s, s + 0.5 * k),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BENDS)
@@ -111,19 +132,47 @@ def test_a_bend_parts_two_slopes(name):
     assert line is not None
     assert line.bend is not None
     sides = set()
+    zero = torch.tensor(0.0)
     for k in range(0, 80, 3):
         at = [torch.tensor(n, dtype=torch.int32) for n in (1, 2, 33, k)]
         after = [*at[:3], at[3] + 1]
-        zero = torch.tensor(0.0)
-        side = float(line.bend(zero, *at).sign())
-        if side == 0.0 or float(line.bend(zero, *after).sign()) != side:
+        side = float(line.bend(zero, *at))
+        if float(line.bend(zero, *after)) != side:
             continue
         sides.add(side)
         score = torch.tensor(1.5, dtype=torch.float64)
         step = mod(score, *after) - mod(score, *at)
         found = line.slope(zero, *at)
         torch.testing.assert_close(found.double(), step.double(), rtol=1e-6, atol=1e-5)
-    assert sides == {-1.0, 1.0}
+    assert len(sides) >= 2
+
+
+@pytest.mark.parametrize("name", BENDS)
+def test_corners_on_the_same_sides_enclose_one_line(name):
+    """Between them, the mod adds what it adds at the first key, and the slope from there on."""
+    mod = BENDS[name]
+    line = key_line(graph_of(mod))
+    rows, columns = torch.meshgrid(
+        *(torch.arange(64, dtype=torch.int32) for _ in "qk"), indexing="ij"
+    )
+    at = [torch.tensor(n, dtype=torch.int32) for n in (1, 2)]
+    zero = torch.zeros(64, 64)
+    sides, slopes = (
+        part(zero, *at, rows, columns).expand(64, 64) for part in (line.bend, line.slope)
+    )
+    added = mod(zero.double(), *at, rows, columns)
+    is_one, size = 0, 8
+    for q in range(0, 64, size):
+        for k in range(0, 64, size):
+            ends = (q, q + size - 1), (k, k + size - 1)
+            if len({float(sides[i, j]) for i in ends[0] for j in ends[1]}) > 1:
+                continue
+            is_one += 1
+            tile = (slice(q, q + size), slice(k, k + size))
+            slope = slopes[tile][:, size // 2, None].double()
+            expected = added[tile][:, :1] + slope * torch.arange(size)
+            torch.testing.assert_close(added[tile], expected, rtol=1e-5, atol=1e-4)
+    assert is_one > 30
 
 
 def test_no_score_mod_has_no_slope_to_follow():
