@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flexhop.offline import generate_code
+from flexhop.offline.cubin import compile_kernel
 from tests.case_inputs import Shape
 from tests.fuzz.checks import check_results, derivative_runner, judge
-from tests.fuzz.derivatives import compute_derivative
+from tests.fuzz.derivatives import compute_derivative, inputs_of, make_derivative
 from tests.fuzz.draw import draw
 from tests.fuzz.plan import Derivative, Plan
 from tests.fuzz.problem import make_problem
@@ -60,3 +62,16 @@ def test_every_kind_is_drawn_and_changes_nothing_else():
     plans = [draw(seed) for seed in range(400)]
     assert {plan.derivative for plan in plans} == {"", *DERIVATIVES}
     assert all(plan.is_differentiated for plan in plans if plan.derivative)
+
+
+def test_tangents_that_no_product_enters():
+    """Triton could not compile the branch that read their table."""
+    plan = Plan(
+        "packed", Shape(2, 1, 1, 32, 28, 256, 256), dtype=torch.bfloat16,
+        masks=("integers", "head_choice", "by_head"), scores=("minimum", "without_nan", "shared"),
+        learned=("both",), train="v", queries=(13, 32), keys=(28, 2),
+        options=(("backend", "triton"),), derivative="tangent",
+    )  # fmt: skip
+    problem = make_problem(plan, 0)
+    generated = generate_code(make_derivative(problem), *inputs_of(problem), capability=(9, 0))
+    assert [compile_kernel(kernel, 90).spills for kernel in generated.templates] == [0]
