@@ -93,6 +93,7 @@ class ModFacts(NamedTuple):
     whether score_mod adds a line over keys, and whether the line has bends or steps
     (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
     mask_reads_per_element: whether it does so at indices that depend on both query and key.
+    mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
     mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
     that it keeps, if it is one (lowering/mods/bands.py).
     """
@@ -112,6 +113,7 @@ class ModFacts(NamedTuple):
     mask_uses_head: bool
     mask_cost: float
     mask_band: Band | None
+    mask_pair_bytes: int = 0
 
     @property
     def takes_scores(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.compat.fake_gpu import GPUS
 from flexhop.masks import causal
 from flexhop.mods import dequantize
 from flexhop.offline import Generated, generate_code
@@ -228,3 +229,19 @@ def test_the_kernels_of_forward_and_backward_find_the_same_scores_in_fp32():
     for kernel in generated.templates:
         added_last = re.compile(r"fma\.rn\.f32\s+%\w+, %\w+, 0f3D4CCCCD")  # 0.05
         assert added_last.search(compile_kernel(kernel, 90).ptx)
+
+
+def test_masks_that_look_pairs_up_fit_shared_memory():
+    """What they read is loaded ahead like keys and values, here 16 bytes per score."""
+    tables = torch.randint(0, 4, (2, 128, 128))
+
+    def seen(b, h, q_idx, kv_idx):
+        return (tables[0, q_idx, kv_idx] > 0) & (tables[1, kv_idx, q_idx] > 1)
+
+    mask = flexhop.create_block_mask(seen, None, None, 128, 128, "cpu")
+    options = flexhop.KernelOptions(backend="triton")
+    call = partial(flexhop.flex_attention, block_mask=mask, kernel_options=options)
+    tensors = operands(1, 1, 128, 256, learned="k")
+    generated = generate_code(call, *tensors, grad=True, capability=(9, 0))
+    kernel = generated.kernel_with("grad_key_value_blocks")
+    assert compile_kernel(kernel, 90).shared <= GPUS[9, 0].shared_memory

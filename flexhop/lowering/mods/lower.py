@@ -111,6 +111,7 @@ def read_mods(
         mask_uses_head="h" in mask_depends,
         mask_cost=mask_instructions(analysed(mask, INDICES)),
         mask_band=key_band(mask),
+        mask_pair_bytes=_pair_bytes(mask),
     )
 
 
@@ -144,6 +145,18 @@ def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[b
     found = analysed(mod, roles)
     reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
+
+
+def _pair_bytes(mask: fx.GraphModule) -> int:
+    """See ModFacts.mask_pair_bytes."""
+    found = analysed(mask, INDICES)
+    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    pairs = [read for read in reads if all(positions_of(found, read.args[1]))]
+    behind: set[fx.Node] = set()  # what depends on a pair
+    for node in found.mod.graph.nodes:
+        if any(source in behind or source in pairs for source in node.all_input_nodes):
+            behind.add(node)
+    return sum(read.meta["val"].dtype.itemsize for read in pairs if read not in behind)
 
 
 def position_sizes(sizes: Sequence[Any] | None = None) -> dict[str, Any]:

@@ -43,14 +43,33 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         if kernel == "jvp_grad_query" and problem.sums_exactly:
             slack += tile.block_m * tile.block_n * 8
         own, other = (rows, columns) if kernel == "jvp_grad_query" else (columns, rows)
-        return 2 * both * item * (own + other * tile.num_stages) + 2 * scores + slack
+        ahead = 0 if kernel == "jvp_grad_query" else _pairs(problem, tile)
+        return 2 * both * item * (own + other * tile.num_stages) + 2 * scores + slack + ahead
     if kernel == "grad_query":
         # Exact sums move 64-bit numbers through it on their way to memory.
         scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)
-    return staying + rows * both * item * tile.num_stages + exchanged + slack
+    operands = staying + rows * both * item * tile.num_stages
+    # What the mask reads stays while results pass through registers (seen in cubins).
+    ahead = _pairs(problem, tile)
+    return operands + max(exchanged + slack, ahead + _SLACK_AHEAD if ahead else 0)
+
+
+def _pairs(problem: Problem, tile: Tile) -> int:
+    """What a mask_mod reads per score and the kernel's loop loads ahead, and its mask in bytes.
+
+    Triton loads ahead what a loop reads outside of branches. Kernels of key and value have a loop
+    for partial blocks alone, without a branch. A single stage loads nothing ahead, but may move
+    one such tile of 64-bit numbers between layouts.
+    """
+    size = tile.block_m * tile.block_n
+    if not problem.mods.mask_pair_bytes:
+        return 0
+    if tile.num_stages == 1:
+        return size * 8
+    return size * (problem.mods.mask_pair_bytes * (tile.num_stages - 1) + 1)
 
 
 def _width(problem: Problem, size: int) -> int:
@@ -62,5 +81,7 @@ def _width(problem: Problem, size: int) -> int:
 _DIVIDED = 256
 # Barriers, cross-warp reductions and row statistics.
 _SLACK = 8192
+# Statistics and what a mask reads per row, next to what it reads per score.
+_SLACK_AHEAD = 2048
 # Blackwell's fifth-generation products stage their accumulators through shared memory as well.
 _SLACK_BLACKWELL = 12288
