@@ -31,7 +31,10 @@ SHRUNK = 64  # lengths are divided by this on a CPU
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Self-attention of [batch, heads, tokens, width]; is_learned: with a slope per head."""
+    """Self-attention of [batch, heads, tokens, width].
+
+    is_learned: with a slope per head. is_computed: the mod takes their exponentials.
+    """
 
     batch: int
     heads: int
@@ -39,6 +42,7 @@ class Problem:
     width: int
     is_causal: bool = False
     is_learned: bool = False
+    is_computed: bool = False
 
     def shrunk(self) -> Problem:
         """The same for a trial on a CPU."""
@@ -54,9 +58,11 @@ PROBLEMS = {
     "4k-64": Problem(4, 16, 4096, 64),
     "2x4k-64": Problem(2, 16, 4096, 64),
     "2x4k-64-slopes": Problem(2, 16, 4096, 64, is_learned=True),
+    "2x4k-64-computed": Problem(2, 16, 4096, 64, is_learned=True, is_computed=True),
     "2x4k": Problem(2, 16, 4096, 128),
     "2x16k-64": Problem(2, 16, 16384, 64),
     "2x16k-64-slopes": Problem(2, 16, 16384, 64, is_learned=True),
+    "2x16k-64-computed": Problem(2, 16, 16384, 64, is_learned=True, is_computed=True),
 }
 CALLS = ("plain", "causal", "slopes")  # eager calls whose host time is measured
 
@@ -74,8 +80,9 @@ class Step(NamedTuple):
         return f"{self.problem} {self.derivative} {self.by}"
 
 
-# The gradient of a slope is part of the product that "second" differentiates, which no kernel
-# supports: those steps run the chunked reference.
+# Slopes are inputs like the others: "second" and "flow" move them, and return their gradients. If
+# the mod computes with them before it reads one, no kernel supports "flow": it runs the chunked
+# reference.
 STEPS = [
     *(Step("4k", name) for name in ("forward", "tangent")),
     Step("4k", "tangent", "math"),
@@ -84,10 +91,12 @@ STEPS = [
     *(Step("4k-64", name) for name in ("forward", "tangent")),
     *(Step("2x4k-64", name) for name in ("forward", "training", "second", "flow")),
     *(Step("2x4k-64", name, "math") for name in ("second", "flow")),
-    *(Step("2x4k-64-slopes", name) for name in ("forward", "training", "second")),
+    *(Step("2x4k-64-slopes", name) for name in ("forward", "training", "second", "flow")),
+    *(Step("2x4k-64-computed", name) for name in ("forward", "training", "flow")),
     *(Step("2x4k", name) for name in ("forward", "training", "second", "flow")),
     Step("2x16k-64", "second"),
     Step("2x16k-64-slopes", "second"),
+    Step("2x16k-64-computed", "flow"),
     *(Step(call, "host") for call in CALLS),
 ]
 
@@ -153,12 +162,12 @@ def _tangents(name: str) -> list[Must]:
     ]
 
 
-def _seconds(name: str, kind: str, line: float) -> list[Must]:
-    second, training = (f"{name} {derivative} flexhop" for derivative in ("second", "training"))
+def _seconds(name: str, kind: str, line: float, derivative: str = "second") -> list[Must]:
+    second, training = (f"{name} {each} flexhop" for each in (derivative, "training"))
     memory = over(of(second, "mib"), of(training, "mib"))
     return [
-        Must(f"second, {kind} / backward, {name}", over(of(second), backward(name)), line),
-        Must(f"memory, second / training, {name}", memory, 3.0),
+        Must(f"{derivative}, {kind} / backward, {name}", over(of(second), backward(name)), line),
+        Must(f"memory, {derivative} / training, {name}", memory, 3.0),
     ]
 
 
@@ -178,9 +187,11 @@ MUSTS = [
         over(of("4k-causal tangent flexhop"), of("4k tangent flexhop")), 0.6,
     ),
     *_seconds("2x4k-64", "fused", 6.0),
-    *_seconds("2x4k-64-slopes", "chunked", 25.0),
+    *_seconds("2x4k-64-slopes", "fused", 6.0),
+    *_seconds("2x4k-64-computed", "chunked", 25.0, "flow"),
     Must("GB, 2x16k-64 second", _gigabytes("2x16k-64 second flexhop"), 20.0),
     Must("GB, 2x16k-64-slopes second", _gigabytes("2x16k-64-slopes second flexhop"), 20.0),
+    Must("GB, 2x16k-64-computed flow", _gigabytes("2x16k-64-computed flow flexhop"), 20.0),
     *(
         Must(f"us above the compiled code, {call}, {kind}", of(f"{call} host flexhop", kind), 60.0)
         for call in CALLS for kind in ("no grad", "grad")

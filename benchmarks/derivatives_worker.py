@@ -46,14 +46,15 @@ class Setting:
 
     def flexible(self) -> Attend:
         """Our attention: portable kernels on a GPU."""
-        tokens, mask = self.problem.tokens, None
+        tokens, mask, is_computed = self.problem.tokens, None, self.problem.is_computed
         options = KernelOptions(backend="triton") if self.device == "cuda" else None
         if self.problem.is_causal:
             mask = create_block_mask(causal, None, None, tokens, tokens, self.device)
 
         def attend(query: Any, key: Any, value: Any, slopes: Any = None) -> torch.Tensor:
             def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-                return score + slopes[h] * (kv_idx - q_idx) / tokens
+                slope = slopes.exp()[h] if is_computed else slopes[h]
+                return score + slope * (kv_idx - q_idx) / tokens
 
             mod = None if slopes is None else biased
             return flex_attention(query, key, value, mod, mask, kernel_options=options)
@@ -63,10 +64,12 @@ class Setting:
     def math(self) -> Attend:
         """Attention that stores all scores."""
         tokens, is_causal = self.problem.tokens, self.problem.is_causal
+        is_computed = self.problem.is_computed
 
         def attend(query: Any, key: Any, value: Any, slopes: Any = None) -> torch.Tensor:
             scores = query @ key.mT / math.sqrt(query.size(-1))
             if slopes is not None:
+                slopes = slopes.exp() if is_computed else slopes
                 place = torch.arange(tokens, device=scores.device)
                 bias = slopes[:, None, None] * (place - place[:, None]) / tokens
                 scores = scores + bias.to(scores.dtype)

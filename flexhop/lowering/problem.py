@@ -156,7 +156,7 @@ class Problem:
     bulk_obstacle: why the tensor memory accelerator cannot copy the operands, if it cannot.
     cache: None unless key and value are read from one; with pages, key_len is what the widest
     sequence has room for.
-    tangents: which operands have one, in a call in forward mode.
+    tangents: which operands have one, in a call in forward mode; "captures": captured tensors.
     value_is_key: whether value is a view of key's first columns.
     """
 

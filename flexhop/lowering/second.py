@@ -16,8 +16,9 @@ forward-mode kernel, its tangent is
     dV_dot = Ṗᵀ G + Pᵀ G_dot.
 
 Only four numbers per query are stored. A score_mod multiplies dS and dS_dot by its derivative m',
-and adds m'' ṡ_in dS to the latter. The gradient of a captured tensor t is the sum of dS dm/dt over
-the scores that read it; its tangent is that of dS_dot dm/dt + dS ṡ_in dm'/dt. With dropout, the
+and adds dS times the tangent of m' to the latter. The gradient of a captured tensor t is the sum
+of dS dm/dt over the scores that read it; its tangent is the sum of dS_dot dm/dt and dS times the
+tangent of dm/dt. Tangents of captured tensors count in ṡ and in these tangents. With dropout, the
 weights beside G, and all products with Vᵀ, are multiplied by what dropout leaves of each weight.
 
 The gradient of a gradient is the same function, because second derivatives are symmetric.
@@ -60,17 +61,23 @@ class Second(NamedTuple):
     """A second-order derivative, as tangents of the backward pass.
 
     grads: "out" and perhaps "lse", whose gradients the backward pass takes. dots: what has a
-    tangent, of query, key, value, "out" and "lse", where the last two are those of `grads`. Both
-    say by which of the call's directions. results: in the order of the program.
+    tangent, of query, key, value, captured tensors, "out" and "lse", where the last two are those
+    of `grads`. Both say by which of the call's directions. results: in the order of the program.
     """
 
     grads: dict[str, int]
     dots: dict[str, int]
     results: tuple[Wanted, ...]
 
+    @property
+    def moved(self) -> dict[int, int]:
+        """The captured tensors that have tangents, by position, and by which direction."""
+        places = ((capture_position(name), at) for name, at in self.dots.items())
+        return {position: at for position, at in places if position is not None}
+
 
 def read_second(program: Sequence[str], num_captures: int) -> Second | None:
-    """Classify a program of two steps; None for others, and if captures have tangents."""
+    """Classify a program of two steps; None for others."""
     if len(program) != 2:
         return None
     first, last = map(read_step, program)
@@ -108,9 +115,7 @@ def _symmetric(name: str) -> Wanted:
 
 
 def _is_served(second: Second) -> bool:
-    """Whether kernels exist: a gradient of out, a tangent of query, key or value, none of
-    captures."""
+    """Whether kernels exist: a gradient of out, a tangent of query, key, value or a capture."""
     known = {*second.dots, *(wanted.name for wanted in second.results)}
-    has_tangent = any(name in second.dots for name in _NAMES)
-    moves_captures = any(capture_position(name) is not None for name in second.dots)
-    return "" not in known and "out" in second.grads and has_tangent and not moves_captures
+    has_tangent = bool(second.moved) or any(name in second.dots for name in _NAMES)
+    return "" not in known and "out" in second.grads and has_tangent

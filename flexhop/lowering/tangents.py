@@ -49,6 +49,7 @@ class _Tangents(NamedTuple):
     call: AttentionArgs  # with operands in memory
     shared: KernelCall
     dots: dict[str, Any]  # tangents of query, key and value
+    moved: dict[int, Any]  # tangents of captured tensors, by position
     push: Any  # the tangent of score_mod, lowered
 
 
@@ -100,7 +101,7 @@ def _read(args: DerivativeArgs, dots: dict[str, Any], moved: dict[int, Any]) -> 
     push = lower_push(device, args.score_mod, score_captures, moved)
     captures = [*score_captures, *mask_captures, *(moved[i] for i in sorted(moved))]
     shared = KernelCall(problem, user_options(args.options), mods, captures, seed=seed_input(call))
-    return _Tangents(call, shared, dots, push)
+    return _Tangents(call, shared, dots, moved, push)
 
 
 def _width(problem: Problem) -> int:
@@ -109,7 +110,7 @@ def _width(problem: Problem) -> int:
 
 def _push(tangents: _Tangents, out_strides: Any, dot_strides: Any) -> _Pushed:
     """Out, lse and their tangents; strides of out and of its tangent."""
-    call, shared, dots, push = tangents
+    call, shared, dots, _, push = tangents
     query: Any = call.query
     value: Any = call.value
     device = inductor.device_of(query)
@@ -152,14 +153,15 @@ def emit_second(args: DerivativeArgs) -> list[Any] | None:
     directions = inductor.realize(args.directions)
     dots = {name: directions[i] for name, i in second.dots.items()}
     grads = {name: directions[i] for name, i in second.grads.items()}
-    tangents = _read(args, {n: dots[n] for n in OPERANDS if n in dots}, {})
+    moved = {position: directions[i] for position, i in second.moved.items()}
+    tangents = _read(args, {n: dots[n] for n in OPERANDS if n in dots}, moved)
     if second_obstacle(tangents.shared.problem):
         return None
     try:
-        functions = _lower_functions(tangents, second)
+        backward = _lower_kinds(tangents, second)
     except UnsupportedFeatureError:
         return None
-    emit = functools.partial(_emit_grads, tangents, second, functions, grads, dots)
+    emit = functools.partial(_emit_grads, backward, second, grads, dots)
     return fallback.attempt("second orders", emit, tangents.shared.problem)
 
 
@@ -167,6 +169,7 @@ class _Functions(NamedTuple):
     """Derivatives of score_mod that the kernels call, and the captures that get gradients."""
 
     bend: Any
+    slope: Any
     sums: Sums | None
 
 
@@ -174,26 +177,35 @@ class _Backward(NamedTuple):
     """The backward pass in forward mode, along some tangents."""
 
     tangents: _Tangents
-    rows: _Rows
     functions: _Functions
 
 
-def _lower_functions(tangents: _Tangents, second: Second) -> _Functions:
-    """Raises UnsupportedFeatureError if a capture is computed with before it is read."""
+def _lower_kinds(tangents: _Tangents, second: Second) -> dict[str, _Backward]:
+    """The backward passes that results need, by their kind.
+
+    The backward pass itself ("grad") is its own tangent along the gradient of out alone.
+
+    Raises:
+        UnsupportedFeatureError: a capture is computed with before it is read.
+    """
     device = inductor.device_of(tangents.call.query)
     score, captures = tangents.call.score_mod, tangents.shared.captures
-    wanted = sorted({w.capture for w in second.results if w.capture is not None})
-    sums = lower_sums(device, score, captures, wanted) if wanted else None
-    return _Functions(lower_bend(device, score, captures), sums)
+    slope = lower_push(device, score, captures, {}) if tangents.moved else tangents.push
+    still = tangents._replace(dots={}, moved={}, push=slope)
+    found: dict[str, _Backward] = {}
+    for kind, along in (("grad", still), ("grad_dot", tangents)):
+        names = {w.capture for w in second.results if w.kind == kind}
+        wanted = sorted(position for position in names if position is not None)
+        sums = lower_sums(device, score, captures, wanted, along.moved) if wanted else None
+        bend = lower_bend(device, score, captures, along.moved)
+        found[kind] = _Backward(along, _Functions(bend, slope, sums))
+    return found
 
 
 def _emit_grads(
-    tangents: _Tangents,
-    second: Second,
-    functions: _Functions,
-    grads: dict[str, Any],
-    dots: dict[str, Any],
+    kinds: dict[str, _Backward], second: Second, grads: dict[str, Any], dots: dict[str, Any]
 ) -> list[Any]:
+    tangents = kinds["grad_dot"].tangents
     guards.guard_aligned_strides([t[n] for t in (dots, grads) for n in ("out",) if n in t])
     query: Any = tangents.call.query
     value: Any = tangents.call.value
@@ -203,14 +215,11 @@ def _emit_grads(
     pushed = _push(tangents, plain, plain)
     rows = _rows(pushed, grads, dots)
     found: dict[Wanted, Any] = {}
-    for kind in ("grad", "grad_dot"):
+    for kind, backward in kinds.items():
         wanted = {w: at for at, w in enumerate(second.results) if w.kind == kind}
-        if not wanted:
-            continue
-        backward = _Backward(tangents, rows, functions)
-        if kind == "grad":
-            backward = _Backward(tangents._replace(dots={}), _own_tangent(rows), functions)
-        found |= _emit_kind(backward, wanted)
+        if wanted:
+            own = _own_tangent(rows) if kind == "grad" else rows
+            found |= _emit_kind(backward, own, wanted)
     for position, w in enumerate(second.results):
         if w.kind == "dot":
             strides = inductor.as_expressions(inductor.output_meta()[position].stride())
@@ -218,7 +227,9 @@ def _emit_grads(
     return [found[w] for w in second.results]
 
 
-def _emit_kind(backward: _Backward, wanted: Mapping[Wanted, int]) -> dict[Wanted, Any]:
+def _emit_kind(
+    backward: _Backward, rows: _Rows, wanted: Mapping[Wanted, int]
+) -> dict[Wanted, Any]:
     """Gradients, or their tangents; wanted: which, and their positions among the results."""
     names = {w.name: position for w, position in wanted.items()}
     of_captures = [w for w in wanted if w.capture is not None]
@@ -229,13 +240,13 @@ def _emit_kind(backward: _Backward, wanted: Mapping[Wanted, int]) -> dict[Wanted
         sums = make_sums(reads, call.query, call.key)
         captured = Captured(list(sums.values()), scatter_sites(reads, sums))
         position = names.pop("query", None)
-        found["query"] = _grad(backward, "query", position, captured)
+        found["query"] = _grad(backward, rows, "query", position, captured)
         fakes = DerivativeArgs(*inline.fake_operands()).score_captures
         values = values_of(reads, sums, fakes)
         found |= {w.name: values[w.capture] for w in of_captures if w.capture is not None}
     for name in names:
         if name in OPERANDS:
-            found[name] = _grad(backward, name, names[name], Captured((), ()))
+            found[name] = _grad(backward, rows, name, names[name], Captured((), ()))
     return {w: found[w.name] for w in wanted}
 
 
@@ -243,9 +254,9 @@ def _reads(backward: _Backward) -> Reads:
     assert backward.functions.sums is not None
     graph, sites, _ = backward.functions.sums
     shared = backward.tangents.shared
-    # Subgraphs of the kernel: score_mod, mask_mod, two derivatives of score_mod, then the outputs
-    # of the graph but the first, which no kernel calls: output 1 is number 4.
-    return Reads(graph, sites, shared.captures, 3, is_exact=shared.problem.is_deterministic)
+    # Subgraphs of the kernel: score_mod, mask_mod, three derivatives of score_mod, then outputs of
+    # the graph. No kernel calls the first: output 1 is number 5.
+    return Reads(graph, sites, shared.captures, 4, is_exact=shared.problem.is_deterministic)
 
 
 def _has_lists(args: DerivativeArgs, second: Second) -> bool:
@@ -311,18 +322,19 @@ def _row_sum(products: Sequence[tuple[Any, Any]]) -> Any:
     return inductor.call_lowering(aten.sum.dim_IntList, total, [-1])
 
 
-def _grad(backward: _Backward, name: str, position: int | None, captured: Captured) -> Any:
+def _grad(
+    backward: _Backward, rows: _Rows, name: str, position: int | None, captured: Captured
+) -> Any:
     """Emit the tangent of the gradient of query, key or value.
 
     position: of the result among the node's; None if nobody reads it. captured: what this kernel
     adds to gradients of captured tensors.
     """
-    (call, shared, dots, push), rows, functions = backward
+    (call, shared, dots, moved, push), functions = backward
     has_dot = rows.grad_out_dot is not None
-    joint = [push, functions.bend]
-    problem = dataclasses.replace(
-        shared.problem, tangents=(*(n for n in OPERANDS if n in dots), *["out"] * has_dot)
-    )
+    joint = [push, functions.bend, functions.slope]
+    moving = (*(n for n in OPERANDS if n in dots), *["out"] * has_dot, *["captures"] * bool(moved))
+    problem = dataclasses.replace(shared.problem, tangents=moving)
     if captured.sites:
         assert functions.sums is not None
         joint += functions.sums.functions[1:]

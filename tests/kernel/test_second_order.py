@@ -88,6 +88,59 @@ def of_gradient(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Calla
     return run
 
 
+ALL = (0, 1, 2, 3)
+
+
+def twice_along(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """`twice`, where the table of the mod is an input like the others: it has a tangent."""
+
+    def product(*x: Tensor) -> Tensor:
+        grads = grad(lambda *y: weighed(attend(*y)), ALL)(*x[:4])
+        return sum((g * a).sum() for g, a in zip(grads, x[4:], strict=True))
+
+    return lambda *x: grad(product, ALL)(*in_order(x))
+
+
+def of_tangent_along(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """`of_tangent`, along a tangent of the table too."""
+
+    def loss(*x: Tensor) -> Tensor:
+        found, moved = jvp(lambda *y: attend(*y)[0], x[:4], x[4:])
+        return (found - moved).square().sum()
+
+    return lambda *x: grad(loss, tuple(range(8)))(*in_order(x))
+
+
+def of_gradient_along(
+    attend: Callable[..., Any], more: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`of_gradient`, along a tangent of the table too."""
+
+    def run(*x: Tensor) -> Any:
+        x = in_order(x)
+        return jvp(grad(lambda *y: weighed(attend(*y)), ALL), x[:4], x[4:])
+
+    return run
+
+
+def of_table_alone(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """A gradient of the gradient of the table: nothing else has a tangent."""
+
+    def run(*x: Tensor) -> Any:
+        def product(*y: Tensor) -> Tensor:
+            slopes = grad(lambda t: weighed(attend(*y[:3], t)))(y[3])
+            return (slopes * x[6].cos()).sum()
+
+        return grad(product, ALL)(*x[:3], x[6])
+
+    return run
+
+
+def in_order(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Query, key, value and the table, then the tangents of all four."""
+    return (*x[:3], x[6], *x[3:6], x[6].cos())
+
+
 # name: derivative, score_mod (whose table gets a gradient unless it is fixed), mask_mod, dtype
 CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "twice": (twice, None, None, torch.float32),
@@ -98,6 +151,11 @@ CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "of_tangent-capped": (of_tangent, capped, None, torch.float16),
     "of_gradient-fixed": (of_gradient, alibi, gaps, torch.float32),
     "of_gradient-dropout": (of_gradient, gentle, gaps, torch.float32),
+    "twice_along-alibi-deterministic": (twice_along, gentle, None, torch.bfloat16),
+    "twice_along-capped": (twice_along, capped, gaps, torch.float32),
+    "of_tangent_along-capped": (of_tangent_along, capped, gaps, torch.float32),
+    "of_gradient_along-capped": (of_gradient_along, capped, None, torch.float32),
+    "of_table_alone-capped": (of_table_alone, capped, gaps, torch.float32),
 }
 
 
@@ -149,20 +207,21 @@ def test_interpreted(name: str):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_chunks_are_traced_without_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch):
-    """Along the tangent of a captured tensor there is no kernel; PyTorch's autograd asks the
-    device, and ended the process. Several chunks are a loop, which PyTorch traces by itself."""
+    """There is no kernel if a captured tensor is computed with before it is read, and gets its
+    gradient through `jvp`. PyTorch's autograd asks the device, and ended the process. Several
+    chunks are a loop, which PyTorch traces by itself."""
     if chunks == 2:
         monkeypatch.setattr(chunked, "GPU_CHUNK_ELEMENTS", 1)
     query, key, value = (torch.randn(1, 2, 21, 8) for _ in range(3))
 
     def attend(table: Tensor) -> Tensor:
         def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return capped(s, b, h, i, j, table)
+            return capped(s, b, h, i, j, table.exp())
 
         return flexhop.flex_attention(query, key, value, biased, kernel_options=OPTIONS)
 
     def slopes(table: Tensor) -> Tensor:
-        return grad(lambda t: attend(t).sin().sum())(table).square().sum()
+        return jvp(attend, (table,), (table.cos(),))[1].sin().sum()
 
     table = torch.randn(2, 3)
     generated = interpret(grad(slopes), table, memory=Memory(poison=True, check_bounds=True))

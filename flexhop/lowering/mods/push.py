@@ -48,34 +48,43 @@ def _placeholder(graph: fx.GraphModule, position: int) -> fx.Node:
     return graph.graph.find_nodes(op="placeholder")[position]
 
 
-def lower_bend(device: torch.device, score: Any, captures: Sequence[Any]) -> Any:
-    """Lower the second derivative of score_mod by its score, times two numbers.
+def lower_bend(
+    device: torch.device, score: Any, captures: Sequence[Any], moved: dict[int, Any]
+) -> Any:
+    """Lower the tangent of score_mod's derivative by its score, times a number.
 
     Args: see `lower_push`.
     """
     inputs = score_inputs(device, "score_dot", "grad_score")
     graph = smooth(kernel_graph(score, SCORE))
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    count = len(examples) - NUM_SCORE_INPUTS
 
     def bent(*values: Any) -> Tensor:
         score, *index = values[:NUM_SCORE_INPUTS]
-        score_dot, grad, *held = values[NUM_SCORE_INPUTS:]
+        score_dot, grad, *rest = values[NUM_SCORE_INPUTS:]
+        held, dots = rest[:count], rest[count:]
 
-        def once(score: Tensor) -> Tensor:
-            with IndexMode():
-                return graph(score, *index, *held)
+        def slope(score: Tensor, *chosen: Tensor) -> Tensor:
+            known = dict(zip(sorted(moved), chosen, strict=True))
 
-        def slope(score: Tensor) -> Tensor:
+            def once(score: Tensor) -> Tensor:
+                with IndexMode():
+                    return graph(score, *index, *(known.get(i, c) for i, c in enumerate(held)))
+
             return transforms.jvp(once, (score,), (grad,))[1]
 
-        return transforms.jvp(slope, (score,), (score_dot,))[1].to(torch.float32)
+        primals = (score, *(held[i] for i in sorted(moved)))
+        return transforms.jvp(slope, primals, (score_dot, *dots))[1].to(torch.float32)
 
-    first = examples[:NUM_SCORE_INPUTS]
-    traced = inline.trace_fresh(bent, [*first, first[0], first[0], *examples[NUM_SCORE_INPUTS:]])
+    first, read = examples[:NUM_SCORE_INPUTS], examples[NUM_SCORE_INPUTS:]
+    likes = [*first, first[0], first[0], *read, *(read[i] for i in sorted(moved))]
+    traced = inline.trace_fresh(bent, likes)
     transforms.write_zeros(traced)
     safe = wrap_reads(traced, SCORE, position_sizes())
+    tangents = [moved[i] for i in sorted(moved)]
     (buffer,) = pointwise.lower(
-        cheaper(safe, SCORE), [*inputs, *captures[: len(examples) - NUM_SCORE_INPUTS]],
+        cheaper(safe, SCORE), [*inputs, *captures[:count], *tangents],
         "the second derivative of score_mod",
     )  # fmt: skip
     return buffer

@@ -22,8 +22,8 @@ from flexhop.ops.smooth import smooth
 class Sums(NamedTuple):
     """What kernels add to the tangents of captured tensors' gradients.
 
-    graph: (score, b, h, q_idx, kv_idx, grad_score, *captures, score_dot, grad_dot) -> grad_score,
-    values, indices. sites: its reads. functions: its outputs, lowered.
+    graph: (score, b, h, q_idx, kv_idx, grad_score, *captures, score_dot, grad_dot, *tangents) ->
+    grad_score, values, indices. sites: its reads. functions: its outputs, lowered.
     """
 
     graph: fx.GraphModule
@@ -32,8 +32,9 @@ class Sums(NamedTuple):
 
 
 def lower_sums(
-    device: torch.device, score: Any, captures: Sequence[Any], wanted: Sequence[int]
-) -> Sums:
+    device: torch.device, score: Any, captures: Sequence[Any], wanted: Sequence[int],
+    moved: dict[int, Any],
+) -> Sums:  # fmt: skip
     """Lower the tangents of the gradients that score_mod's captures get from one score.
 
     Args:
@@ -41,14 +42,16 @@ def lower_sums(
         score: score_mod, as an operand.
         captures: its captures, lowered.
         wanted: positions of the captures that get gradients.
+        moved: tangents of captured tensors, lowered, by position.
 
     Raises:
         UnsupportedFeatureError: one is read in other ways than ops/reads.py says.
     """
-    graph, sites = _trace_sums(kernel_graph(score, SCORE), wanted)
+    graph, sites = _trace_sums(kernel_graph(score, SCORE), wanted, sorted(moved))
     *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")
-    count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2
-    inputs = [*first, *captures[:count], score_dot, grad_dot]
+    count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2 - len(moved)
+    tangents = [moved[i] for i in sorted(moved)]
+    inputs = [*first, *captures[:count], score_dot, grad_dot, *tangents]
     fast = cheaper(kernel_graph(graph, JOINT), JOINT)
     safe = wrap_reads(fast, JOINT, position_sizes(), sites)
     functions = pointwise.lower(safe, inputs, "the second derivative of score_mod")
@@ -56,7 +59,7 @@ def lower_sums(
 
 
 def _trace_sums(
-    score: fx.GraphModule, wanted: Sequence[int]
+    score: fx.GraphModule, wanted: Sequence[int], moved: Sequence[int]
 ) -> tuple[fx.GraphModule, tuple[Site, ...]]:
     graph = _copy(smooth(score))
     compose_reads(graph)
@@ -67,17 +70,23 @@ def _trace_sums(
 
     def pushed(*values: Any) -> tuple[Tensor, ...]:
         inputs, grad = values[:NUM_SCORE_INPUTS], values[NUM_SCORE_INPUTS]
-        *held, score_dot, grad_dot = values[NUM_SCORE_INPUTS + 1 :]
+        rest = values[NUM_SCORE_INPUTS + 1 :]
+        held, (score_dot, grad_dot, *tangents) = rest[: len(captures)], rest[len(captures) :]
         with IndexMode():
-            read, indices = split.read(*inputs, *held)
+            _, indices = split.read(*inputs, *held)
 
-        def added(score: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-            return _element_grads(split, (score, *inputs[1:], *held), read, grad)
+        def added(score: Tensor, grad: Tensor, *chosen: Tensor) -> tuple[Tensor, ...]:
+            known = dict(zip(moved, chosen, strict=True))
+            own = (score, *inputs[1:], *(known.get(i, c) for i, c in enumerate(held)))
+            with IndexMode():
+                read, _ = split.read(*own)
+            return _element_grads(split, own, read, grad)
 
-        dots = transforms.jvp(added, (inputs[0], grad), (score_dot, grad_dot))[1]
+        primals = (inputs[0], grad, *(held[i] for i in moved))
+        dots = transforms.jvp(added, primals, (score_dot, grad_dot, *tangents))[1]
         return (grad, *dots, *split.element_indices(indices))
 
-    likes = [*examples[:NUM_SCORE_INPUTS], one, *captures, one, one]
+    likes = [*examples[:NUM_SCORE_INPUTS], one, *captures, one, one, *(captures[i] for i in moved)]
     traced = inline.trace_fresh(pushed, likes)
     transforms.write_zeros(traced)
     return traced, unpack_sites(split.sites)

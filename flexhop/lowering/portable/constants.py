@@ -155,6 +155,7 @@ class JvpGradQueryConstants(SharedConstants):
     HAS_K_DOT: bool
     HAS_V_DOT: bool
     HAS_DO_DOT: bool
+    MOVES_SCORES: bool
     HAS_CAPTURED_GRADS: bool
 
 
@@ -175,6 +176,7 @@ class JvpGradKeyValueConstants(SharedConstants):
     HAS_K_DOT: bool
     HAS_V_DOT: bool
     HAS_DO_DOT: bool
+    MOVES_SCORES: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

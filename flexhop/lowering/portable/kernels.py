@@ -167,13 +167,21 @@ def _tangents(problem: Problem) -> dict[str, Any]:
     return {constant: operand in problem.tangents for constant, operand in names.items()}
 
 
+def _gradient_tangents(problem: Problem) -> dict[str, Any]:
+    slopes = problem.grad.has_score_grad or "captures" in problem.tangents
+    return {
+        **_tangents(problem),
+        "HAS_DO_DOT": "out" in problem.tangents,
+        "MOVES_SCORES": problem.mods.has_score_mod and slopes,
+    }
+
+
 def jvp_grad_query_constants(
     problem: Problem, options: KernelOptions, tile: Tile
 ) -> JvpGradQueryConstants:
     """Constants of the kernel for the tangent of the gradient of query."""
     values = dataclasses.asdict(grad_query_constants(problem, options, tile))
-    has_do_dot = "out" in problem.tangents
-    return JvpGradQueryConstants(**values, **_tangents(problem), HAS_DO_DOT=has_do_dot)
+    return JvpGradQueryConstants(**values, **_gradient_tangents(problem))
 
 
 def jvp_grad_key_value_constants(
@@ -182,8 +190,7 @@ def jvp_grad_key_value_constants(
     """Constants of the kernel for the tangent of the gradient of key, or of value."""
     values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
     del values["WRITES_VALUE"]
-    has_do_dot = "out" in problem.tangents
-    return JvpGradKeyValueConstants(**values, **_tangents(problem), HAS_DO_DOT=has_do_dot)
+    return JvpGradKeyValueConstants(**values, **_gradient_tangents(problem))
 
 
 _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
