@@ -76,29 +76,29 @@ class _Reader:
         read = _READERS.get(type(value))
         return self._other(value) if read is None else read(self, value)
 
-    def _tensor(self, value: Tensor) -> Hashable:
+    def read_tensor(self, value: Tensor) -> Hashable:
         for number, known in enumerate(self.tensors):
             if known is value:
                 return number
         self.tensors.append(value)
         return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
 
-    def _value(self, value: Any) -> Hashable:
+    def read_value(self, value: Any) -> Hashable:
         return type(value), value
 
-    def _float(self, value: float) -> Hashable:
+    def read_float(self, value: float) -> Hashable:
         return float, value.hex()  # 0.0 and -0.0 are equal, but not the same
 
-    def _tuple(self, value: tuple[Any, ...]) -> Hashable:
+    def read_tuple(self, value: tuple[Any, ...]) -> Hashable:
         return tuple, *[self.of(item) for item in value]
 
-    def _list(self, value: list[Any]) -> Hashable:
+    def read_list(self, value: list[Any]) -> Hashable:
         self._enter(value)
         found = (list, *[self.of(item) for item in value])
         self._inside.discard(id(value))
         return found
 
-    def _dict(self, value: dict[Any, Any]) -> Hashable:
+    def read_dict(self, value: dict[Any, Any]) -> Hashable:
         if not value:
             return dict
         self._enter(value)
@@ -106,11 +106,11 @@ class _Reader:
         self._inside.discard(id(value))
         return found
 
-    def _partial(self, value: functools.partial[Any]) -> Hashable:
+    def read_partial(self, value: functools.partial[Any]) -> Hashable:
         of = self.of
         return functools.partial, of(value.func), of(value.args), of(value.keywords)
 
-    def _method(self, value: types.MethodType) -> Hashable:
+    def read_method(self, value: types.MethodType) -> Hashable:
         return types.MethodType, self.of(value.__func__), self.of(value.__self__)
 
     def _other(self, value: Any) -> Hashable:
@@ -146,7 +146,7 @@ class _Reader:
             return property, self.of(item.fget)
         return self.of(item)
 
-    def _function(self, value: types.FunctionType) -> Hashable:
+    def read_function(self, value: types.FunctionType) -> Hashable:
         read = _read_by(value.__code__)
         cells, defaults, more = value.__closure__, value.__defaults__, value.__kwdefaults__
         if read.is_nothing and not (cells or defaults or more):
@@ -170,11 +170,11 @@ class _Reader:
 
 
 _READERS: dict[type, Callable[[_Reader, Any], Hashable]] = {
-    Tensor: _Reader._tensor, torch.nn.Parameter: _Reader._tensor,
-    types.FunctionType: _Reader._function, types.MethodType: _Reader._method,
-    functools.partial: _Reader._partial, tuple: _Reader._tuple, list: _Reader._list,
-    dict: _Reader._dict, float: _Reader._float,
-    **dict.fromkeys((int, bool, str, type(None), torch.dtype, torch.device), _Reader._value),
+    Tensor: _Reader.read_tensor, torch.nn.Parameter: _Reader.read_tensor,
+    types.FunctionType: _Reader.read_function, types.MethodType: _Reader.read_method,
+    functools.partial: _Reader.read_partial, tuple: _Reader.read_tuple, list: _Reader.read_list,
+    dict: _Reader.read_dict, float: _Reader.read_float,
+    **dict.fromkeys((int, bool, str, type(None), torch.dtype, torch.device), _Reader.read_value),
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ class Repeat(NamedTuple):
         leaves = [*operands, *blocks, *score, *mask]
         has_numbers = not all(isinstance(leaf, Tensor) for leaf in leaves)
         compute = plan.decided(_changing(leaves))
-        return None if compute is None else cls(plan, *places, compute, has_numbers)
+        return None if compute is None else cls(plan, places[0], places[1], compute, has_numbers)
 
     def run(self, operands: Operands, blocks: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
         """The output of an equal call.
