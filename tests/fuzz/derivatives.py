@@ -203,7 +203,10 @@ def _product(values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 def compute_derivative(
     problem: Problem, dtype: torch.dtype | None, formula: Formula = "plain", order: int = 0
 ) -> Parts:
-    """The derivative of plain PyTorch by name; arguments as for oracle.compute."""
+    """The derivative of plain PyTorch by name; arguments as for oracle.compute.
+
+    order: if negative, scores are summed twice, in this order and in that of the operands.
+    """
     copied = copy_problem(problem, dtype)
     is_short = dtype is None and problem.truncates
 
@@ -223,8 +226,9 @@ def dense(
     """Out and lse, every score at once, in operations that PyTorch derives as often as wanted."""
     found = []
     for part in segments(problem):
-        turned = Order.of(part, order)
-        out, lse = _attend(problem, turned.apply(part), formula, is_short, turned)
+        turned = Order.of(part, abs(order))
+        again = (part, Order.of(part, 0)) if order < 0 else None
+        out, lse = _attend(problem, turned.apply(part), formula, is_short, turned, again)
         out = out[..., turned.value_columns.argsort()]
         if problem.sinks is not None:
             out, lse = _with_sinks(out, lse, problem.sinks)
@@ -239,9 +243,20 @@ def dense(
 
 
 def _attend(
-    problem: Problem, part: Segment, formula: Formula, is_short: bool, order: Order
+    problem: Problem,
+    part: Segment,
+    formula: Formula,
+    is_short: bool,
+    order: Order,
+    again: tuple[Segment, Order] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one segment, in an order; where it rounds, see budgets.dense_attention."""
+    """Attention of one segment, in an order; where it rounds, see budgets.dense_attention.
+
+    again: the same segment in another order, of which weights take the statistic. A kernel finds
+    scores anew in a later pass, by products of other shapes, and their derivatives likewise.
+    Differences that are 0 in exact numbers, as those of a row with one key, are then sums of
+    rounded terms. One pass of plain PyTorch computes both terms alike, and finds 0 by luck.
+    """
     plan, shape = problem.plan, problem.plan.shape
     dtype, wide = part.query.dtype, torch.promote_types(part.query.dtype, torch.float32)
     size = (part.query.size(0), shape.heads, part.query.size(2), part.key.size(2))
@@ -262,9 +277,15 @@ def _attend(
     scores, seen = _scores(problem, part, order, products, formula)
     is_live = seen.any(-1)
     shift = torch.where(is_live, scores.detach().amax(-1), 0.0)
+    if again is not None:
+        lse = _attend(problem, again[0], formula, is_short, again[1])[1]
+        shift = torch.where(is_live, lse, 0.0)
     weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - shift[..., None]), 0.0)
     total = torch.where(is_live, weights.sum(-1), 1.0)
-    lse = torch.where(is_live, shift + torch.log(total), -math.inf)
+    if again is None:
+        lse = torch.where(is_live, shift + torch.log(total), -math.inf)
+    else:
+        total = torch.ones_like(total)
     one, total = torch.ones_like(total)[..., None], total[..., None]
     before, after = (one, total) if formula == "online" else (total, one)
     weights = weights / before

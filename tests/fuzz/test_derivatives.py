@@ -75,3 +75,24 @@ def test_tangents_that_no_product_enters():
     problem = make_problem(plan, 0)
     generated = generate_code(make_derivative(problem), *inputs_of(problem), capability=(9, 0))
     assert [compile_kernel(kernel, 90).spills for kernel in generated.templates] == [0]
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_other_orders_are_the_same_function(derivative):
+    problem = make_problem(plan_of(derivative), 12)
+    exact = compute_derivative(problem, torch.float64)
+    for name, values in compute_derivative(problem, torch.float64, order=-1).items():
+        torch.testing.assert_close(values, exact[name], rtol=1e-12, atol=1e-12)
+
+
+def test_differences_that_are_zero_are_rounded():
+    """With one key, one pass of plain PyTorch finds 0; kernels subtract two rounded sums."""
+    plan = Plan(
+        shape=Shape(2, 3, 1, 1, 1, 40, 8), scores=("logaddexp",), train="qv", scale=1.0,
+        dropout=0.1, derivative="second",
+    )  # fmt: skip
+    problem = make_problem(plan, 690)
+    assert not compute_derivative(problem, None)["grad_q"].any()
+    rounded = compute_derivative(problem, None, order=-1)["grad_q"].abs().max()
+    terms = 40 * torch.finfo(torch.float32).eps  # as many, each about 1
+    assert 0 < rounded < 10 * terms
