@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,11 +255,18 @@ def test_a_must_whose_steps_failed_is_not_reached():
     assert all(must.cells({})[1::2] == ["–", "–"] for must in derivatives.MUSTS)
 
 
-@pytest.mark.parametrize(("name", "has_kernels"), [("2x4k-64", True), ("2x4k-64-slopes", False)])
-def test_which_second_orders_have_kernels(name: str, has_kernels: bool):
+@pytest.mark.parametrize(
+    ("name", "derivative", "has_kernels"),
+    [
+        ("2x4k-64", derivatives_worker.second, True),
+        ("2x4k-64-slopes", derivatives_worker.second, True),
+        ("2x4k-64-computed", derivatives_worker.flow, False),
+    ],
+)
+def test_which_second_orders_have_kernels(name: str, derivative: Any, has_kernels: bool):
     problem = replace(derivatives.PROBLEMS[name], batch=1, heads=2, tokens=64)
     setting = derivatives_worker.Setting(problem, "cpu")
-    run = derivatives_worker.second(setting.flexible())
+    run = derivative(setting.flexible())
     generated = generate_code(run, setting.inputs(), setting.inputs())
     functions = {name for kernel in generated.templates for name in kernel.functions}
     assert ("push_grad_query_blocks" in functions) == has_kernels
