@@ -39,7 +39,7 @@ def keeping(key: Hashable, function: Any, make: Callable[[], Any]) -> Any:
     return known[key]
 
 
-def remember(known: dict[Hashable, V], key: Hashable, value: V, most: int) -> V:
+def remember(known: dict[Any, V], key: Hashable, value: V, most: int) -> V:
     """Insert a value into a cache of limited size; evicts the oldest."""
     if len(known) >= most:
         del known[next(iter(known))]

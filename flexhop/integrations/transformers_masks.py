@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-from transformers.utils import is_tracing
+from transformers.utils.import_utils import is_tracing
 
 from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.block_mask.coverage import may_wait

@@ -56,7 +56,7 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
             _plain(call), args.dropout_seed,
         )  # fmt: skip
         return attention(*door)
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise errors.UnsupportedFeatureError(
             feature="torch.jit.trace", reason="TorchScript has no operators that take functions",
             mend="Use torch.export.export or torch.compile",

@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     mistake: Mistake | None
 
 
-def has_nested(*operands: Tensor) -> bool:
+def has_nested(*operands: Any) -> bool:
     """Whether any of the operands is nested, of any layout."""
     # A list, for Dynamo of 2.11. What is no tensor is refused later.
     return any([isinstance(operand, Tensor) and operand.is_nested for operand in operands])
