@@ -52,6 +52,11 @@ _FUNCTIONS: dict[str, Function] = {
     "fdim": lambda x, y: np.maximum(x - y, 0),
     "finite": np.isfinite,
     "floor": np.floor,
+    # Rounded to nearest on their own, never fused with what follows.
+    **{f"{kind}add_rn": np.add for kind in "fd"},
+    **{f"{kind}div_rn": np.divide for kind in "fd"},
+    **{f"{kind}mul_rn": np.multiply for kind in "fd"},
+    **{f"{kind}sub_rn": np.subtract for kind in "fd"},
     "fma": lambda x, y, z: x * y + z,
     "fmax": np.fmax,
     "fmin": np.fmin,

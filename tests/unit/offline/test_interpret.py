@@ -58,6 +58,12 @@ def test_library_functions():
     torch.testing.assert_close(out, _x().tanh() + _x() ** 2 + _x().exp())
 
 
+@pytest.mark.parametrize("name", ["add", "div", "mul", "sub"])
+def test_arithmetic_that_nothing_fuses(name):
+    out = _run(_block(f"v = libdevice.{name}_rn(v, v + 2.0)"), _x())
+    torch.testing.assert_close(out, getattr(torch, name)(_x(), _x() + 2))
+
+
 def test_single_instruction_assembly():
     out = _run(_block(_ASSEMBLY.format("tanh.approx.f32 $0, $1;")), _x())
     torch.testing.assert_close(out, _x().tanh())
