@@ -46,13 +46,7 @@ def is_transformed() -> bool:
 
 def is_bare(values: Iterable[Any]) -> bool:
     """Whether only reverse mode is active: no mode, transform or tensor subclass."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and not is_transformed()
-        and all(type(t) in _PLAIN for t in values)
-        and not is_forward_mode()
-    )
+    return _is_reverse_mode_alone() and all(type(t) in _PLAIN for t in values)
 
 
 def are_tensors(values: Iterable[Any]) -> bool:
@@ -64,12 +58,18 @@ def is_quiet() -> bool:
     """Whether nothing but autograd can see or change a call: no mode, transform, autocast or
     tracer."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
+        _is_reverse_mode_alone()
         and not torch._C._is_any_autocast_enabled()
-        and peek_interpreter_stack() is None
         and not torch._C._is_tracing()
         and _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is None
+    )
+
+
+def _is_reverse_mode_alone() -> bool:
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and not is_transformed()
         and not is_forward_mode()
     )
 

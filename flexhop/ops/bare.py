@@ -64,20 +64,19 @@ class Plan:
         alone = self._alone.get(torch.get_float32_matmul_precision())
         return None if alone is None else alone.decided(leaves)
 
-    @property
-    def form(self) -> Any:
-        """What `save` keeps besides tensors, once it ran."""
-        return self._form
-
     def save(self, ctx: Any, args: AttentionArgs, leaves: list[Any], results: Any) -> None:
         """Save operands, out and lse, as ops.saving.save does; only tensors change."""
         out, lse, max_scores = results
         if self._form is None:
             self._form = form_of((args, out, lse))
-        ctx.plan, ctx.form = self, self._form
-        ctx.save_for_backward(*[t for t in leaves if isinstance(t, Tensor)], out, lse)
-        ctx.set_materialize_grads(False)
+        self.save_again(ctx, [*_tensors(leaves), out, lse])
         ctx.mark_non_differentiable(max_scores)
+
+    def save_again(self, ctx: Any, tensors: Sequence[Tensor]) -> None:
+        """Save the tensors of an equal call, once `save` ran."""
+        ctx.plan, ctx.form = self, self._form
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
 
 
 def leaves_of(args: AttentionArgs) -> list[Any]:
@@ -156,6 +155,10 @@ def _at(places: Sequence[tuple[bool, Any]], held: Sequence[Tensor]) -> Sequence[
     return [held[at] if is_tensor else at for is_tensor, at in places] if places else ()
 
 
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 def _changing(leaves: list[Any]) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) or is_leaf(leaf)]
 
@@ -166,11 +169,8 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, repeat: Repeat, leaves: list[Any], *inputs: Any) -> Tensor:
         out, lse, _ = repeat.compute(leaves)
-        ctx.plan, ctx.form = repeat.plan, repeat.plan.form
-        if repeat.has_numbers:
-            leaves = [t for t in leaves if isinstance(t, Tensor)]
-        ctx.save_for_backward(*leaves, out, lse)
-        ctx.set_materialize_grads(False)
+        tensors = _tensors(leaves) if repeat.has_numbers else leaves
+        repeat.plan.save_again(ctx, [*tensors, out, lse])
         return out
 
     @staticmethod

@@ -22,11 +22,10 @@ from torch import fx
 
 from flexhop.analysis import Writer, copied, dtype_of, name_of
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph
-from flexhop.lowering.mods.graphs import returning
+from flexhop.lowering.mods.graphs import convert, returning
 from flexhop.lowering.mods.sides import NotDecided, Sides
 
 aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
 # Dtypes in which kernels compute as written. Eager mode would round 16-bit ones.
 _EXACT = (torch.float32, torch.int32, torch.int64)
 _CONVERSIONS = ("convert_element_type", "_to_copy")
@@ -39,7 +38,15 @@ _SUMS: dict[str, Callable[..., list[list[Any]]]] = {
     "mul": lambda x, a, b: [[a, b]],
     "addcmul": lambda x, a, b, c: [[a], [b, c, x]],
 }
-_CHOICES = ("where", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "relu")
+# The least and the most that an operator lets its first operand be.
+_BOUNDS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "relu": lambda x: (0, None),
+    "maximum": lambda x, least: (least, None),
+    "minimum": lambda x, most: (None, most),
+    "clamp_min": lambda x, least: (least, None),
+    "clamp_max": lambda x, most: (None, most),
+    "clamp": lambda x, least=None, most=None: (least, most),
+}
 _OF_LINE, _OF_PLANE = frozenset({"score", "k"}), frozenset({"score", "q", "k"})
 Slope = Any  # a number, or a node of the copy
 
@@ -114,8 +121,10 @@ class _Slopes:
         return self._known[value, name, held]
 
     def _of_operator(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
-        if name_of(node) in _CHOICES and not node.kwargs:
-            return self._of_choice(node, name, held)
+        if name_of(node) == "where":
+            return self._of_where(node, name, held)
+        if name_of(node) in _BOUNDS and held == _OF_LINE and not node.kwargs:
+            return self._of_bounded(node, name, held)
         slope: Slope = 0
         for product in self._products(node, held):
             for place, value in enumerate(product):
@@ -126,27 +135,23 @@ class _Slopes:
                 slope = self._plus(slope, part)
         return slope
 
-    def _of_choice(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
-        """The derivative of an operator that returns one of its operands."""
-        kind, (first, *others) = name_of(node), node.args
-        if kind == "where":
-            condition, one, other = first, *(self.of(v, name, held) for v in others)
-            if name == "score" and one == other:
-                return one
-            if held != _OF_LINE:
-                raise _NoLine
-            return self._chosen(self.sides.decide(condition), one, other)
+    def _of_where(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
+        condition, *values = node.args
+        one, other = (self.of(value, name, held) for value in values)
+        if name == "score" and one == other:
+            return one
         if held != _OF_LINE:
             raise _NoLine
+        return self._chosen(self.sides.decide(condition), one, other)
+
+    def _of_bounded(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
+        first: Any = node.args[0]
         slope = self.of(first, name, held)
-        # Bounds of clamp and relu, then operands of minimum and maximum.
-        least = {"clamp_min": others[:1], "clamp": others[:1], "relu": [0], "maximum": others}
-        most = {"clamp_max": others[:1], "clamp": others[1:], "minimum": others}
-        for order, bounds in ((aten.lt, least), (aten.gt, most)):
-            for bound in bounds.get(kind, ()):
-                if bound is not None:
-                    beyond = self.sides.compare(order, first, bound)
-                    slope = self._chosen(beyond, self.of(bound, name, held), slope)
+        bounds = _BOUNDS[name_of(node)](*node.args)
+        for order, bound in zip((aten.lt, aten.gt), bounds, strict=True):
+            if bound is not None:
+                beyond = self.sides.compare(order, first, bound)
+                slope = self._chosen(beyond, self.of(bound, name, held), slope)
         return slope
 
     def _chosen(self, condition: fx.Node, one: Slope, other: Slope) -> Slope:

@@ -58,7 +58,7 @@ def lower_bend(
     inputs = score_inputs(device, "score_dot", "grad_score")
     graph = smooth(kernel_graph(score, SCORE))
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    count = len(examples) - NUM_SCORE_INPUTS
+    count, order = len(examples) - NUM_SCORE_INPUTS, sorted(moved)
 
     def bent(*values: Any) -> Tensor:
         score, *index = values[:NUM_SCORE_INPUTS]
@@ -66,7 +66,7 @@ def lower_bend(
         held, dots = rest[:count], rest[count:]
 
         def slope(score: Tensor, *chosen: Tensor) -> Tensor:
-            known = dict(zip(sorted(moved), chosen, strict=True))
+            known = dict(zip(order, chosen, strict=True))
 
             def once(score: Tensor) -> Tensor:
                 with IndexMode():
@@ -74,15 +74,15 @@ def lower_bend(
 
             return transforms.jvp(once, (score,), (grad,))[1]
 
-        primals = (score, *(held[i] for i in sorted(moved)))
+        primals = (score, *(held[i] for i in order))
         return transforms.jvp(slope, primals, (score_dot, *dots))[1].to(torch.float32)
 
     first, read = examples[:NUM_SCORE_INPUTS], examples[NUM_SCORE_INPUTS:]
-    likes = [*first, first[0], first[0], *read, *(read[i] for i in sorted(moved))]
+    likes = [*first, first[0], first[0], *read, *(read[i] for i in order)]
     traced = inline.trace_fresh(bent, likes)
     transforms.write_zeros(traced)
     safe = wrap_reads(traced, SCORE, position_sizes())
-    tangents = [moved[i] for i in sorted(moved)]
+    tangents = [moved[i] for i in order]
     (buffer,) = pointwise.lower(
         cheaper(safe, SCORE), [*inputs, *captures[:count], *tangents],
         "the second derivative of score_mod",

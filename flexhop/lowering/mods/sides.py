@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Forms, Writer, agreed, dtype_of, name_of
+from flexhop.lowering.mods.graphs import convert
 
 aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
 _ORDER = ("lt", "le", "gt", "ge")
 _LOGIC = tuple(
     f"{kind}_{name}" for kind in ("bitwise", "logical") for name in ("and", "or", "xor", "not")

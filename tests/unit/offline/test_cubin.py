@@ -1,11 +1,19 @@
 import pickle
+import subprocess
 from unittest import mock
 
 import pytest
 import torch
 
+from flexhop.compat.nvidia_tools import find_tool
 from flexhop.offline import generate
-from flexhop.offline.cubin import ARCHITECTURES, compile_kernel, compile_source, local_accesses
+from flexhop.offline.cubin import (
+    ARCHITECTURES,
+    compile_kernel,
+    compile_source,
+    local_accesses,
+    lost_addends,
+)
 from flexhop.offline.interpret import run_kernel
 from tests.unit.offline.kernels import POINTERS, kernel
 
@@ -77,3 +85,34 @@ def test_source():
     function = kernel(_SIGNATURE, _PRODUCT).module().kernel
     cubin = compile_source(function, _SIGNATURE, {}, 90, num_warps=8)
     assert cubin.wgmma > 0
+
+
+_HALF_OF_A_SUM = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry high_half(.param .u64 terms, .param .u64 sums)
+{
+    .reg .b64 %rd<3>;
+    .reg .b32 %r<4>;
+    .reg .b16 %rs<2>;
+    ld.param.b64 %rd1, [terms];
+    ld.param.b64 %rd2, [sums];
+    ld.global.b32 %r1, [%rd1];
+    mov.b32 %r2, 0x00800000;
+    add.s16x2 %r3, %r1, %r2;
+    mov.b32 {_, %rs1}, %r3;
+    st.global.b16 [%rd2], %rs1;
+    ret;
+}
+"""
+
+
+def test_lost_constants_are_found(tmp_path):
+    """With ptxas of CUDA 12.8; once a later one keeps the constant, the mend may go."""
+    source, binary = tmp_path / "sum.ptx", tmp_path / "sum.cubin"
+    source.write_text(_HALF_OF_A_SUM)
+    subprocess.run([find_tool("ptxas"), "-arch=sm_90a", "-o", binary, source], check=True)
+    (lost,) = lost_addends(_HALF_OF_A_SUM, binary.read_bytes())
+    assert lost.startswith("VIADD.16x2")
+    assert lost_addends("ld.global.b32", binary.read_bytes()) == []
