@@ -1,4 +1,4 @@
-"""Fleets of two and four processes, spawned when a test first asks for them."""
+"""Fleets of two and four processes, started when a test first asks for them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Processes of one gloo group that are spawned once and run many functions."""
+"""Processes of one gloo group that start once and run many functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.processes import new_processes
 
 TIMEOUT = 240  # seconds for one function
 
@@ -27,7 +28,7 @@ class Fleet:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = new_processes()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -2,9 +2,8 @@
 
 import socket
 
-import torch.multiprocessing as mp
-
 from tests.distributed import fault_tasks as tasks
+from tests.processes import new_processes
 
 
 def test_unequal_batches_are_named(fleet_of_2):
@@ -47,7 +46,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = new_processes()
     ranks = [
         context.Process(target=tasks.die, args=(rank, port, str(tmp_path))) for rank in (0, 1)
     ]

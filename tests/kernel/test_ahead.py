@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from flexhop.compat import ahead, launcher
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate_code
+from tests.processes import new_processes
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def _compile(name: str, source: str, cache: str) -> str:
 def workers() -> Iterator[list[ProcessPoolExecutor]]:
     """Two processes: the second has nothing of what the first knows but its files."""
     with (
-        ProcessPoolExecutor(1, get_context("spawn")) as first,
-        ProcessPoolExecutor(1, get_context("spawn")) as second,
+        ProcessPoolExecutor(1, new_processes()) as first,
+        ProcessPoolExecutor(1, new_processes()) as second,
     ):
         yield [first, second]
 

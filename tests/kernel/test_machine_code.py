@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from flexhop.lowering.hopper import versions
 from flexhop.offline import Generated, Kernel, generate_code
 from flexhop.options import KernelOptions
 from tests.problems import problem
+from tests.processes import new_processes
 
 pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason="no Hopper kernels")
 
@@ -137,6 +137,6 @@ def test_local_memory_is_read_from_machine_code(by_worker: bool, tmp_path: Path)
     kernels = [made(mod, "hopper").kernel_with("differentiate") for mod in (hyperbolic, cap)]
     found = []
     for kernel in kernels:
-        with ProcessPoolExecutor(1, get_context("spawn")) as worker:
+        with ProcessPoolExecutor(1, new_processes()) as worker:
             found.append(worker.submit(_measure, kernel, str(tmp_path), by_worker).result())
     assert found[0] > 288 > found[1] > 0
