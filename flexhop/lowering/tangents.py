@@ -29,7 +29,7 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import UNREAD, Problem
-from flexhop.lowering.products import product
+from flexhop.lowering.products import convert, product
 from flexhop.lowering.second import Second, Wanted, read_second
 from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of
 from flexhop.ops.program import read_step
@@ -77,8 +77,9 @@ def emit_tangent(args: DerivativeArgs) -> list[Any] | None:
 
 
 def _emit_pushed(tangents: _Tangents) -> list[Any]:
+    query: Any = tangents.call.query
     strides = [inductor.as_expressions(meta.stride()) for meta in inductor.output_meta()]
-    found = _push(tangents, strides[0], strides[2])
+    found = _push(tangents, query.get_dtype(), strides[0], strides[2])
     return [found.out, found.lse, found.out_dot, found.lse_dot]
 
 
@@ -108,15 +109,15 @@ def _width(problem: Problem) -> int:
     return max(problem.head_dim, problem.value_head_dim)
 
 
-def _push(tangents: _Tangents, out_strides: Any, dot_strides: Any) -> _Pushed:
-    """Out, lse and their tangents; strides of out and of its tangent."""
+def _push(tangents: _Tangents, dtype: torch.dtype, out_strides: Any, dot_strides: Any) -> _Pushed:
+    """Out, lse and their tangents; dtype and strides of out and of its tangent."""
     call, shared, dots, _, push = tangents
     query: Any = call.query
     value: Any = call.value
     device = inductor.device_of(query)
     size = [*query.get_size()[:3], value.get_size()[3]]
-    layout = inductor.fixed_layout(device, query.get_dtype(), size, out_strides)
-    out_dot = inductor.empty(size, dot_strides, query.get_dtype(), device)
+    layout = inductor.fixed_layout(device, dtype, size, out_strides)
+    out_dot = inductor.empty(size, dot_strides, dtype, device)
     lse, lse_dot = (inductor.empty(size[:3], None, torch.float32, device) for _ in range(2))
     operands = (*call[:3], *_or_stand_ins(call, dots), lse, lse_dot, out_dot)
     inputs = [*operands, *block_inputs(call, "kv", lse, query)]
@@ -211,8 +212,9 @@ def _emit_grads(
     value: Any = tangents.call.value
     device = inductor.device_of(query)
     size = [*query.get_size()[:3], value.get_size()[3]]
-    plain = inductor.contiguous_layout(device, query.get_dtype(), size).stride
-    pushed = _push(tangents, plain, plain)
+    # Where P is near 1, what they add to D and its tangent cancels: they are not rounded before.
+    plain = inductor.contiguous_layout(device, torch.float32, size).stride
+    pushed = _push(tangents, torch.float32, plain, plain)
     rows = _rows(pushed, grads, dots)
     found: dict[Wanted, Any] = {}
     for kind, backward in kinds.items():
@@ -223,7 +225,9 @@ def _emit_grads(
     for position, w in enumerate(second.results):
         if w.kind == "dot":
             strides = inductor.as_expressions(inductor.output_meta()[position].stride())
-            found[w] = inline.with_strides(getattr(pushed, f"{w.name}_dot"), strides)
+            dtype = query.get_dtype() if w.name == "out" else torch.float32
+            dot = inductor.call_lowering(convert, getattr(pushed, f"{w.name}_dot"), dtype)
+            found[w] = inline.with_strides(dot, strides)
     return [found[w] for w in second.results]
 
 

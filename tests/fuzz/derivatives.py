@@ -255,7 +255,9 @@ def _attend(
     again: the same segment in another order, of which weights take the statistic. A kernel finds
     scores anew in a later pass, by products of other shapes, and their derivatives likewise.
     Differences that are 0 in exact numbers, as those of a row with one key, are then sums of
-    rounded terms. One pass of plain PyTorch computes both terms alike, and finds 0 by luck.
+    rounded terms. One pass of plain PyTorch computes both terms alike, and finds 0 by luck. With
+    "online", so are gradients of weights less their mean, of which the latter is a sum over out
+    (rowsum(out * grad_out)), as in every fused kernel and in budgets.dense_backward.
     """
     plan, shape = problem.plan, problem.plan.shape
     dtype, wide = part.query.dtype, torch.promote_types(part.query.dtype, torch.float32)
@@ -280,12 +282,14 @@ def _attend(
     if again is not None:
         lse = _attend(problem, again[0], formula, is_short, again[1])[1]
         shift = torch.where(is_live, lse, 0.0)
-    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - shift[..., None]), 0.0)
+    base = shift.detach() if formula == "online" else shift
+    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - base[..., None]), 0.0)
     total = torch.where(is_live, weights.sum(-1), 1.0)
     if again is None:
         lse = torch.where(is_live, shift + torch.log(total), -math.inf)
-    else:
-        total = torch.ones_like(total)
+    else:  # a factor 1 that has a gradient takes that of the statistic
+        shifted = torch.exp(shift - shift.detach())
+        total = shifted if formula == "online" else torch.ones_like(total)
     one, total = torch.ones_like(total)[..., None], total[..., None]
     before, after = (one, total) if formula == "online" else (total, one)
     weights = weights / before

@@ -96,3 +96,23 @@ def test_differences_that_are_zero_are_rounded():
     rounded = compute_derivative(problem, None, order=-1)["grad_q"].abs().max()
     terms = 40 * torch.finfo(torch.float32).eps  # as many, each about 1
     assert 0 < rounded < 10 * terms
+
+
+def test_means_of_gradients_are_sums_over_out():
+    """Kernels take rowsum(out * grad_out) from them, which plain PyTorch does not."""
+    plan = Plan(shape=Shape(1, 1, 1, 3, 1, 80, 80), dtype=torch.float32, derivative="second")
+    problem = make_problem(plan, 608)
+    unlike, like = (
+        sum(
+            compute_derivative(problem, None, formula, -n)["grad_k"].abs().mean()
+            for n in range(1, 9)
+        )
+        for formula in ("plain", "online")
+    )
+    assert like > 1.5 * unlike
+    exact, same = (
+        compute_derivative(problem, torch.float64, formula, order=-1)
+        for formula in ("plain", "online")
+    )
+    for name, values in same.items():
+        torch.testing.assert_close(values, exact[name], rtol=1e-11, atol=1e-11)

@@ -149,7 +149,6 @@ class JvpGradQueryConstants(SharedConstants):
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
-    PRESCALE_QK: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
     HAS_K_DOT: bool
@@ -170,7 +169,6 @@ class JvpGradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
     BRANCH_FOR_MASK: bool
-    PRESCALE_QK: bool
     LSE_SCALE: float
     HAS_Q_DOT: bool
     HAS_K_DOT: bool

@@ -180,7 +180,8 @@ def jvp_grad_query_constants(
     problem: Problem, options: KernelOptions, tile: Tile
 ) -> JvpGradQueryConstants:
     """Constants of the kernel for the tangent of the gradient of query."""
-    values = dataclasses.asdict(grad_query_constants(problem, options, tile))
+    values = dataclasses.asdict(grad_query_constants(problem, _not_prescaled(options), tile))
+    del values["PRESCALE_QK"]
     return JvpGradQueryConstants(**values, **_gradient_tangents(problem))
 
 
@@ -188,9 +189,15 @@ def jvp_grad_key_value_constants(
     kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
 ) -> JvpGradKeyValueConstants:
     """Constants of the kernel for the tangent of the gradient of key, or of value."""
+    options = _not_prescaled(options)
     values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
-    del values["WRITES_VALUE"]
+    del values["WRITES_VALUE"], values["PRESCALE_QK"]
     return JvpGradKeyValueConstants(**values, **_gradient_tangents(problem))
+
+
+def _not_prescaled(options: KernelOptions) -> KernelOptions:
+    """Second orders find the scores that forward mode found, whose products are not prescaled."""
+    return dataclasses.replace(options, prescale_qk=False)
 
 
 _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
