@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from benchmarks.timing import Stopwatch
 from benchmarks.turns import answer, wait_for_turn
 from flexhop import KernelOptions, create_block_mask, flex_attention
 from flexhop.compat.alone import Alone
+from flexhop.lowering import tangents
 from flexhop.masks import causal
 from flexhop.mods import alibi
 from flexhop.ops.repeats import forget
@@ -112,14 +114,33 @@ def second(attend: Attend) -> Callable[..., Any]:
 
 def flow(attend: Attend) -> Callable[..., Any]:
     """Gradients of a loss on the output and its tangent, as MeanFlow without a detached target."""
+    return _flow(attend, lambda moved: moved)
 
+
+def detached(attend: Attend) -> Callable[..., Any]:
+    """The same with a detached target, as MeanFlow."""
+    return _flow(attend, torch.Tensor.detach)
+
+
+def _flow(attend: Attend, target: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def loss(*x: Any, along: Any) -> Any:
         out, moved = torch.func.jvp(attend, x, tuple(along))[:2]
-        return (out - moved).float().square().sum()
+        return (out - target(moved)).float().square().sum()
 
     return lambda x, along: torch.func.grad(
         lambda *y: loss(*y, along=along), argnums=tuple(range(len(x)))
     )(*x)
+
+
+@contextlib.contextmanager
+def in_chunks() -> Iterator[None]:
+    """Compute second orders in chunks, and do not reuse code that was compiled otherwise."""
+    caches: Any = torch.compiler.config
+    with (
+        mock.patch.object(tangents, "second_obstacle", lambda _: "chunks are measured"),
+        mock.patch.object(caches, "force_disable_caches", True),
+    ):
+        yield
 
 
 DERIVATIVES = {
@@ -128,6 +149,7 @@ DERIVATIVES = {
     "tangent": tangent,
     "second": second,
     "flow": flow,
+    "detached": detached,
 }
 
 
@@ -254,12 +276,18 @@ def main(device: str, *names: str) -> None:
         answer(host_times(step.problem, device) | {"machine": machine})
         return
     problem = PROBLEMS[step.problem]
+    with in_chunks() if problem.in_chunks else contextlib.nullcontext():
+        answer(measure(problem, step, device) | {"machine": machine})
+
+
+def measure(problem: Problem, step: Step, device: str) -> dict[str, Any]:
+    """Errors, milliseconds and MiB of a step."""
     problem = problem if device == "cuda" else problem.shrunk()
-    found: dict[str, Any] = {"machine": machine}
+    found: dict[str, Any] = {}
     if step.by == "flexhop":
         small = dataclasses.replace(problem, tokens=min(problem.tokens, CHECKED))
         found |= errors(Setting(small, device), step.derivative)
-    answer(found | time_step(Setting(problem, device), step))
+    return found | time_step(Setting(problem, device), step)
 
 
 if __name__ == "__main__":

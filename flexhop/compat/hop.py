@@ -58,6 +58,7 @@ __all__ = [
     "below_autograd",
     "can_checkpoint",
     "capture_like",
+    "find_operator",
     "has_input_mutation",
     "is_tracing",
     "isolated_trace",
@@ -85,7 +86,8 @@ share = shared.share
 _OPERATORS: dict[str, Operator] = {}
 
 
-def _find_operator(name: str) -> Operator:
+def find_operator(name: str) -> Operator:
+    """An operator by its name, for those that cannot import each other."""
     return _OPERATORS[name]
 
 
@@ -141,7 +143,7 @@ class Operator(HigherOrderOperator):
 
     def __reduce__(self) -> tuple[Callable[[str], Operator], tuple[str]]:
         """Pickle by name."""
-        return _find_operator, (self._name,)
+        return find_operator, (self._name,)
 
 
 def register_dense(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

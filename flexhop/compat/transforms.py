@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
+from torch._C._functorch import (
+    TransformType,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 from torch._functorch import eager_transforms
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
@@ -29,6 +35,7 @@ __all__ = [
     "dual_results",
     "has_tangents",
     "is_forward_mode",
+    "is_tracked",
     "jvp",
     "outside",
     "register_constant",
@@ -102,6 +109,20 @@ def is_forward_mode() -> bool:
     except RuntimeError:  # there is one level only
         return True
     torch._C._exit_dual_level(level=level)
+    return False
+
+
+def is_tracked(value: Any) -> bool:
+    """Whether a value is a tensor whose gradient is wanted, at any level of torch.func.
+
+    Each level wraps every tensor that it meets; the outermost wrapper speaks for its own alone.
+    """
+    while isinstance(value, Tensor):
+        if value.requires_grad:
+            return True
+        if not is_functorch_wrapped_tensor(value):
+            return False
+        value = get_unwrapped(value)
     return False
 
 

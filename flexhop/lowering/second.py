@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 class Second(NamedTuple):
     """A second-order derivative, as tangents of the backward pass.
 
-    grads: "out" and perhaps "lse", whose gradients the backward pass takes. dots: what has a
+    grads: of "out" and "lse", those whose gradients the backward pass takes. dots: what has a
     tangent, of query, key, value, captured tensors, "out" and "lse", where the last two are those
     of `grads`. Both say by which of the call's directions. results: in the order of the program.
     """
@@ -115,7 +115,7 @@ def _symmetric(name: str) -> Wanted:
 
 
 def _is_served(second: Second) -> bool:
-    """Whether kernels exist: a gradient of out, a tangent of query, key, value or a capture."""
+    """Whether kernels exist: a gradient of out or lse, a tangent of an input of attention."""
     known = {*second.dots, *(wanted.name for wanted in second.results)}
     has_tangent = bool(second.moved) or any(name in second.dots for name in _NAMES)
-    return "" not in known and "out" in second.grads and has_tangent
+    return "" not in known and bool(second.grads) and has_tangent

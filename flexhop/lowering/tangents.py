@@ -214,6 +214,8 @@ def _emit_grads(
     size = [*query.get_size()[:3], value.get_size()[3]]
     # Where P is near 1, what they add to D and its tangent cancels: they are not rounded before.
     plain = inductor.contiguous_layout(device, torch.float32, size).stride
+    if "out" not in grads:  # a loss on lse alone
+        grads = {**grads, "out": inductor.zeros(size, query.get_dtype(), device)}
     pushed = _push(tangents, torch.float32, plain, plain)
     rows = _rows(pushed, grads, dots)
     found: dict[Wanted, Any] = {}
@@ -272,7 +274,7 @@ def _has_lists(args: DerivativeArgs, second: Second) -> bool:
 
 def second_obstacle(problem: Problem) -> str:
     """Why the second-order kernels do not support a call; empty if they do."""
-    most = 64 if problem.itemsize > 2 else 128
+    most = 64 if problem.itemsize > 2 else _MOST_COLUMNS
     width = _width(problem)
     if width > most:
         return f"the head size is {width}, and the kernels have registers for at most {most}"

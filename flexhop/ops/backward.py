@@ -110,12 +110,12 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        args = restore_derivative(ctx)
+        args, _ = restore_derivative(ctx)
         return (None, None, None, *differentiate(args, ctx.needs_input_grad[3:], grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return push_inputs(restore_derivative(ctx), tangents[3:])[1]
+        return push_inputs(restore_derivative(ctx)[0], tangents[3:])[1]
 
 
 def _inputs(args: BackwardArgs) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexhop.compat import hop, transforms
 from flexhop.compat.indexing import IndexMode
-from flexhop.errors import MaskCaptureGradError
+from flexhop.errors import MaskCaptureGradError, UnsupportedFeatureError
 from flexhop.ops.args import (
     AttentionArgs,
     BackwardArgs,
@@ -27,10 +27,10 @@ from flexhop.ops.eager_kernels import OPTION, run_alone
 from flexhop.ops.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.folding import fold_derivative
 from flexhop.ops.layout import empty_ordered, ordered
-from flexhop.ops.program import KEY, OUT, QUERY, VALUE, Step
+from flexhop.ops.program import KEY, OUT, QUERY, VALUE, Step, read_step
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
-from flexhop.ops.subgraphs import needs_grad
+from flexhop.ops.subgraphs import joint_of, needs_grad
 
 attention_derivative = hop.Operator(
     "flexhop_attention_derivative", DerivativeArgs, ("score_mod", "mask_mod"),
@@ -114,17 +114,34 @@ def _with_inputs(args: DerivativeArgs, inputs: Sequence[Any]) -> DerivativeArgs:
 
 
 def differentiate(
-    args: DerivativeArgs, needed: Sequence[bool], grads: Sequence[Tensor | None]
+    args: DerivativeArgs,
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+    results: tuple[Tensor, ...] = (),
 ) -> list[Tensor | None]:
-    """Gradients of the inputs that need one, from gradients of the outputs."""
+    """Gradients of the inputs that need one, from gradients of the outputs.
+
+    results: out and lse, if they are known.
+    """
     given = tuple(i for i, grad in enumerate(grads) if grad is not None)
     wanted = tuple(i for i, need in enumerate(needed) if need)
     if not given or not wanted:
         return [None] * len(needed)
-    step = Step("vjp", given, wanted)
-    found = attention_derivative(
-        *hop.unwrap_dead(tuple(_next(args, step, [grads[i] for i in given])))
-    )
+    last = read_step(args.program[-1]) if args.program else Step("vjp", ())
+    half = len(grads) // 2
+    if last.kind == "jvp" and given[-1] < half:
+        # The last tangents have no gradient, as if they had not been computed.
+        count = len(args.directions) - len(last.given)
+        args = args._replace(program=args.program[:-1], directions=args.directions[:count])
+        before = needed[: len(needed) - len(last.given)]
+        found = differentiate(args, before, grads[:half], results)
+        return [*found, *[None] * len(last.given)]
+    found = None if args.program else _differentiate_attention(args, wanted, grads, results)
+    if found is None:
+        step = Step("vjp", given, wanted)
+        found = attention_derivative(
+            *hop.unwrap_dead(tuple(_next(args, step, [grads[i] for i in given])))
+        )
     by_input = dict(zip(wanted, found, strict=True))
     options: Any = args.options
     if "sum_groups" in options:  # replicated captured tensors; see ops/forward.py
@@ -132,6 +149,38 @@ def differentiate(
             if i in by_input:
                 by_input[i] = sum_over_all(by_input[i], options["sum_groups"])
     return [by_input.get(i) for i in range(len(needed))]
+
+
+def _differentiate_attention(
+    args: DerivativeArgs,
+    wanted: Sequence[int],
+    grads: Sequence[Tensor | None],
+    results: tuple[Tensor, ...],
+) -> list[Tensor] | None:
+    """Gradients of inputs of attention itself, by its backward pass; None if it has none."""
+    lacks_lists = bool(args.blocks) and not args.options.get("has_q_blocks")
+    if lacks_lists or not results:
+        return None
+    args, (out, lse), (grad_out, grad_lse) = hop.unwrap_dead((args, results, tuple(grads)))
+    captures = args.score_captures
+    flags = [3 + i in wanted for i in range(len(captures))]
+    try:
+        joint, sites = joint_of(args.score_mod, args.query, captures, flags)
+    except UnsupportedFeatureError:  # only the definition differentiates such a mod
+        return None
+    operands = operands_of(
+        BackwardArgs, args, out=out, lse=lse, joint=joint, sites=sites, grad_lse=grad_lse,
+        grad_out=torch.zeros_like(out) if grad_out is None else grad_out,
+    )  # fmt: skip
+    *dense, captured = hop.find_operator("flexhop_attention_backward")(*operands)
+    found = dict(enumerate(dense)) | {
+        3 + i: grad for i, grad in zip(learned_captures(sites), captured, strict=True)
+    }
+    return [_or_zeros(found.get(i), (*args[:3], *captures)[i]) for i in wanted]
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
 
 
 def _next(args: DerivativeArgs, step: Step, directions: Sequence[Any]) -> DerivativeArgs:
@@ -154,28 +203,30 @@ class _Derivative(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, fixed, *rest = inputs
         args = _with_inputs(fixed, rest)
-        save_derivative(ctx, args)
+        is_tangent = len(args.program) == 1 and read_step(args.program[0]).kind == "jvp"
+        save_derivative(ctx, args, output[:2] if is_tangent else ())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        args = restore_derivative(ctx)
-        return (None, None, *differentiate(args, ctx.needs_input_grad[2:], grads))
+        args, results = restore_derivative(ctx)
+        return (None, None, *differentiate(args, ctx.needs_input_grad[2:], grads, results))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return push_inputs(restore_derivative(ctx), tangents[2:])[1]
+        return push_inputs(restore_derivative(ctx)[0], tangents[2:])[1]
 
 
-def save_derivative(ctx: Any, args: DerivativeArgs) -> None:
-    """Save the operands of a derivative."""
-    save(ctx, args._replace(score_mod=None, mask_mod=None))
+def save_derivative(ctx: Any, args: DerivativeArgs, results: tuple[Tensor, ...] = ()) -> None:
+    """Save the operands of a derivative, and perhaps attention's out and lse."""
+    save(ctx, (args._replace(score_mod=None, mask_mod=None), results))
     ctx.functions = (args.score_mod, args.mask_mod)
 
 
-def restore_derivative(ctx: Any) -> DerivativeArgs:
-    """Restore the operands that `save_derivative` saved."""
+def restore_derivative(ctx: Any) -> tuple[DerivativeArgs, tuple[Tensor, ...]]:
+    """Restore what `save_derivative` saved."""
     score_mod, mask_mod = ctx.functions
-    return restore(ctx)._replace(score_mod=score_mod, mask_mod=mask_mod)
+    args, results = restore(ctx)
+    return args._replace(score_mod=score_mod, mask_mod=mask_mod), results
 
 
 def push_inputs(

@@ -28,7 +28,7 @@ from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.saving import restore, save
-from flexhop.ops.subgraphs import needs_grad, trace_joint
+from flexhop.ops.subgraphs import hoist_tangents, needs_grad, trace_joint
 from flexhop.ops.tables import with_tables
 
 attention = hop.Operator(
@@ -179,7 +179,9 @@ def _push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> trans
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, {})
     moved: Any = AttentionArgs(*hop.like_tree(operands, tangents))
-    results, changes = push_attention(args, moved)
+    hoisted = hoist_tangents(args.score_mod, args.query, args.score_captures, moved.score_captures)
+    args = args._replace(score_mod=hoisted.score_mod, score_captures=hoisted.captures)
+    results, changes = push_attention(args, moved._replace(score_captures=hoisted.tangents))
     max_scores = results[1].new_empty(0)
     if args.options.get("return_max"):
         max_scores = attention(*operands)[2]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from flexhop.compat import transforms
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.kept import is_marked, keeping, mark
@@ -28,6 +29,7 @@ from flexhop.ops.examples import (
     score_examples,
 )
 from flexhop.ops.reads import NUM_SCORE_INPUTS, compose_reads, part_of, split_reads
+from flexhop.ops.smooth import smooth
 
 aten = torch.ops.aten
 
@@ -97,9 +99,10 @@ def trace_joint(
             reading single elements or short rows.
     """
     needs = tuple(needs_grad(captures) if wanted is None else wanted)
-    forms = tuple(c if not isinstance(c, Tensor) else (c.shape, c.dtype) for c in captures)
-    key = (trace_joint, score_dtype(query), query.device, forms, needs, wanted is None)
-    parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, needs)))
+    # An outer torch.func.grad may differentiate what this one does not.
+    outer = needs if wanted is not None else tuple(map(transforms.is_tracked, captures))
+    key = (trace_joint, _form(query, captures), needs, outer, wanted is None)
+    parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, outer)))
     hoisted = parts.hoist(captures)
     if parts.joint is None:
         moved = hoisted[len(parts.kept) :]
@@ -110,6 +113,58 @@ def trace_joint(
                 parts.main, query, inputs, (*[False] * len(parts.kept), *changed)
             )
     return Joint(parts.main, parts.joint, hoisted, parts.sites, parts.hoist)
+
+
+class Hoisted(NamedTuple):
+    """A score_mod without work that it does on captured tensors alone."""
+
+    score_mod: Callable[..., Tensor]
+    captures: tuple[Capture, ...]
+    tangents: tuple[Tensor | None, ...]
+
+
+def hoist_tangents(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
+    tangents: Sequence[Tensor | None],
+) -> Hoisted:  # fmt: skip
+    """Do before attention what a mod does on captures alone, if they have tangents or gradients.
+
+    Then these derivatives continue by autograd, as in reverse mode.
+    """
+    wanted = tuple(
+        t is not None or transforms.is_tracked(c) for c, t in zip(captures, tangents, strict=True)
+    )
+    if not any(wanted):
+        return Hoisted(score_mod, tuple(captures), tuple(tangents))
+    key = (hoist_tangents, _form(query, captures), wanted)
+    parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, wanted)))
+    return Hoisted(parts.main, *parts.push(captures, tangents))
+
+
+def _form(query: Tensor, captures: Sequence[Capture]) -> tuple[Any, ...]:
+    """What a trace of a mod depends on besides the mod."""
+    forms = (c if not isinstance(c, Tensor) else (c.shape, c.dtype) for c in captures)
+    return (score_dtype(query), query.device, *forms)
+
+
+def joint_of(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
+    wanted: Sequence[bool],
+) -> tuple[fx.GraphModule, tuple[int, ...]]:  # fmt: skip
+    """The joint graph of a mod as it is, and its sites; see BackwardArgs.
+
+    Raises:
+        UnsupportedFeatureError: see `trace_joint`.
+    """
+
+    def make() -> tuple[fx.GraphModule, tuple[int, ...]]:
+        graph = trace_score(score_mod, query, captures)
+        compose_reads(graph)
+        with isolated_trace(query, *captures), IndexMode():
+            return _differentiate(graph, query, list(map(capture_like, captures)), wanted)
+
+    key = (joint_of, _form(query, captures), tuple(wanted))
+    return keeping(key, score_mod, make)
 
 
 @dataclasses.dataclass
@@ -133,6 +188,28 @@ class _Parts:
         moved = self.before(*captures) if self.before is not None else ()
         return (*[captures[i] for i in self.kept], *moved)
 
+    def push(
+        self, captures: Sequence[Capture], tangents: Sequence[Tensor | None]
+    ) -> tuple[tuple[Capture, ...], tuple[Tensor | None, ...]]:
+        """Captures of `main`, and their tangents."""
+        given = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        if self._passed is not None or self.before is None or not given:
+            passed = (*self.kept, *(self._passed or ()))
+            hoisted = self.hoist(captures)
+            return hoisted, tuple(tangents[i] for i in passed) if given else (None,) * len(hoisted)
+        before = smooth(self.before)
+
+        def chosen(*values: Tensor) -> tuple[Any, ...]:
+            known = dict(zip(given, values, strict=True))
+            return tuple(before(*(known.get(i, capture) for i, capture in enumerate(captures))))
+
+        primals, dots = (tuple(values[i] for i in given) for values in (captures, tangents))
+        moved, changes = transforms.jvp(chosen, primals, dots)
+        follows = _followers(before, given)
+        found = (c if is_moved else None for c, is_moved in zip(changes, follows, strict=True))
+        kept = [captures[i] for i in self.kept]
+        return (*kept, *moved), (*[None] * len(kept), *found)
+
 
 def _passed_on(graph: fx.GraphModule) -> list[int] | None:
     """Which inputs a graph returns, if it computes nothing."""
@@ -140,6 +217,18 @@ def _passed_on(graph: fx.GraphModule) -> list[int] | None:
     outputs = graph.graph.output_node().args[0]
     is_all = isinstance(outputs, (tuple, list)) and all(node in inputs for node in outputs)
     return [inputs.index(node) for node in outputs] if is_all else None  # pyright: ignore
+
+
+def _followers(graph: fx.GraphModule, given: Sequence[int]) -> list[bool]:
+    """Which results of a graph have a tangent if the inputs `given` have one."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    reached = {inputs[i] for i in given}
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if is_float and node.target is not aten.detach.default:
+            reached |= {node} if any(n in reached for n in node.all_input_nodes) else set()
+    return [node in reached for node in cast("Any", graph.graph.output_node().args[0])]
 
 
 def _hoisted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.testing._internal.common_utils import DeterministicGuard
 import flexhop
 from flexhop import AuxRequest, KernelOptions
 from flexhop.lowering import chunked
+from flexhop.lowering import derivative as derivative_lowering
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel
@@ -40,6 +41,11 @@ def gentle(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> 
 def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
     """With a second derivative of its own."""
     return 2 * (s * t[h, 1]).tanh() + t[h, 2] * torch.clamp(i - j, 0, 8)
+
+
+def computed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """The table is computed with before it is read."""
+    return capped(s, b, h, i, j, t.exp().cumsum(1) / 4)
 
 
 def detached(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
@@ -86,6 +92,26 @@ def of_gradient(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Calla
         return jvp(lambda *y: gradient(*y, *x[6:]), x[:3], x[3:6])
 
     return run
+
+
+def of_moved_lse(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """Gradients of a loss on lse and its tangent alone."""
+
+    def loss(*x: Tensor) -> Tensor:
+        found, moved = jvp(lambda *y: attend(*y, *x[6:])[1].lse, x[:3], x[3:6])
+        return (found.clamp(-9, 9) * moved).square().sum()
+
+    return lambda *x: grad(loss, (*range(2), *range(3, 5), *more))(*x)
+
+
+def forces(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """Gradients of a loss on the gradient of query; only this gradient differentiates the table."""
+
+    def loss(*x: Tensor) -> Tensor:
+        force = grad(lambda q: weighed(attend(q, *x[1:3], *x[6:])))(x[0])
+        return (force * x[3]).sum()
+
+    return lambda *x: grad(loss, (*QKV, *more))(*x)
 
 
 ALL = (0, 1, 2, 3)
@@ -155,6 +181,10 @@ CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "twice_along-capped": (twice_along, capped, gaps, torch.float32),
     "of_tangent_along-capped": (of_tangent_along, capped, gaps, torch.float32),
     "of_gradient_along-capped": (of_gradient_along, capped, None, torch.float32),
+    "of_tangent-computed": (of_tangent, computed, None, torch.float32),
+    "of_tangent_along-computed": (of_tangent_along, computed, gaps, torch.float32),
+    "forces-computed": (forces, computed, None, torch.float32),
+    "of_moved_lse-capped": (of_moved_lse, capped, None, torch.float32),
     "of_table_alone-capped": (of_table_alone, capped, gaps, torch.float32),
 }
 
@@ -177,6 +207,21 @@ def derivative(name: str) -> Callable[..., Any]:
     return make(attend, () if score is None or "fixed" in name else (6,))
 
 
+def check(
+    result: Any, run: Callable[..., Any], inputs: Sequence[Tensor], dtype: Any = torch.float32
+) -> None:
+    """Compare a result with the definition's in fp64; dtype: what the kernel rounds to."""
+    gold, plain = run(*(t.double() for t in inputs)), run(*inputs)
+    flat = [torch.utils._pytree.tree_leaves(r) for r in (result, gold, plain)]
+    for found, exact, rounded in zip(*flat, strict=True):
+        assert found.dtype == rounded.dtype
+        # The definition computes in fp32 and rounds once; kernels round weights and gradients.
+        unit = 6 * torch.finfo(found.dtype if dtype == torch.float32 else dtype).eps
+        error = (found.double() - exact).abs().max()
+        budget = 2 * (rounded.double() - exact).abs().max() + unit * exact.abs().max()
+        assert error <= budget, (float(error), float(budget))
+
+
 @pytest.fixture
 def deterministic(name: str) -> Iterator[None]:
     """Deterministic algorithms for the cases that ask for them."""
@@ -190,26 +235,16 @@ def test_interpreted(name: str):
     dtype = CASES[name][3]
     shapes = [(2, 4, 37, 20), (2, 2, 45, 20), (2, 2, 45, 24)]
     inputs = [torch.randn(shape, dtype=dtype) for shape in (*shapes * 2, (4, 9))]
-    gold = derivative(name)(*(t.double() for t in inputs))
-    plain = derivative(name)(*inputs)
     memory = Memory(poison=True, check_bounds=True)
     generated = interpret(derivative(name), *inputs, memory=memory, options=PADDED)
     assert len([k for k in generated.templates if MARK in k.functions]) >= 3
-    flat = [torch.utils._pytree.tree_leaves(r) for r in (generated.result, gold, plain)]
-    for found, exact, rounded in zip(*flat, strict=True):
-        assert found.dtype == rounded.dtype
-        # The definition computes in fp32 and rounds once; kernels round weights and gradients.
-        unit = 6 * torch.finfo(found.dtype if dtype == torch.float32 else dtype).eps
-        error = (found.double() - exact).abs().max()
-        budget = 2 * (rounded.double() - exact).abs().max() + unit * exact.abs().max()
-        assert error <= budget, (float(error), float(budget))
+    check(generated.result, derivative(name), inputs, dtype)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_chunks_are_traced_without_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch):
-    """There is no kernel if a captured tensor is computed with before it is read, and gets its
-    gradient through `jvp`. PyTorch's autograd asks the device, and ended the process. Several
-    chunks are a loop, which PyTorch traces by itself."""
+    """Third orders have no kernel. PyTorch's autograd asks the device, and ended the process.
+    Several chunks are a loop, which PyTorch traces by itself."""
     if chunks == 2:
         monkeypatch.setattr(chunked, "GPU_CHUNK_ELEMENTS", 1)
     query, key, value = (torch.randn(1, 2, 21, 8) for _ in range(3))
@@ -221,12 +256,42 @@ def test_chunks_are_traced_without_a_gpu(chunks: int, monkeypatch: pytest.Monkey
         return flexhop.flex_attention(query, key, value, biased, kernel_options=OPTIONS)
 
     def slopes(table: Tensor) -> Tensor:
-        return jvp(attend, (table,), (table.cos(),))[1].sin().sum()
+        gradient = grad(lambda t: attend(t).sin().sum())
+        return jvp(gradient, (table,), (table.cos(),))[1].sum()
 
+    orders = []
+
+    def note(args: Any, formula: Any) -> Any:
+        orders.append(len(args.program))
+        return chunked.lower_definition(args, formula)
+
+    monkeypatch.setattr(derivative_lowering, "lower_definition", note)
     table = torch.randn(2, 3)
     generated = interpret(grad(slopes), table, memory=Memory(poison=True, check_bounds=True))
-    assert not any(MARK in kernel.functions for kernel in generated.templates)
-    torch.testing.assert_close(generated.result, grad(slopes)(table), rtol=1e-4, atol=1e-5)
+    assert orders == [3]  # the derivative of out's tangent has kernels
+    check(generated.result, grad(slopes), [table])
+
+
+@pytest.mark.parametrize("mod", [capped, computed])
+def test_detached_tangents_leave_the_backward_pass(mod: Any):
+    """MeanFlow's loss, whose target is detached."""
+    inputs = [*(torch.randn(2, 2, 37, 20) for _ in range(3)), torch.randn(2, 3)]
+    mask = flexhop.create_block_mask(gaps, None, 2, 37, 37, "cpu", BLOCK_SIZE=32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+        return flexhop.flex_attention(
+            q, k, v, lambda *y: mod(*y, table), mask, kernel_options=OPTIONS
+        )
+
+    def loss(*x: Tensor) -> Tensor:
+        found, moved = jvp(attend, x, tuple(t.detach().cos() for t in x))
+        return (found - moved.detach()).square().sum()
+
+    memory = Memory(poison=True, check_bounds=True)
+    generated = interpret(grad(loss, ALL), *inputs, memory=memory)
+    names = [kernel.functions for kernel in generated.templates]
+    assert len(names) == 3 and not any(MARK in each for each in names)
+    check(generated.result, grad(loss, ALL), inputs)
 
 
 def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
@@ -248,7 +313,7 @@ def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_default_tiles_do_not_spill(architecture: int, width: int):
     for found in cubins(architecture, width, torch.bfloat16):
         assert (found.spills, found.stack) == (0, 0)

@@ -1,5 +1,6 @@
 """The benchmark's arithmetic: areas, operations, documents, budgets and tables."""
 
+import contextlib
 import json
 import math
 import subprocess
@@ -22,6 +23,8 @@ from benchmarks import (
     varlen_worker,
 )
 from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod, make_score_mod
+from flexhop.lowering import derivative as derivative_lowering
+from flexhop.lowering.chunked import lower_definition
 from flexhop.offline import generate_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,16 +263,30 @@ def test_a_must_whose_steps_failed_is_not_reached():
     [
         ("2x4k-64", derivatives_worker.second, True),
         ("2x4k-64-slopes", derivatives_worker.second, True),
-        ("2x4k-64-computed", derivatives_worker.flow, False),
+        ("2x4k-64-computed", derivatives_worker.flow, True),
+        ("2x4k-64-chunks", derivatives_worker.flow, False),
+        ("4k", derivatives_worker.detached, False),
     ],
 )
-def test_which_second_orders_have_kernels(name: str, derivative: Any, has_kernels: bool):
+def test_which_second_orders_have_kernels(
+    name: str, derivative: Any, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+):
+    orders: list[int] = []
+
+    def note(args: Any, formula: Any) -> Any:
+        orders.append(len(args.program))
+        return lower_definition(args, formula)
+
+    monkeypatch.setattr(derivative_lowering, "lower_definition", note)
     problem = replace(derivatives.PROBLEMS[name], batch=1, heads=2, tokens=64)
     setting = derivatives_worker.Setting(problem, "cpu")
     run = derivative(setting.flexible())
-    generated = generate_code(run, setting.inputs(), setting.inputs())
+    is_chunked = problem.in_chunks
+    with derivatives_worker.in_chunks() if is_chunked else contextlib.nullcontext():
+        generated = generate_code(run, setting.inputs(), setting.inputs())
     functions = {name for kernel in generated.templates for name in kernel.functions}
     assert ("push_grad_query_blocks" in functions) == has_kernels
+    assert orders == [2] * is_chunked
 
 
 @pytest.mark.slow

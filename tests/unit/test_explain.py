@@ -288,8 +288,8 @@ def test_the_report_says_what_computes_second_derivatives():
 
     assert "run the kernels jvp_forward, jvp_grad_query" in note(query, key, value)
     assert "run the kernels" in note(query, key, value, dropout_p=0.1)
-    wide = operands(width=256)
-    assert "head size is 256, and the kernels have registers for at most 128" in note(
+    wide = operands(width=320)
+    assert "head size is 320, and the kernels have registers for at most 256" in note(
         wide[0].requires_grad_(), *wide[1:]
     )
     bias = torch.zeros(2, 511, requires_grad=True)

@@ -34,12 +34,12 @@ def _second_order(narrow: tuple[Tile, ...], wide: tuple[Tile, ...]) -> Tiles:
 
     Those of sm_90 are the fastest of several on an H200, others come from machine code.
 
-    narrow, wide: up to 64 and up to 128 columns of query, key and value. Calls with more columns
-    have no such kernels.
+    narrow, wide: up to 64 and up to 128 columns of query, key and value. Calls with more than 256
+    columns have no such kernels.
     """
-    last = Tile(16, 16, 8, 1)
+    most, last = Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)
     query, key, value = (
-        {64: near, 128: far, 256: last, 512: last} for near, far in zip(narrow, wide, strict=True)
+        {64: near, 128: far, 256: most, 512: last} for near, far in zip(narrow, wide, strict=True)
     )
     return {"jvp_grad_query": query, "jvp_grad_key": key, "jvp_grad_value": value}
 

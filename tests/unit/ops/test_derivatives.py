@@ -99,12 +99,32 @@ def mean_flow(attend, *x):
     return sum((a - b).square().sum() for a, b in zip(results, changes, strict=True))
 
 
+def detached_flow(attend, *x):
+    """The same with a detached target, along query alone: what is left is a first gradient."""
+    results, changes = jvp(lambda y: attend(y, *x[1:]), x[:1], tuple(ALONG[:1]))
+    return sum((a - b.detach()).square().sum() for a, b in zip(results, changes, strict=True))
+
+
+def detached_product(attend, *x):
+    """A loss on gradients, whose tangents are detached."""
+    gradient = grad(functools.partial(loss, attend), (0, 3))
+    found, changes = jvp(gradient, tuple(x), tuple(ALONG))
+    return sum((a - b.detach()).square().sum() for a, b in zip(found, changes, strict=True))
+
+
 DERIVATIVES = {
     "jvp": lambda f: lambda *x: jvp(lambda *y: f(*y), x, tuple(ALONG)),
     "grad of grad": lambda f: grad(
         lambda *x: total(grad(functools.partial(loss, f), ALL)(*x)), argnums=ALL
     ),
     "grad of jvp": lambda f: grad(functools.partial(mean_flow, f), argnums=ALL),
+    "grad of detached jvp": lambda f: grad(functools.partial(detached_flow, f), argnums=ALL),
+    "grad of jvp of grad, detached": lambda f: grad(
+        functools.partial(detached_product, f), argnums=ALL
+    ),
+    "grad of one grad": lambda f: grad(
+        lambda *x: grad(functools.partial(loss, f))(*x).square().sum(), argnums=ALL
+    ),
     "jvp of grad": lambda f: lambda *x: jvp(
         grad(functools.partial(loss, f), ALL), x, tuple(ALONG)
     ),
