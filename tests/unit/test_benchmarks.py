@@ -258,6 +258,7 @@ def test_a_must_whose_steps_failed_is_not_reached():
     assert all(must.cells({})[1::2] == ["–", "–"] for must in derivatives.MUSTS)
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 @pytest.mark.parametrize(
     ("name", "derivative", "has_kernels"),
     [
