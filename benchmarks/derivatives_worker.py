@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 from unittest import mock
 
@@ -133,7 +133,7 @@ def _flow(attend: Attend, target: Callable[[torch.Tensor], torch.Tensor]) -> Cal
 
 
 @contextlib.contextmanager
-def in_chunks() -> Iterator[None]:
+def in_chunks() -> Generator[None, None, None]:
     """Compute second orders in chunks, and do not reuse code that was compiled otherwise."""
     caches: Any = torch.compiler.config
     with (

@@ -203,7 +203,8 @@ class _Parts:
             known = dict(zip(given, values, strict=True))
             return tuple(before(*(known.get(i, capture) for i, capture in enumerate(captures))))
 
-        primals, dots = (tuple(values[i] for i in given) for values in (captures, tangents))
+        both: Any = (captures, tangents)
+        primals, dots = (tuple(values[i] for i in given) for values in both)
         moved, changes = transforms.jvp(chosen, primals, dots)
         follows = _followers(before, given)
         found = (c if is_moved else None for c, is_moved in zip(changes, follows, strict=True))

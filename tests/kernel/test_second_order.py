@@ -105,7 +105,7 @@ def of_moved_lse(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Call
 
 
 def forces(attend: Callable[..., Any], more: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """Gradients of a loss on the gradient of query; only this gradient differentiates the table."""
+    """Gradients of a loss on the gradient of query alone, for the table too."""
 
     def loss(*x: Tensor) -> Tensor:
         force = grad(lambda q: weighed(attend(q, *x[1:3], *x[6:])))(x[0])
