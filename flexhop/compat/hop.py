@@ -52,13 +52,13 @@ from flexhop.compat.retrace import retrace
 from flexhop.errors import FlexhopError
 
 __all__ = [
+    "OPERATORS",
     "FakeTensorMode",
     "FunctionalTensor",
     "Operator",
     "below_autograd",
     "can_checkpoint",
     "capture_like",
-    "find_operator",
     "has_input_mutation",
     "is_tracing",
     "isolated_trace",
@@ -83,20 +83,18 @@ __all__ = [
 ]
 
 share = shared.share
-_OPERATORS: dict[str, Operator] = {}
+OPERATORS: dict[str, Operator] = {}
 
 
-def find_operator(name: str) -> Operator:
-    """An operator by its name, for those that cannot import each other."""
-    return _OPERATORS[name]
+def _find_operator(name: str) -> Operator:
+    return OPERATORS[name]
 
 
 class Operator(HigherOrderOperator):
     """A higher-order operator with the operands of a NamedTuple.
 
-    `cacheable=True` lets Inductor's and AOTAutograd's caches store graphs that contain the
-    operator. A rule added by `py_functionalize_impl` makes the object unpicklable, hence
-    `__reduce__`.
+    `cacheable=True` lets Inductor's and AOTAutograd's caches store graphs that contain it. A rule
+    added by `py_functionalize_impl` makes the object unpicklable, hence `__reduce__`.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class Operator(HigherOrderOperator):
             None  # the latest one; Dynamo of 2.15 loses the original
         )
         self.examples: Callable[..., Sequence[Sequence[Any]]]  # of its callables; register_proxy
-        _OPERATORS[name] = self
+        OPERATORS[name] = self
 
     def __call__(self, *operands: Any) -> Any:
         """Dispatch one call; operands as in `args_type`, defaults filled."""
@@ -143,7 +141,7 @@ class Operator(HigherOrderOperator):
 
     def __reduce__(self) -> tuple[Callable[[str], Operator], tuple[str]]:
         """Pickle by name."""
-        return find_operator, (self._name,)
+        return _find_operator, (self._name,)
 
 
 def register_dense(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
