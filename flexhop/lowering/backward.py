@@ -10,7 +10,7 @@ from flexhop.compat import inductor, inline
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import Captured, KernelCall
-from flexhop.lowering.emission.sums import Reads, make_sums, scatter_sites, values_of
+from flexhop.lowering.emission.sums import Reads, in_copies, make_sums, scatter_sites, values_of
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.ops.args import BackwardArgs, unpack_sites
@@ -41,6 +41,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         args.joint, unpack_sites(args.sites), args.score_captures, 2,
         is_exact=bool(args.options.get("deterministic")),
     )  # fmt: skip
+    reads = in_copies(reads, args.query, args.key)
     sums = make_sums(reads, args.query, args.key)
     sites = scatter_sites(reads, sums)
     captured = Captured(list(sums.values()), sites)

@@ -13,7 +13,7 @@ from flexhop.compat import guards, inductor, inline
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
-from flexhop.lowering.emission.sums import Reads, make_sums, scatter_sites, values_of
+from flexhop.lowering.emission.sums import Reads, in_copies, make_sums, scatter_sites, values_of
 from flexhop.lowering.mods.captured import read_by
 from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.push import is_additive, lower_bend, lower_push
@@ -242,7 +242,8 @@ def _emit_kind(
     found: dict[str, Any] = {}
     if of_captures:
         # The kernel for query adds to them, so it runs even if query needs no gradient.
-        reads, call = _reads(backward), backward.tangents.call
+        call = backward.tangents.call
+        reads = in_copies(_reads(backward), call.query, call.key)
         sums = make_sums(reads, call.query, call.key)
         captured = Captured(list(sums.values()), scatter_sites(reads, sums))
         position = names.pop("query", None)

@@ -99,6 +99,12 @@ def by_bucket(table):
     return lambda score, b, h, q, k: score * table[(q * 7 + k) % 5]
 
 
+def by_kind(table):
+    """One entry for a pair of kinds, and for a query alone: both add to one buffer."""
+    kind = torch.arange(70) % 3
+    return lambda score, b, h, q, k: score + table[h, kind[q], kind[k]] * table[h, 0, kind[q]]
+
+
 MODS = {
     "scalar": (lambda t: lambda score, b, h, q, k: score * t, ()),
     "head": (by_head, (2,)),
@@ -106,6 +112,7 @@ MODS = {
     "query": (by_query, (2, 70)),
     "score": (by_score, (2, 70, 70)),
     "bucket": (by_bucket, (5,)),
+    "kind": (by_kind, (2, 3, 3)),
 }
 
 
@@ -138,6 +145,16 @@ def differentiate_as_kernels(leaves, make_mod, dropout_p, seed):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("name", MODS)
 def test_gradients_of_captured_tensors(name, dropout_p, deterministic):
+    check_gradients(name, dropout_p)
+
+
+@pytest.mark.parametrize("name", ["bucket", "kind"])
+def test_floating_point_sums_of_small_tables(name):
+    """Neighbouring scores add to copies of the table."""
+    check_gradients(name, 0.0)
+
+
+def check_gradients(name, dropout_p):
     make_mod, size = MODS[name]
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 2, 70, 16, generator=generator) for _ in range(3)]

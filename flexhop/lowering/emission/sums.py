@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,17 @@ from flexhop.lowering.emission import exact
 from flexhop.lowering.mods.captured import read_by, repeats
 from flexhop.ops.args import Site
 
+_BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
 _MANY_READS = 64  # scores per entry of a captured tensor
+_MOST_COPIES = 128  # templates/printers/holes.py: a copy by query and key
+_MOST_SUMS = 2**17  # entries of all copies of a buffer: a megabyte, which stays in the L2 cache
 
 
 class Reads(NamedTuple):
     """The sites of a joint graph, and how a kernel calls its functions.
 
     first: number of the subgraph of the joint graph's first output in kernels. is_exact: whether
-    the sums must be the same in any order.
+    the sums must be the same in any order. copies: of a capture's buffer, if more than one.
     """
 
     joint: Any
@@ -27,21 +31,48 @@ class Reads(NamedTuple):
     captures: Sequence[Any]
     first: int
     is_exact: bool
+    copies: Mapping[int, int] = MappingProxyType({})
+
+
+def in_copies(reads: Reads, query: Any, key: Any) -> Reads:
+    """The reads, with several buffers for small tensors.
+
+    A GPU adds to one address after the other: the scores of a layer added to a table of 16 entries
+    for each head take a hundred times as long as attention. Neighbouring scores add to different
+    copies, whose sum is the gradient. Scores that read an entry together, such as all keys of a
+    query, are summed in registers first.
+    """
+    scores = inductor.hint(_scores(query, key))
+    copies = {}
+    for site in reads.sites:
+        entries = inductor.hint(reads.captures[site.capture].get_numel())
+        most = min(_MOST_COPIES, _MOST_SUMS // max(entries, 1))
+        by_pair = read_by(reads.joint, site) in _BY_PAIR
+        if by_pair and scores >= _MANY_READS * entries and most > 1:
+            copies[site.capture] = 1 << (most.bit_length() - 1)
+    return reads._replace(copies=copies)
 
 
 def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
-    """Zero-filled buffers for the gradients, by capture."""
-    batch, heads, length, _ = query.get_size()
-    scores = batch * heads * length * key.get_size()[2]
+    """Zero-filled buffers for the gradients, by capture: [copies, *size], or [*size] if one."""
+    scores = _scores(query, key)
     buffers: dict[int, Any] = {}
     for position in sorted({site.capture for site in reads.sites}):
         like = reads.captures[position]
+        size = like.get_size()
+        if position in reads.copies:
+            size = [reads.copies[position], *size]
         if reads.is_exact:
-            buffers[position] = exact.make_sums(like.get_size(), like.get_device())
+            buffers[position] = exact.make_sums(size, like.get_device())
             continue
         dtype = _sum_dtype(inductor.hint(scores), inductor.hint(like.get_numel()))
-        buffers[position] = inductor.zeros(like.get_size(), dtype, like.get_device())
+        buffers[position] = inductor.zeros(size, dtype, like.get_device())
     return buffers
+
+
+def _scores(query: Any, key: Any) -> Any:
+    batch, heads, length, _ = query.get_size()
+    return batch * heads * length * key.get_size()[2]
 
 
 def _sum_dtype(scores: int, entries: int) -> torch.dtype:
@@ -62,6 +93,8 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     by = read_by(reads.joint, site)
     strides = tuple(buffer.get_stride())
     row, strides = (strides[0], strides[1:]) if reads.is_exact else (None, strides)
+    copies = reads.copies.get(site.capture, 1)
+    copy, strides = (strides[0], strides[1:]) if copies > 1 else (None, strides)
     return inductor.ScatterSite(
         buffer=buffer.get_name(),
         strides=strides,
@@ -74,6 +107,8 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
         is_large=not inductor.fits_int32(buffer.get_numel()),
         row=row,
+        copies=copies,
+        copy=copy if by in _BY_PAIR else None,
     )
 
 
@@ -84,10 +119,14 @@ def values_of(
 
     fakes: the captures as fake tensors.
     """
+    return {i: _value(reads, i, sums, fakes[i]) for i, sums in buffers.items()}
+
+
+def _value(reads: Reads, position: int, sums: Any, fake: torch.Tensor) -> Any:
+    copies = reads.copies.get(position)
     if reads.is_exact:
-        return {i: exact.lower_value(sums, fakes[i]) for i, sums in buffers.items()}
+        return exact.lower_value(sums, fake, copies)
+    if copies is not None:
+        sums = inductor.call_lowering(torch.ops.aten.sum.dim_IntList, sums, [0])
     convert = torch.ops.prims.convert_element_type.default
-    return {
-        i: inductor.call_lowering(convert, sums, reads.captures[i].get_dtype())
-        for i, sums in buffers.items()
-    }
+    return inductor.call_lowering(convert, sums, reads.captures[position].get_dtype())
