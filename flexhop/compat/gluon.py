@@ -25,12 +25,15 @@ from flexhop.templates.printers.holes import ScatterSite
 
 __all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 
+_MASK = 1  # number of mask_mod among a kernel's subgraphs
 _BULK_BYTES = 16  # alignment of the tensor memory accelerator's addresses and strides
+_RUNTIME = "flexhop.compat.gluon_runtime"
 
 _IMPORTS = f"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-{import_from("flexhop.compat.gluon_runtime")}"""
+{import_from(_RUNTIME)}from {_RUNTIME} import compared, compared_by_mask
+"""
 
 
 class GluonOverrides(tanh.Functions):
@@ -50,6 +53,39 @@ class GluonOverrides(tanh.Functions):
             text = f'float("{text}")'
         return f"gl.to_tensor({text}).to({triton_type(dtype)})"
 
+    # Comparisons see operands through a function, in mask_mod through `compared_by_mask`, of which
+    # a template may have its own; see gluon_runtime.py.
+
+    @staticmethod
+    def lt(a: Any, b: Any) -> str:
+        """a < b."""
+        return f"compared({a}) < compared({b})"
+
+    @staticmethod
+    def le(a: Any, b: Any) -> str:
+        """a <= b."""
+        return f"compared({a}) <= compared({b})"
+
+    @staticmethod
+    def gt(a: Any, b: Any) -> str:
+        """a > b."""
+        return f"compared({a}) > compared({b})"
+
+    @staticmethod
+    def ge(a: Any, b: Any) -> str:
+        """a >= b."""
+        return f"compared({a}) >= compared({b})"
+
+    @staticmethod
+    def eq(a: Any, b: Any) -> str:
+        """a == b."""
+        return f"compared({a}) == compared({b})"
+
+    @staticmethod
+    def ne(a: Any, b: Any) -> str:
+        """a != b."""
+        return f"compared({a}) != compared({b})"
+
 
 class GluonKernel(inductor.TemplateKernel):
     """Fills the holes of our Gluon templates."""
@@ -64,6 +100,11 @@ class GluonKernel(inductor.TemplateKernel):
             self.output_pointer, self.also_named, self.start_sums, self.add_captured,
             self.finish_captured, self.add_sites, self.finish_sites,
         ]  # fmt: skip
+
+    def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
+        """Text of a user function; see inductor.TemplateKernel."""
+        text = super().modification(subgraph_number, output_name, **inputs)
+        return text.replace("compared(", "compared_by_mask(") if subgraph_number == _MASK else text
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:

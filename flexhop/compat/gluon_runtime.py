@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexhop.compat.functions import FUNCTIONS, constant_name
 
-__all__ = ["run_1", "run_2", "run_3"]
+__all__ = ["compared", "compared_by_mask", "run_1", "run_2", "run_3"]
 
 
 class _SourceByDialect:
@@ -41,6 +41,18 @@ _install()
 
 # The texts of all functions, by names such as PTX_EXP.
 globals().update((constant_name(name), gl.constexpr(f.text)) for name, f in FUNCTIONS.items())
+
+
+@gluon.jit
+def compared(x):
+    """An operand of a comparison in a score_mod. A template may define its own instead."""
+    return x
+
+
+@gluon.jit
+def compared_by_mask(x):
+    """Like compared, in a mask_mod."""
+    return x
 
 
 @gluon.jit

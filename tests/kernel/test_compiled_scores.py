@@ -43,14 +43,30 @@ def clamp(score, b, h, q_idx, kv_idx):
     return score.clamp(-20, 20)
 
 
+PAIRS = torch.zeros(512, 512, dtype=torch.bfloat16)
+DISTANCES = torch.zeros(2, 1023)
+
+
+def pair_bias(score, b, h, q_idx, kv_idx):
+    return score + PAIRS[q_idx, kv_idx]
+
+
+def relative(score, b, h, q_idx, kv_idx):
+    return score + DISTANCES[h, q_idx - kv_idx + 511]
+
+
+def wave(score, b, h, q_idx, kv_idx):
+    return score + torch.cos((q_idx - kv_idx) * 0.01)
+
+
 cap = flexhop.mods.softcap(30.0)
 
 
 @functools.cache
-def build(score_mod: Any, width: int) -> Cubin:
-    """The causal Hopper kernel with a score_mod."""
+def build(score_mod: Any, width: int, is_causal: bool = True) -> Cubin:
+    """The Hopper kernel with a score_mod."""
     inputs = [torch.zeros(1, 2, 512, width, dtype=torch.bfloat16) for _ in range(3)]
-    mask = flexhop.create_block_mask(causal, None, None, 512, 512, "cpu")
+    mask = flexhop.create_block_mask(causal, None, None, 512, 512, "cpu") if is_causal else None
     options = flexhop.KernelOptions(backend="hopper")
     generated = generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, mask, kernel_options=options),
@@ -131,3 +147,27 @@ def test_order_takes_one_instruction_and_a_cap_five(mod, most):
     plain, changed = (len(instructions(full_loops(build(m, 128), 128)[0])) for m in (None, mod))
     assert changed - plain <= most * SCORES + 8
     assert build(mod, 128).spills == 0
+
+
+@pytest.mark.parametrize(
+    ("mod", "is_causal", "most", "loads"),
+    [
+        (pair_bias, False, 3.2, SCORES // 2),
+        (pair_bias, True, 4.0, SCORES // 2),
+        (relative, False, 2.2, SCORES),
+    ],
+)
+def test_neighbours_are_read_from_one_address(mod, is_causal, most, loads):
+    """Two 16-bit entries by one load, and few instructions for addresses."""
+    plain, changed = (full_loops(build(m, 128, is_causal), 128)[0] for m in (None, mod))
+    # Besides: the next block of the list.
+    assert loads <= changed.count("LDG") - plain.count("LDG") <= loads + 2
+    assert len(instructions(changed)) - len(instructions(plain)) <= most * SCORES
+    assert build(mod, 128, is_causal).spills == 0
+
+
+def test_a_function_of_the_distance_is_computed_once_for_a_diagonal():
+    """A thread has rows that are 8 apart, and columns that are 8 apart."""
+    plain, changed = (full_loops(build(m, 128, False), 128)[0] for m in (None, wave))
+    # 18 instructions otherwise.
+    assert len(instructions(changed)) - len(instructions(plain)) <= 12 * SCORES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 
+# Above it, a kernel with opaque keys is tried: 14 functions of positions spilled 0 to 98 bytes, or
+# 236 to 455, which opaque keys reduced to 6 to 294 (sm_90, Triton 3.6).
+_FEW_BYTES = 128
 _NOTES = (
     "explain does not check strides: if the rows of an operand do not start at multiples of "
     "16 bytes, the portable kernel runs instead of the Hopper kernel.",
@@ -79,9 +83,14 @@ class _Attention:
         words = emit_mask_bits(call, operands[:2], lists, stored) or counter  # then not read
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
-        constants = forward.constants(problem, options, tile)
+        constants = functools.partial(forward.constants, problem, options, tile)
+        emit = functools.partial(emit_kernel, call, "forward", inputs, added)
         most = forward.local_memory_limit(problem, options)
-        return emit_kernel(call, "forward", inputs, added, constants, subgraphs, most)
+        if not forward.is_long(problem):
+            return emit(constants(), subgraphs, most)
+        # Two compilations, if the faster kernel spills.
+        fast = emit(constants(), subgraphs, _FEW_BYTES)
+        return emit(constants(hides_keys=True), subgraphs, most) if fast is None else fast
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

@@ -99,5 +99,5 @@ def emit_kernel(
 
 def _show_refusal(name: Name, needed: int, most: int) -> None:
     """Print that a kernel's machine code was rejected, if FLEXHOP_DEBUG requests kernels."""
-    words = f"spills {needed} bytes per thread (limit {most}); using the portable kernels"
+    words = f"spills {needed} bytes per thread (limit {most}); using the next kernel"
     debug.show("kernel", f"hopper_{name}", lambda: words)

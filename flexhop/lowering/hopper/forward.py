@@ -57,6 +57,8 @@ class HopperForwardConstants(SharedConstants):
     HAS_BEND: bool
     ROWS_GUARANTEED_SAFE: bool
     RETURN_MAX: bool
+    HIDES_KEYS: bool
+    MASK_READS: bool
     LN_2: float = math.log(2)
 
 
@@ -91,8 +93,7 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
 
     Wait for the compilation only if a score_mod is long enough to need registers.
     """
-    is_long = problem.mods.score_cost > _REGISTER_SCORE
-    return _LOCAL_BYTES if is_long and options.backend == "auto" else None
+    return _LOCAL_BYTES if is_long(problem) and options.backend == "auto" else None
 
 
 def operand_obstacles(problem: Problem, largest_width: int) -> Iterator[str]:
@@ -117,10 +118,20 @@ def stored_bits(problem: Problem, tile: HopperTile) -> bits.StoredBits:
     return bits.of_queries(problem) if whole else bits.NONE
 
 
+def is_long(problem: Problem) -> bool:
+    """Whether score_mod may need more registers than threads have."""
+    return problem.mods.score_cost > _REGISTER_SCORE
+
+
 def constants(
-    problem: Problem, options: KernelOptions, tile: HopperTile
+    problem: Problem, options: KernelOptions, tile: HopperTile, *, hides_keys: bool = False
 ) -> HopperForwardConstants:
-    """Constants of the kernel."""
+    """Constants of the kernel.
+
+    hides_keys: whether keys are opaque to LLVM where score_mod sees them. Otherwise neighbours are
+    read together, and a function of the distance is computed once for a diagonal, which takes more
+    registers.
+    """
     # As in the portable kernel: without a mod in between, the scale is folded into the exponent.
     gathered = gathers(problem, tile)
     has_slope = (
@@ -158,10 +169,12 @@ def constants(
         # Of several rows of blocks, one may see nothing in a tile of keys.
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe and gathered.q_blocks == 1,
         RETURN_MAX=problem.returns_max,
+        HIDES_KEYS=hides_keys,
+        MASK_READS=problem.mods.mask_reads,
     )  # fmt: skip
 
 
 def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
     """Whether queries stay in registers: faster, unless score_mod itself needs the registers."""
-    needs_many = problem.mods.reads_by_position or problem.mods.score_cost > _REGISTER_SCORE
+    needs_many = problem.mods.reads_by_position or is_long(problem)
     return tile.num_consumers == 2 and problem.head_dim <= (64 if needs_many else 128)
