@@ -241,7 +241,7 @@ def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_
     index_0_0 = tmp17
 
     grad_0 = tl.where(keep, grad_0, 0.0)
-    tl.atomic_add(in_ptr11 + (0 + index_0_0 * 1 + ((q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32 & 127) * 74 + tl.zeros_like(keep).to(tl.int32)), grad_0.to(tl.float64), mask=keep, sem='relaxed')
+    tl.atomic_add(in_ptr11 + (0 + index_0_0 * 1 + tl.zeros_like(keep).to(tl.int32)), grad_0.to(tl.float64), mask=keep, sem='relaxed')
 """,
         )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.lowering.emission import sums
 from flexhop.lowering.emission.exact import ROWS, value_of
 from flexhop.offline import Kernel
 from flexhop.offline.interpret import Memory, interpret, run_kernel
@@ -29,12 +30,12 @@ def add_all(SUMS, INDEX, VALUES, ENTRIES, BLOCK: tl.constexpr):
 
 def summed(values: torch.Tensor, index: torch.Tensor, entries: int) -> torch.Tensor:
     kernel = Kernel("add_all", SOURCE, "template", {}, {}, {}, 4, 1)
-    sums = torch.zeros(ROWS, entries, dtype=torch.int64)
+    totals = torch.zeros(ROWS, entries, dtype=torch.int64)
     arguments = {
-        "SUMS": sums, "INDEX": index.int(), "VALUES": values, "ENTRIES": entries, "BLOCK": 256,
+        "SUMS": totals, "INDEX": index.int(), "VALUES": values, "ENTRIES": entries, "BLOCK": 256,
     }  # fmt: skip
     run_kernel(kernel, (len(values) // 256, 1, 1), arguments)
-    return sums
+    return totals
 
 
 def test_any_order_gives_the_same_integers_and_the_exact_sum():
@@ -148,10 +149,34 @@ def test_gradients_of_captured_tensors(name, dropout_p, deterministic):
     check_gradients(name, dropout_p)
 
 
-@pytest.mark.parametrize("name", ["bucket", "kind"])
-def test_floating_point_sums_of_small_tables(name):
-    """Neighbouring scores add to copies of the table."""
+@pytest.fixture
+def copies(monkeypatch):
+    """Numbers of copies that kernels are given, by capture, with few scores for each."""
+    given = []
+
+    def spread(*args):
+        reads = sums.in_copies(*args)
+        given.append(dict(reads.copies))
+        return reads
+
+    monkeypatch.setattr(sums, "_FEW_SCORES", 16)
+    monkeypatch.setattr("flexhop.lowering.backward.in_copies", spread)
+    return given
+
+
+SMALL = {"bucket": 2, "kind": 64}  # copies; buckets become a table by 7 q + k before the kernel
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_neighbouring_scores_add_to_copies_of_small_tables(name, copies):
     check_gradients(name, 0.0)
+    assert [[*found.values()] for found in copies] == [[SMALL[name]]]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_exact_sums_of_copies(name, copies, deterministic):
+    check_gradients(name, 0.2)
+    assert [[*found.values()] for found in copies] == [[SMALL[name]]]
 
 
 def check_gradients(name, dropout_p):

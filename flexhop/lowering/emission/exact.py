@@ -32,22 +32,22 @@ def make_sums(size: Sequence[Any], device: torch.device) -> Any:
 def lower_value(sums: Any, like: Tensor, copies: int | None = None) -> Any:
     """The values of the sums: IR with the sizes and dtype of the fake tensor `like`.
 
-    copies: sums are [ROWS, copies, ...]; their total is wanted.
+    copies: sums are [ROWS, ..., copies]; their total is wanted.
     """
 
     def formula(sums: Tensor) -> list[Tensor]:
         return [value_of(sums if copies is None else _total(sums)).to(like.dtype)]
 
-    size = [ROWS, *([] if copies is None else [copies]), *like.shape]
+    size = [ROWS, *like.shape, *([] if copies is None else [copies])]
     (value,) = inline.lower_formula(formula, [inline.fake(size, torch.int64, like)], [sums])
     return value
 
 
 def _total(sums: Tensor) -> Tensor:
-    """Sums [ROWS, ...] of copies [ROWS, copies, ...]."""
+    """Sums [ROWS, ...] of copies [ROWS, ..., copies]."""
     special = sums[-1]
-    bits = [((special & bit) != 0).any(0).to(torch.int64) * bit for bit in (1, 2, 4)]
-    return torch.cat([sums[:-1].sum(1), sum(bits)[None]])
+    bits = [((special & bit) != 0).any(-1).to(torch.int64) * bit for bit in (1, 2, 4)]
+    return torch.cat([sums[:-1].sum(-1), sum(bits)[None]])
 
 
 def value_of(sums: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from flexhop.ops.args import Site
 _BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
 _MANY_READS = 64  # scores per entry of a captured tensor
 _MOST_COPIES = 128  # templates/printers/holes.py: a copy by query and key
-_MOST_SUMS = 2**17  # entries of all copies of a buffer: a megabyte, which stays in the L2 cache
+# Scores that add to one number. Copies make them fewer, but a warp's additions to neighbouring
+# numbers are one access, to copies of them several.
+_FEW_SCORES = 2**14
 
 
 class Reads(NamedTuple):
@@ -46,22 +48,21 @@ def in_copies(reads: Reads, query: Any, key: Any) -> Reads:
     copies = {}
     for site in reads.sites:
         entries = inductor.hint(reads.captures[site.capture].get_numel())
-        most = min(_MOST_COPIES, _MOST_SUMS // max(entries, 1))
-        by_pair = read_by(reads.joint, site) in _BY_PAIR
-        if by_pair and scores >= _MANY_READS * entries and most > 1:
+        most = min(_MOST_COPIES, scores // (_FEW_SCORES * max(entries, 1)))
+        if read_by(reads.joint, site) in _BY_PAIR and most > 1:
             copies[site.capture] = 1 << (most.bit_length() - 1)
     return reads._replace(copies=copies)
 
 
 def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
-    """Zero-filled buffers for the gradients, by capture: [copies, *size], or [*size] if one."""
+    """Zero-filled buffers for the gradients, by capture: [*size, copies], or [*size] if one."""
     scores = _scores(query, key)
     buffers: dict[int, Any] = {}
     for position in sorted({site.capture for site in reads.sites}):
         like = reads.captures[position]
         size = like.get_size()
         if position in reads.copies:
-            size = [reads.copies[position], *size]
+            size = [*size, reads.copies[position]]
         if reads.is_exact:
             buffers[position] = exact.make_sums(size, like.get_device())
             continue
@@ -94,7 +95,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     strides = tuple(buffer.get_stride())
     row, strides = (strides[0], strides[1:]) if reads.is_exact else (None, strides)
     copies = reads.copies.get(site.capture, 1)
-    copy, strides = (strides[0], strides[1:]) if copies > 1 else (None, strides)
+    strides = strides[:-1] if copies > 1 else strides
     return inductor.ScatterSite(
         buffer=buffer.get_name(),
         strides=strides,
@@ -107,8 +108,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
         is_large=not inductor.fits_int32(buffer.get_numel()),
         row=row,
-        copies=copies,
-        copy=copy if by in _BY_PAIR else None,
+        copies=copies if by in _BY_PAIR else 1,
     )
 
 
@@ -127,6 +127,6 @@ def _value(reads: Reads, position: int, sums: Any, fake: torch.Tensor) -> Any:
     if reads.is_exact:
         return exact.lower_value(sums, fake, copies)
     if copies is not None:
-        sums = inductor.call_lowering(torch.ops.aten.sum.dim_IntList, sums, [0])
+        sums = inductor.call_lowering(torch.ops.aten.sum.dim_IntList, sums, [-1])
     convert = torch.ops.prims.convert_element_type.default
     return inductor.call_lowering(convert, sums, reads.captures[position].get_dtype())

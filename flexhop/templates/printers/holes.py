@@ -29,8 +29,7 @@ class ScatterSite(NamedTuple):
     row: Expr | None = (
         None  # stride of the rows of lowering/emission/exact.py, if it holds such sums
     )
-    copies: int = 1  # of the buffer, a power of two; neighbouring scores add to different ones
-    copy: Expr | None = None  # stride of the copies
+    copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
 
 
 def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] = ()) -> str:
@@ -51,11 +50,10 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
         wide = ".to(tl.int64)" if site.is_large else ""
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
         index += f" + {name}{wide} * {size}"
-    if site.copy is not None:
-        size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.copy)))
+    if site.copies > 1:
         # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
         place = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
-        index += f" + ({place} & {site.copies - 1}) * {size}"
+        index += f" + ({place} & {site.copies - 1})"
     lines.append(f"grad_{number} = tl.where(keep, grad_{number}, 0.0)")
     shape, mask = "keep", "keep"
     if not site.uses_kv_idx:
