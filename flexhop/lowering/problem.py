@@ -92,7 +92,8 @@ class ModFacts(NamedTuple):
     score. has_key_slope, has_key_bend:
     whether score_mod adds a line over keys, and whether the line has bends or steps
     (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
-    mask_reads_per_element: whether it does so at indices that depend on both query and key.
+    mask_reads_keys: whether it does so at indices that depend on the key; mask_reads_per_element:
+    on both query and key.
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
     mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
     that it keeps, if it is one (lowering/mods/bands.py).
@@ -114,6 +115,7 @@ class ModFacts(NamedTuple):
     mask_cost: float
     mask_band: Band | None
     mask_pair_bytes: int = 0
+    mask_reads_keys: bool = False
 
     @property
     def takes_scores(self) -> bool:

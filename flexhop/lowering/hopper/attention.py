@@ -23,9 +23,9 @@ from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 
-# Above it, a kernel with opaque keys is tried: 14 functions of positions spilled 0 to 98 bytes, or
-# 236 to 455, which opaque keys reduced to 6 to 294 (sm_90, Triton 3.6).
-_FEW_BYTES = 128
+# Above it, a kernel with opaque keys is tried: of 14 functions of positions nine spilled 0 to 10
+# bytes, five 30 to 455, which opaque keys reduced to 6 to 294 (sm_90, Triton 3.6).
+FEW_BYTES = 16
 _NOTES = (
     "explain does not check strides: if the rows of an operand do not start at multiples of "
     "16 bytes, the portable kernel runs instead of the Hopper kernel.",
@@ -86,11 +86,13 @@ class _Attention:
         constants = functools.partial(forward.constants, problem, options, tile)
         emit = functools.partial(emit_kernel, call, "forward", inputs, added)
         most = forward.local_memory_limit(problem, options)
-        if not forward.is_long(problem):
-            return emit(constants(), subgraphs, most)
-        # Two compilations, if the faster kernel spills.
-        fast = emit(constants(), subgraphs, _FEW_BYTES)
-        return emit(constants(hides_keys=True), subgraphs, most) if fast is None else fast
+        if forward.shows_keys(problem):
+            # Two compilations, if the faster kernel spills. Nothing is waited for if it cannot.
+            few = FEW_BYTES if forward.may_spill(problem) else None
+            fast = emit(constants(), subgraphs, few)
+            if fast is not None:
+                return fast
+        return emit(constants(hides_keys=True), subgraphs, most)
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

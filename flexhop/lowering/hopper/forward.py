@@ -30,6 +30,7 @@ _LARGEST_WIDTH = 256
 # Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
 # at other widths; and above which score_mod needs the registers that could hold queries.
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 14, 20, 8
+_TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
 # A slope is divided by the scale and must not become infinite.
@@ -123,6 +124,16 @@ def is_long(problem: Problem) -> bool:
     return problem.mods.score_cost > _REGISTER_SCORE
 
 
+def shows_keys(problem: Problem) -> bool:
+    """Whether LLVM may see which keys are neighbours; see `constants`."""
+    return is_long(problem) or problem.mods.reads_by_position
+
+
+def may_spill(problem: Problem) -> bool:
+    """Whether a score_mod that sees neighbours may need more registers than threads have."""
+    return problem.mods.score_cost > _TABLE_SCORE
+
+
 def constants(
     problem: Problem, options: KernelOptions, tile: HopperTile, *, hides_keys: bool = False
 ) -> HopperForwardConstants:
@@ -170,7 +181,7 @@ def constants(
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe and gathered.q_blocks == 1,
         RETURN_MAX=problem.returns_max,
         HIDES_KEYS=hides_keys,
-        MASK_READS=problem.mods.mask_reads,
+        MASK_READS=problem.mods.mask_reads_keys,
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def read_mods(
     score, mask = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
     folded = fold_caps(score, cap_scale)
     reads = _read_positions(score, SCORE)
-    mask_depends = _depends(mask, INDICES)
+    mask_reads, mask_depends = _read_positions(mask, INDICES), _depends(mask, INDICES)
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
@@ -106,7 +106,8 @@ def read_mods(
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
-        mask_reads_per_element=any(map(all, _read_positions(mask, INDICES))),
+        mask_reads_keys=any(of_key for _, of_key in mask_reads),
+        mask_reads_per_element=any(map(all, mask_reads)),
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
         mask_cost=mask_instructions(analysed(mask, INDICES)),
