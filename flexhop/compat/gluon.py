@@ -36,6 +36,10 @@ from triton.experimental.gluon import language as gl
 """
 
 
+def _comparison(sign: str) -> Any:
+    return staticmethod(lambda a, b: f"compared({a}) {sign} compared({b})")
+
+
 class GluonOverrides(tanh.Functions):
     """Operations whose Triton text Gluon does not accept; all others stay."""
 
@@ -56,35 +60,9 @@ class GluonOverrides(tanh.Functions):
     # Comparisons see operands through a function, in mask_mod through `compared_by_mask`, of which
     # a template may have its own; see gluon_runtime.py.
 
-    @staticmethod
-    def lt(a: Any, b: Any) -> str:
-        """a < b."""
-        return f"compared({a}) < compared({b})"
-
-    @staticmethod
-    def le(a: Any, b: Any) -> str:
-        """a <= b."""
-        return f"compared({a}) <= compared({b})"
-
-    @staticmethod
-    def gt(a: Any, b: Any) -> str:
-        """a > b."""
-        return f"compared({a}) > compared({b})"
-
-    @staticmethod
-    def ge(a: Any, b: Any) -> str:
-        """a >= b."""
-        return f"compared({a}) >= compared({b})"
-
-    @staticmethod
-    def eq(a: Any, b: Any) -> str:
-        """a == b."""
-        return f"compared({a}) == compared({b})"
-
-    @staticmethod
-    def ne(a: Any, b: Any) -> str:
-        """a != b."""
-        return f"compared({a}) != compared({b})"
+    lt, le = _comparison("<"), _comparison("<=")
+    gt, ge = _comparison(">"), _comparison(">=")
+    eq, ne = _comparison("=="), _comparison("!=")
 
 
 class GluonKernel(inductor.TemplateKernel):

@@ -23,8 +23,8 @@ from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 
-# Above it, a kernel with opaque keys is tried: of 14 functions of positions nine spilled 0 to 10
-# bytes, five 30 to 455, which opaque keys reduced to 6 to 294 (sm_90, Triton 3.6).
+# Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
+# bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
 FEW_BYTES = 16
 _NOTES = (
     "explain does not check strides: if the rows of an operand do not start at multiples of "
