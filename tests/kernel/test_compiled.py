@@ -17,8 +17,9 @@ from torch._inductor.utils import fresh_cache
 import flexhop
 from flexhop.compat import ahead
 from flexhop.compat.fake_gpu import GPUS
-from flexhop.lowering.hopper import attention, tiles, versions
 from flexhop.lowering.hopper import backward as hopper_grad
+from flexhop.lowering.hopper import forward as hopper
+from flexhop.lowering.hopper import tiles, versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.masks import causal
@@ -369,7 +370,7 @@ SCORES_ROW = torch.zeros(1024)
 def build_scored_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> Cubin:
     """The forward kernel with a score_mod, causal: the one that a GPU would be given."""
     fast = _build_scored_hopper(name)
-    if fast.spills <= attention.FEW_BYTES:
+    if fast.spills <= hopper.FEW_BYTES:
         return fast
     monkeypatch.setattr(ahead, "local_memory", lambda choice: fast.spills)
     with fresh_cache():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,9 +22,6 @@ from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 
-# Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
-# bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
-FEW_BYTES = 16
 _NOTES = (
     "explain does not check strides: if the rows of an operand do not start at multiples of "
     "16 bytes, the portable kernel runs instead of the Hopper kernel.",
@@ -83,16 +79,12 @@ class _Attention:
         words = emit_mask_bits(call, operands[:2], lists, stored) or counter  # then not read
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
-        constants = functools.partial(forward.constants, problem, options, tile)
-        emit = functools.partial(emit_kernel, call, "forward", inputs, added)
-        most = forward.local_memory_limit(problem, options)
-        if forward.shows_keys(problem):
-            # Two compilations, if the faster kernel spills. Nothing is waited for if it cannot.
-            few = FEW_BYTES if forward.may_spill(problem) else None
-            fast = emit(constants(), subgraphs, few)
-            if fast is not None:
-                return fast
-        return emit(constants(hides_keys=True), subgraphs, most)
+        for hides_keys, most in forward.attempts(problem, options):
+            constants = forward.constants(problem, options, tile, hides_keys=hides_keys)
+            found = emit_kernel(call, "forward", inputs, added, constants, subgraphs, most)
+            if found is not None:
+                return found
+        return None
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

@@ -31,6 +31,9 @@ _LARGEST_WIDTH = 256
 # at other widths; and above which score_mod needs the registers that could hold queries.
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 14, 20, 8
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
+# Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
+# bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
+FEW_BYTES = 16
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
 # A slope is divided by the scale and must not become infinite.
@@ -120,29 +123,31 @@ def stored_bits(problem: Problem, tile: HopperTile) -> bits.StoredBits:
 
 
 def is_long(problem: Problem) -> bool:
-    """Whether score_mod may need more registers than threads have."""
+    """Whether score_mod needs the registers that could hold queries."""
     return problem.mods.score_cost > _REGISTER_SCORE
 
 
-def shows_keys(problem: Problem) -> bool:
-    """Whether LLVM may see which keys are neighbours; see `constants`."""
-    return is_long(problem) or problem.mods.reads_by_position
+def attempts(problem: Problem, options: KernelOptions) -> Iterator[tuple[bool, int | None]]:
+    """Kernels to try in order: whether keys are hidden (see `constants`), the most local memory.
 
-
-def may_spill(problem: Problem) -> bool:
-    """Whether a score_mod that sees neighbours may need more registers than threads have."""
-    return problem.mods.score_cost > _TABLE_SCORE
+    Two are compiled if the faster one spills. Nothing is waited for if it cannot.
+    """
+    if is_long(problem) or problem.mods.reads_by_position:
+        yield False, FEW_BYTES if problem.mods.score_cost > _TABLE_SCORE else None
+    yield True, local_memory_limit(problem, options)
 
 
 def constants(
-    problem: Problem, options: KernelOptions, tile: HopperTile, *, hides_keys: bool = False
+    problem: Problem, options: KernelOptions, tile: HopperTile, *, hides_keys: bool | None = None
 ) -> HopperForwardConstants:
     """Constants of the kernel.
 
-    hides_keys: whether keys are opaque to LLVM where score_mod sees them. Otherwise neighbours are
-    read together, and a function of the distance is computed once for a diagonal, which takes more
-    registers.
+    hides_keys: whether keys are opaque to LLVM where score_mod sees them; None: as in the first
+    attempt. Otherwise neighbours are read together, and a function of the distance is computed
+    once for a diagonal, which takes more registers.
     """
+    if hides_keys is None:
+        hides_keys, _ = next(attempts(problem, options))
     # As in the portable kernel: without a mod in between, the scale is folded into the exponent.
     gathered = gathers(problem, tile)
     has_slope = (
