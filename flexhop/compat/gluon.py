@@ -8,6 +8,7 @@ printed, because a Gluon tensor has a layout and Inductor writes none. Names are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,9 +75,12 @@ class GluonKernel(inductor.TemplateKernel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Triton visits every line of a function, once for each kind of arguments. Constants in each
+        # function were half of what it visited, so they are global.
+        self._constants, self.defines = self.defines, ""
         self.extra_template_env_fns += [
-            self.output_pointer, self.also_named, self.start_sums, self.add_captured,
-            self.finish_captured, self.add_sites, self.finish_sites,
+            self.output_pointer, self.constants, self.also_named, self.start_sums,
+            self.add_captured, self.finish_captured, self.add_sites, self.finish_sites,
         ]  # fmt: skip
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
@@ -101,6 +105,11 @@ class GluonKernel(inductor.TemplateKernel):
         new = f"def {self.fixed_name}("
         self.render_hooks[hole] = lambda: head().replace(f"def {self.kernel_name}(", new)
         return hole
+
+    def constants(self) -> str:
+        """The constants, as global names that all functions read."""
+        pattern = r"(?m)^(\w+) : tl\.constexpr = (.*)$"
+        return re.sub(pattern, r"\1 = gl.constexpr(\2)", self._constants).strip()
 
     def also_named(self) -> str:
         """Text that aliases the kernel to Inductor's name for it.
@@ -153,7 +162,7 @@ def make_template(
 
     imports: import lines for names that the dialect's text uses besides Gluon itself.
     """
-    source = source.rstrip("\n") + "\n\n\n{{also_named()}}\n"
+    source = source.rstrip("\n") + "\n\n\n{{constants()}}\n{{also_named()}}\n"
     template = inductor.make_template(name, grid, source, GluonTemplate)
     template.kernel_type = type(
         "GluonKernel", (GluonKernel,), {"fixed_name": name, "imports": imports}

@@ -72,10 +72,12 @@ class Kernel:
         ]
 
     def text(self) -> str:
-        """The kernel and its device functions, without imports and Inductor's decorator."""
+        """The kernel, its device functions and the constants of all, without imports and Inductor's
+        decorator."""
         body = _parse(self.source).body
-        functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-        return "\n\n\n".join(self._cut(function) for function in functions) + "\n"
+        parts = [self._cut(node) for node in body if isinstance(node, ast.FunctionDef)]
+        constants = [ast.unparse(node) for node in body if _is_constant(node)]
+        return "\n\n\n".join([*parts, *filter(None, ["\n".join(constants)])]) + "\n"
 
     def function_text(self, name: str) -> str:
         """The text of one function, e.g. `score_mod` or the kernel itself.
@@ -169,6 +171,11 @@ def _kernel_function(tree: ast.Module) -> ast.FunctionDef:
     """The function that Inductor decorates; the others are called by it."""
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     return next(f for f in functions if any(map(_is_inductor, f.decorator_list)))
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    """Whether a statement names a constant that all functions read."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("gl.constexpr(")
 
 
 def _is_constexpr(argument: ast.arg) -> bool:

@@ -174,6 +174,12 @@ def test_only_expression_holes(name):
     assert used <= HOLES
 
 
+@pytest.mark.parametrize("name", [name for name in PARTS if "@gluon.jit" in part(name)])
+def test_constants_of_gluon_kernels_are_global(name):
+    """Triton visits every line of a function, once for each kind of arguments."""
+    assert "gen_defines" not in part(name)
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_first_line_says_what_a_program_does(name):
     if "def_kernel" in part(name):
