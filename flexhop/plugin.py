@@ -181,6 +181,11 @@ def _expect_graph() -> None:
     """Called while a graph with one of our operators is traced; it will be lowered soon."""
     _watched()()
     PROGRESS.enter("tracing a model with attention")
+    if torch.cuda.is_initialized():
+        # Before the lowerings: workers start while this process imports Inductor.
+        from flexhop.compat.warm import start_pool
+
+        start_pool()
     _install_lowerings()
     from flexhop.lowering import expect_kernels
 

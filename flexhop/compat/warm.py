@@ -2,27 +2,28 @@
 
 A worker's first compilation starts with imports and with building Triton's driver interface: 0.3 s
 on top of a kernel that takes two. Jobs rotate, so nearly every kernel of a first call meets a
-worker that has never compiled. Here all workers import while Dynamo traces the graph. Inductor
-ends workers that were idle for a minute, hence once every half minute. Names are the same in torch
-2.11 to 2.15.
+worker that has never compiled. Hence their common parent imports once, before it forks them. If
+Inductor has started them already, each imports while Dynamo traces the graph. Inductor ends
+workers that were idle for a minute, hence once every half minute. Names are the same in torch 2.11
+to 2.15.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import time
+from functools import partial
 from importlib import import_module
 
 import torch
-from torch._inductor import config
+from torch._inductor import async_compile, config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-from flexhop.compat import launcher
+from flexhop.compat import launcher, worker
 
-__all__ = ["register_patterns", "start_workers", "warm_workers"]
+__all__ = ["register_patterns", "start_pool", "start_workers", "warm_workers"]
 
 _NEEDED = (
     "triton.compiler.code_generator",
@@ -39,15 +40,49 @@ def start_workers() -> None:
     Triton's files, which are part of every cache key, a quarter for the patterns that Inductor
     looks for in every graph, and imports.
     """
-    if get_compile_threads() <= 1:
+    if not start_pool():
         return
-    AsyncCompile.use_process_pool()
     if HAS_TRITON:
         triton_key()
         for module in _NEEDED:
             import_module(module)
     if torch.cuda.is_available():
         register_patterns(torch.device("cuda", torch.cuda.current_device()))
+
+
+def start_pool(*modules: str) -> bool:
+    """Start Inductor's workers if they do not run, and may; whether they may.
+
+    modules: what kernels import besides _NEEDED.
+    """
+    if not _may_start():
+        return False
+    if not _has_started():
+        _create_pool(modules)
+    AsyncCompile.use_process_pool()  # asks whether it is ready, behind nothing else
+    return True
+
+
+def _may_start() -> bool:
+    # Since 2.13, daemonic processes have none.
+    allowed = getattr(async_compile, "_process_pool_allowed", lambda: True)
+    return get_compile_threads() > 1 and bool(allowed())
+
+
+def _has_started() -> bool:
+    return AsyncCompile.process_pool.cache_info().currsize > 0
+
+
+def _create_pool(modules: tuple[str, ...]) -> None:
+    """Have Inductor create its pool; the workers' parent imports before it forks them."""
+    pool_class, pickler = async_compile.SubprocPool, worker.Pickler()
+    os.environ[worker.MODULES] = ",".join((*_NEEDED, *modules))
+    async_compile.SubprocPool = partial(pool_class, pickler=pickler)  # type: ignore[misc]
+    try:
+        AsyncCompile.process_pool()
+    finally:
+        async_compile.SubprocPool = pool_class  # type: ignore[misc]
+        os.environ.pop(worker.MODULES, None)
 
 
 def register_patterns(device: torch.device) -> None:
@@ -60,7 +95,7 @@ def register_patterns(device: torch.device) -> None:
 
 def warm_workers(*modules: str) -> None:
     """Make all workers import a kernel's imports, and `modules`; does nothing without workers."""
-    if get_compile_threads() <= 1:
+    if not _may_start():
         return
     now = time.monotonic()
     if _last and now - _last[-1] < config.quiesce_async_compile_time / 2:
@@ -69,16 +104,14 @@ def warm_workers(*modules: str) -> None:
     # As Inductor sets it with its first kernel: workers look there, too.
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
     launcher.build_driver()
-    AsyncCompile.use_process_pool()  # checks whether workers exist, and must come first
+    start_pool(*modules)
+    pool = AsyncCompile.process_pool()
+    if isinstance(getattr(pool, "pickler", None), worker.Pickler):
+        return  # their parent has imported
     for _ in range(get_compile_threads()):
-        AsyncCompile.process_pool().submit(prepare_worker, modules)
+        pool.submit(prepare_worker, modules)
 
 
 def prepare_worker(modules: tuple[str, ...]) -> None:
-    """Import in a worker, then freeze its garbage collector.
-
-    Otherwise its first kernel triggered a collection of all of PyTorch's objects: 0.15 s.
-    """
-    for module in (*_NEEDED, *modules):
-        import_module(module)
-    gc.freeze()
+    """Import in a worker that has a parent without the imports."""
+    worker.prepare([*_NEEDED, *modules])

@@ -1,5 +1,6 @@
 """Inductor's workers import what Hopper kernels need while Dynamo traces."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop import lowering
-from flexhop.compat import launcher, warm
+from flexhop.compat import launcher, warm, worker
 from flexhop.lowering.hopper import versions
+from flexhop.templates import hopper
 
 
 class _Workers:
@@ -24,13 +26,14 @@ class _Workers:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.pickler: Any = None
 
     def use_process_pool(self) -> bool:
         self.asked.append("ready")
         return False
 
     def process_pool(self) -> SimpleNamespace:
-        return SimpleNamespace(submit=self.submit)
+        return SimpleNamespace(submit=self.submit, pickler=self.pickler)
 
     def submit(self, job: Callable[..., None], modules: tuple[str, ...]) -> Future[None]:
         self.asked.append(job)
@@ -45,6 +48,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> _Workers:
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     monkeypatch.setattr(warm, "AsyncCompile", pool)
     monkeypatch.setattr(warm, "get_compile_threads", lambda: 3)
+    monkeypatch.setattr(warm, "_has_started", lambda: True)
     monkeypatch.setattr(warm, "_last", [])
     monkeypatch.setattr(launcher, "build_driver", lambda: pool.asked.append("driver"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -65,6 +69,44 @@ def test_every_worker_imports(workers: _Workers) -> None:
     """Behind the question whether the pool is ready, which would wait for the imports."""
     lowering.expect_kernels()
     assert workers.asked == ["driver", "ready", *[warm.prepare_worker] * 3]
+
+
+def test_workers_whose_parent_has_imported_do_not(
+    workers: _Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(modules: tuple[str, ...]) -> None:
+        workers.asked.append("parent")
+        workers.modules, workers.pickler = modules, worker.Pickler()
+
+    monkeypatch.setattr(warm, "_has_started", lambda: False)
+    monkeypatch.setattr(warm, "_create_pool", create)
+    lowering.expect_kernels()
+    assert workers.asked == ["driver", "parent", "ready"]
+    assert workers.modules == hopper.MODULES
+
+
+# A job of builtins alone: it imports nothing.
+_LOOK = """
+from functools import partial
+from torch._inductor.async_compile import AsyncCompile
+from flexhop.compat import warm, worker
+records = "flexhop.templates.hopper.records"
+assert warm.start_pool(records, "there_is.none")
+has = f"[n in __import__('sys').modules for n in {[records, *warm._NEEDED]}]"
+frozen = "__import__('gc').get_freeze_count() > 0"
+alone = f"{worker.MODULES!r} not in __import__('os').environ"
+print(AsyncCompile.process_pool().submit(partial(eval, f"[*{has}, {frozen}, {alone}]")).result())
+"""
+
+
+def test_workers_have_what_their_parent_imported() -> None:
+    if obstacle := versions.obstacle():
+        pytest.skip(obstacle)
+    result = subprocess.run(
+        [sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False,
+        env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"},
+    )  # fmt: skip
+    assert result.stdout.strip() == str([True] * 6), result.stderr
 
 
 def test_workers_that_inductor_may_have_ended_import_again(
