@@ -1,5 +1,6 @@
 """Compilations that take long say so, once, and only if there is attention in them."""
 
+import gc
 import importlib.util
 import sys
 import time
@@ -60,6 +61,36 @@ def test_it_can_be_switched_off(capsys, monkeypatch):
     monkeypatch.setenv("FLEXHOP_PROGRESS", "0")
     compile_for(0.6)
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def none_set_aside():
+    """No objects set aside; pytest's own process may have some."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("none_set_aside")
+def test_old_objects_are_not_searched_meanwhile():
+    """A quarter of a second for all of PyTorch's objects."""
+    counts = []
+
+    def backend(graph, inputs):
+        counts.append(gc.get_freeze_count())
+        return graph
+
+    torch.compiler.reset()
+    torch.compile(attend, backend=backend)(torch.randn(1, 1, 16, 8))
+    assert counts[0] > 100_000
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("none_set_aside")
+def test_objects_that_the_user_has_set_aside_stay():
+    gc.freeze()
+    compile_for(0.0)
+    assert gc.get_freeze_count() > 0
 
 
 def test_one_that_fails_ends():
