@@ -75,8 +75,8 @@ class GluonKernel(inductor.TemplateKernel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Triton visits every line of a function, once for each kind of arguments. Constants in each
-        # function were half of what it visited, so they are global.
+        # Triton visits every line of a function, once for each kind of arguments. Constants in
+        # each function were half of what it visited, so they are global.
         self._constants, self.defines = self.defines, ""
         self.extra_template_env_fns += [
             self.output_pointer, self.constants, self.also_named, self.start_sums,

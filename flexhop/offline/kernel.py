@@ -72,7 +72,7 @@ class Kernel:
         ]
 
     def text(self) -> str:
-        """The kernel, its device functions and the constants of all, without imports and Inductor's
+        """The kernel, its device functions and their constants, without imports and Inductor's
         decorator."""
         body = _parse(self.source).body
         parts = [self._cut(node) for node in body if isinstance(node, ast.FunctionDef)]
