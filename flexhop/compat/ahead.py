@@ -31,6 +31,7 @@ from flexhop.compat import shared
 from flexhop.compat.machine_code import compile_by_worker, compile_here
 
 __all__ = [
+    "begin",
     "finish",
     "gradient_strides",
     "is_useful",
@@ -42,9 +43,8 @@ __all__ = [
     "traced",
 ]
 
-# Workers may be few, and Python waits for them at exit: at most this much speculative work at a
-# time.
-_MOST = 2
+# Workers may be few, and Python waits for them at exit: at most this much work at a time.
+_MOST = 3
 
 
 class _Jobs(dict[str, Future[None]]):
@@ -148,6 +148,20 @@ def start(choice: Any) -> None:
         _begin(choice)
 
 
+def begin(choice: Any) -> bool:
+    """Start compiling a choice whose local memory will be asked for; whether a worker does it."""
+    if not _may_compile() or get_compile_threads() <= _MOST:
+        return False
+    if choice.bmreq.module_cache_key not in _jobs:
+        _begin(choice)
+    return True
+
+
+def _may_compile() -> bool:
+    """Whether kernels are compiled now."""
+    return torch.cuda.is_initialized() and not config.force_disable_caches
+
+
 def _begin(choice: Any) -> None:
     request = choice.bmreq
     source = Path(request.module_path).read_text()
@@ -207,7 +221,7 @@ def local_memory(choice: Any) -> int | None:
     None if kernels are not compiled now, or if this one fails to compile, which Inductor will
     report.
     """
-    if config.force_disable_caches or not torch.cuda.is_initialized():
+    if not _may_compile():
         return None
     if choice.bmreq.module_cache_key not in _jobs:
         _begin(choice)

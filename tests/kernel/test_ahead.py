@@ -186,6 +186,41 @@ def test_only_so_much_is_begun(
     assert begun == []
 
 
+def _stripes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Its kernel is tried with visible keys first, and with hidden ones if that spills."""
+    return torch.where((q - k) % 7 == 0, s, s * 0.5)
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(8, [False, True]), (2, [])])
+def test_the_next_kernel_to_try_is_compiled_beside_the_first(
+    workers: int,
+    expected: list[bool],
+    begun: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless there are few workers."""
+    counts: list[int] = []
+
+    def refuse(choice: Any) -> int:
+        counts.append(len(begun))
+        return 10_000 if len(counts) == 1 else 0
+
+    monkeypatch.setattr(ahead, "is_useful", lambda: False)
+    monkeypatch.setattr(ahead, "_may_compile", lambda: True)
+    monkeypatch.setattr(ahead, "get_compile_threads", lambda: workers)
+    monkeypatch.setattr(ahead, "local_memory", refuse)
+    inputs = [torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16) for _ in range(3)]
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate_code(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, _stripes, kernel_options=options), *inputs
+    )
+    (kernel,) = generated.templates
+    assert counts[0] == len(expected)
+    hidden = "HIDES_KEYS = gl.constexpr(True)"
+    assert hidden in kernel.source
+    assert [hidden in text for _, text in begun] == expected
+
+
 def test_nothing_is_begun_without_a_gpu() -> None:
     """The offline tools forbid caches, and there is no device."""
     if obstacle := versions.obstacle():

@@ -11,7 +11,7 @@ import torch
 from flexhop.compat import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.hopper import forward, latent
-from flexhop.lowering.hopper.emit import emit_kernel
+from flexhop.lowering.hopper.emit import emit_first, emit_kernel
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
 from flexhop.lowering.hopper.tiles import shared_memory
 from flexhop.lowering.mods.lower import lower_line
@@ -79,12 +79,11 @@ class _Attention:
         words = emit_mask_bits(call, operands[:2], lists, stored) or counter  # then not read
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
-        for hides_keys, most in forward.attempts(problem, options):
-            constants = forward.constants(problem, options, tile, hides_keys=hides_keys)
-            found = emit_kernel(call, "forward", inputs, added, constants, subgraphs, most)
-            if found is not None:
-                return found
-        return None
+        tries = [
+            (forward.constants(problem, options, tile, hides_keys=hides_keys), most)
+            for hides_keys, most in forward.attempts(problem, options)
+        ]
+        return emit_first(call, "forward", inputs, added, subgraphs, tries)
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

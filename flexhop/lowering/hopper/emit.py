@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from flexhop import debug
 from flexhop.compat import ahead, gluon, inductor, launcher
+from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.portable.emit import decode_grid
 from flexhop.templates import hopper
@@ -75,16 +76,36 @@ def fill_kernel(
     return choice
 
 
+def emit_first(
+    call: KernelCall, name: Name, inputs: Sequence[Any], output: Output,
+    subgraphs: inductor.Subgraphs, tries: Sequence[tuple[Any, int | None]],
+) -> Any:  # fmt: skip
+    """The launch of the first kernel that `emit_kernel` does not reject, or None.
+
+    tries: constants of each kernel, and how much local memory it may need. While one is compiled
+    to be measured, another worker compiles the next.
+    """
+    for number, (constants, most) in enumerate(tries):
+        following = [constants for constants, _ in tries[number + 1 : number + 2]]
+        found = emit_kernel(call, name, inputs, output, constants, subgraphs, most, following)
+        if found is not None:
+            return found
+    return None
+
+
 def emit_kernel(
     call: KernelCall, name: Name, inputs: Sequence[Any], output: Output, constants: Any,
-    subgraphs: inductor.Subgraphs, most: int | None,
+    subgraphs: inductor.Subgraphs, most: int | None, following: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
     """A kernel's launch, or None if its threads need more than `most` bytes of local memory.
 
-    Args and Returns: see fill_kernel.
+    Args and Returns: see fill_kernel. following: constants of kernels to compile meanwhile.
     """
     choice = fill_kernel(call, name, inputs, output, constants, subgraphs)
     ahead.finish(choice)
+    if most is not None and following and ahead.begin(choice) and not fallback.is_careful():
+        for others in following:
+            ahead.start(fill_kernel(call, name, inputs, output, others, subgraphs))
     needed = None if most is None else ahead.local_memory(choice)
     if needed is not None and most is not None and needed > most:
         _show_refusal(name, needed, most)
