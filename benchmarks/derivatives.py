@@ -33,8 +33,9 @@ SHRUNK = 64  # lengths are divided by this on a CPU
 class Problem:
     """Self-attention of [batch, heads, tokens, width].
 
-    is_learned: with a slope per head. is_computed: the mod takes their exponentials. in_chunks:
-    second orders run the chunked reference, as third ones do.
+    is_learned: with a slope per head. is_computed: the mod takes their exponentials. is_capped:
+    20 * tanh(score / 20), which has a second derivative of its own. in_chunks: second orders run
+    the chunked reference, as third ones do.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Problem:
     is_causal: bool = False
     is_learned: bool = False
     is_computed: bool = False
+    is_capped: bool = False
     in_chunks: bool = False
 
     def shrunk(self) -> Problem:
@@ -61,6 +63,7 @@ PROBLEMS = {
     "2x4k-64": Problem(2, 16, 4096, 64),
     "2x4k-64-slopes": Problem(2, 16, 4096, 64, is_learned=True),
     "2x4k-64-computed": Problem(2, 16, 4096, 64, is_learned=True, is_computed=True),
+    "2x4k-64-capped": Problem(2, 16, 4096, 64, is_capped=True),
     "2x4k-64-chunks": Problem(2, 16, 4096, 64, is_learned=True, in_chunks=True),
     "2x4k": Problem(2, 16, 4096, 128),
     "2x4k-256": Problem(2, 16, 4096, 256),
@@ -95,6 +98,7 @@ STEPS = [
     *(Step("2x4k-64", name, "math") for name in ("second", "flow")),
     *(Step("2x4k-64-slopes", name) for name in ("forward", "training", "second", "flow")),
     *(Step("2x4k-64-computed", name) for name in ("forward", "training", "second", "flow")),
+    *(Step("2x4k-64-capped", name) for name in ("forward", "training", "second", "flow")),
     *(Step("2x4k-64-chunks", name) for name in ("forward", "training", "flow")),
     *(Step("2x4k", name) for name in ("forward", "training", "second", "flow")),
     *(Step("2x4k-256", name) for name in ("forward", "training", "second", "flow")),
@@ -193,6 +197,7 @@ MUSTS = [
     *_seconds("2x4k-64", "fused", 6.0),
     *_seconds("2x4k-64-slopes", "fused", 6.0),
     *_seconds("2x4k-64-computed", "fused", 6.0, "flow"),
+    *_seconds("2x4k-64-capped", "second derivative of the mod", 25.0),
     *_seconds("2x4k-64-chunks", "chunked", 25.0, "flow"),
     Must("GB, 2x16k-64 second", _gigabytes("2x16k-64 second flexhop"), 20.0),
     Must("GB, 2x16k-64-slopes second", _gigabytes("2x16k-64-slopes second flexhop"), 20.0),

@@ -58,7 +58,7 @@ class Setting:
                 slope = slopes.exp()[h] if is_computed else slopes[h]
                 return score + slope * (kv_idx - q_idx) / tokens
 
-            mod = None if slopes is None else biased
+            mod = _capped if self.problem.is_capped else None if slopes is None else biased
             return flex_attention(query, key, value, mod, mask, kernel_options=options)
 
         return attend
@@ -75,12 +75,18 @@ class Setting:
                 place = torch.arange(tokens, device=scores.device)
                 bias = slopes[:, None, None] * (place - place[:, None]) / tokens
                 scores = scores + bias.to(scores.dtype)
+            if self.problem.is_capped:
+                scores = _capped(scores)
             if is_causal:
                 kept = torch.ones_like(scores, dtype=torch.bool).tril()
                 scores = torch.where(kept, scores, -math.inf)
             return torch.softmax(scores, -1) @ value
 
         return attend
+
+
+def _capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
+    return 20 * torch.tanh(score / 20)
 
 
 def forward(attend: Attend) -> Callable[..., Any]:

@@ -265,6 +265,7 @@ def test_a_must_whose_steps_failed_is_not_reached():
         ("2x4k-64", derivatives_worker.second, True),
         ("2x4k-64-slopes", derivatives_worker.second, True),
         ("2x4k-64-computed", derivatives_worker.flow, True),
+        ("2x4k-64-capped", derivatives_worker.second, True),
         ("2x4k-64-chunks", derivatives_worker.flow, False),
         ("4k", derivatives_worker.detached, False),
     ],

@@ -37,7 +37,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     if kernel == "jvp_forward":
         # Tangents of all operands, and of the weights.
         loop = 2 * columns * both * item * tile.num_stages
-        return max(2 * rows * qk * item + loop + 2 * scores, 2 * rows * v * 4) + slack
+        staged = 0 if _weights_stay(problem, tile) else 2 * scores
+        return max(2 * rows * qk * item + loop + staged, 2 * rows * v * 4) + slack
     if kernel in ("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"):
         # Tangents of all operands; two score gradients on their way to a product.
         if kernel == "jvp_grad_query" and problem.sums_exactly:
@@ -55,6 +56,18 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     # What the mask reads stays while results pass through registers (seen in cubins).
     ahead = _pairs(problem, tile)
     return operands + max(exchanged + slack, ahead + _SLACK_AHEAD if ahead else 0)
+
+
+def _weights_stay(problem: Problem, tile: Tile) -> bool:
+    """Whether products take 16-bit weights from the registers in which they were made.
+
+    So they do on sm_90 (seen in cubins). What is read or drawn per score may pass through shared
+    memory.
+    """
+    is_sm90 = problem.device.capability[0] == 9
+    mods = problem.mods
+    others = mods.reads_per_element or mods.mask_reads_per_element or problem.dropout_p > 0
+    return is_sm90 and problem.itemsize == 2 and tile.block_m >= 64 and not others
 
 
 def _pairs(problem: Problem, tile: Tile) -> int:
