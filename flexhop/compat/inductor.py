@@ -29,7 +29,14 @@ from torch._inductor.virtualized import V, ops
 
 from flexhop import debug
 from flexhop.compat import tanh, views
-from flexhop.templates.printers.holes import INDEX_NAMES, Dropout, ScatterSite, draw_kept, scatter
+from flexhop.templates.printers.holes import (
+    DISTANCE,
+    INDEX_NAMES,
+    Dropout,
+    ScatterSite,
+    draw_kept,
+    scatter,
+)
 
 __all__ = [
     "Dropout",
@@ -95,7 +102,8 @@ class TemplateKernel(TritonTemplateKernel):
         keywords: dict[str, Any] = {}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
-                name: torch.int32 if name in INDEX_NAMES else torch.float32 for name in inputs
+                name: torch.int32 if name in (*INDEX_NAMES, DISTANCE) else torch.float32
+                for name in inputs
             }
         return super().modification(subgraph_number, output_name, **keywords, **inputs)
 

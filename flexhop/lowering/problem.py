@@ -96,7 +96,8 @@ class ModFacts(NamedTuple):
     on both query and key.
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
     mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
-    that it keeps, if it is one (lowering/mods/bands.py).
+    that it keeps, if it is one (lowering/mods/bands.py). has_distances: whether score_mod computes
+    q_idx - kv_idx.
     """
 
     has_score_mod: bool
@@ -116,6 +117,7 @@ class ModFacts(NamedTuple):
     mask_band: Band | None
     mask_pair_bytes: int = 0
     mask_reads_keys: bool = False
+    has_distances: bool = False
 
     @property
     def takes_scores(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from flexhop.compat import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.hopper import forward, latent
-from flexhop.lowering.hopper.emit import emit_first, emit_kernel
+from flexhop.lowering.hopper.emit import Attempt, emit_first, emit_kernel
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
 from flexhop.lowering.hopper.tiles import shared_memory
 from flexhop.lowering.mods.lower import lower_line
@@ -70,7 +70,6 @@ class _Attention:
         tile = forward.table_tile(problem)
         show_plan("forward", lambda: self.plans(problem, options, call.passed)[0])
         line = lower_line(device, args.score_mod, inductor.realize(args.score_captures))
-        subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask, *line])
         lse, max_scores = output.written[0], output.written[-1]
         lists = block_inputs(args, "kv", lse, args.query)
         counter = inductor.zeros([1], torch.int32, device)
@@ -79,11 +78,19 @@ class _Attention:
         words = emit_mask_bits(call, operands[:2], lists, stored) or counter  # then not read
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
-        tries = [
-            (forward.constants(problem, options, tile, hides_keys=hides_keys), most)
-            for hides_keys, most in forward.attempts(problem, options)
-        ]
-        return emit_first(call, "forward", inputs, added, subgraphs, tries)
+        tries = []
+        for hides_keys, most in forward.attempts(problem, options):
+            constants = forward.constants(problem, options, tile, hides_keys=hides_keys)
+            subgraphs = inductor.Subgraphs([_score(call, constants), call.mods.mask, *line])
+            tries.append(Attempt(constants, subgraphs, most))
+        return emit_first(call, "forward", inputs, added, tries)
+
+
+def _score(call: KernelCall, constants: forward.HopperForwardConstants) -> Any:
+    """The score_mod that a forward kernel calls."""
+    if not constants.BY_DISTANCE or call.mods.by_distance is None:
+        return call.mods.score
+    return call.mods.by_distance(has_others=constants.CHECK_Q or constants.CHECK_KV)
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flexhop import debug
 from flexhop.compat import ahead, gluon, inductor, launcher
@@ -76,18 +76,25 @@ def fill_kernel(
     return choice
 
 
+class Attempt(NamedTuple):
+    """A kernel to try: its constants, the user's functions, and the most local memory in bytes."""
+
+    constants: Any
+    subgraphs: inductor.Subgraphs
+    most: int | None
+
+
 def emit_first(
     call: KernelCall, name: Name, inputs: Sequence[Any], output: Output,
-    subgraphs: inductor.Subgraphs, tries: Sequence[tuple[Any, int | None]],
+    attempts: Sequence[Attempt],
 ) -> Any:  # fmt: skip
     """The launch of the first kernel that `emit_kernel` does not reject, or None.
 
-    tries: constants of each kernel, and how much local memory it may need. While one is compiled
-    to be measured, another worker compiles the next.
+    While one is compiled to be measured, another worker compiles the next.
     """
-    for number, (constants, most) in enumerate(tries):
-        following = [constants for constants, _ in tries[number + 1 : number + 2]]
-        found = emit_kernel(call, name, inputs, output, constants, subgraphs, most, following)
+    for number, attempt in enumerate(attempts):
+        following = attempts[number + 1 : number + 2]
+        found = emit_kernel(call, name, inputs, output, *attempt, following)
         if found is not None:
             return found
     return None
@@ -95,17 +102,18 @@ def emit_first(
 
 def emit_kernel(
     call: KernelCall, name: Name, inputs: Sequence[Any], output: Output, constants: Any,
-    subgraphs: inductor.Subgraphs, most: int | None, following: Sequence[Any] = (),
+    subgraphs: inductor.Subgraphs, most: int | None, following: Sequence[Attempt] = (),
 ) -> Any:  # fmt: skip
     """A kernel's launch, or None if its threads need more than `most` bytes of local memory.
 
-    Args and Returns: see fill_kernel. following: constants of kernels to compile meanwhile.
+    Args and Returns: see fill_kernel. following: kernels to compile meanwhile.
     """
     choice = fill_kernel(call, name, inputs, output, constants, subgraphs)
     ahead.finish(choice)
     if most is not None and following and ahead.begin(choice) and not fallback.is_careful():
-        for others in following:
-            ahead.start(fill_kernel(call, name, inputs, output, others, subgraphs))
+        for other in following:
+            filled = fill_kernel(call, name, inputs, output, other.constants, other.subgraphs)
+            ahead.start(filled)
     needed = None if most is None else ahead.local_memory(choice)
     if needed is not None and most is not None and needed > most:
         _show_refusal(name, needed, most)

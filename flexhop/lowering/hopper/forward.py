@@ -34,6 +34,8 @@ _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
 FEW_BYTES = 16
+# With distances, 0 to 40 of 16 such functions, one 288; with opaque keys 0 to 120 and 240.
+_FEW_BYTES_OF_DISTANCES = 64
 # Kernels with 296 bytes and more ran at 0.3 to 0.6 times the portable kernel's speed.
 _LOCAL_BYTES = 256
 # A slope is divided by the scale and must not become infinite.
@@ -62,6 +64,7 @@ class HopperForwardConstants(SharedConstants):
     ROWS_GUARANTEED_SAFE: bool
     RETURN_MAX: bool
     HIDES_KEYS: bool
+    BY_DISTANCE: bool
     MASK_READS: bool
     LN_2: float = math.log(2)
 
@@ -132,8 +135,10 @@ def attempts(problem: Problem, options: KernelOptions) -> Iterator[tuple[bool, i
 
     Two are compiled if the faster one spills. Nothing is waited for if it cannot.
     """
-    if is_long(problem) or problem.mods.reads_by_position:
-        yield False, FEW_BYTES if problem.mods.score_cost > _TABLE_SCORE else None
+    mods = problem.mods
+    few = _FEW_BYTES_OF_DISTANCES if mods.has_distances else FEW_BYTES
+    if is_long(problem) or mods.reads_by_position or mods.has_distances:
+        yield False, few if mods.score_cost > _TABLE_SCORE else None
     yield True, local_memory_limit(problem, options)
 
 
@@ -154,6 +159,12 @@ def constants(
         problem.mods.has_key_slope
         and problem.scale > _SMALLEST_SCALE
         and not gathered.is_gathered
+        and tile.packed_heads == 1
+    )
+    # Rows of several heads, and keys of several blocks, are no diagonals.
+    shares_distances = (
+        problem.mods.has_distances
+        and not (hides_keys or has_slope or gathered.is_gathered)
         and tile.packed_heads == 1
     )
     scales = (problem.mods.takes_scores and not has_slope) or problem.scale <= 0
@@ -186,6 +197,7 @@ def constants(
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe and gathered.q_blocks == 1,
         RETURN_MAX=problem.returns_max,
         HIDES_KEYS=hides_keys,
+        BY_DISTANCE=shares_distances,
         MASK_READS=problem.mods.mask_reads_keys,
     )  # fmt: skip
 

@@ -38,11 +38,12 @@ def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphMod
 
 def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
     """The facts about a subgraph operand, for kernels; args of `kernel_graph`."""
-    return _analysed(kernel_graph(mod, inputs), inputs)
+    return analyse_kernel(kernel_graph(mod, inputs), inputs)
 
 
 @functools.lru_cache(maxsize=RECENT)
-def _analysed(graph: fx.GraphModule, inputs: tuple[str, ...]) -> Analysis:
+def analyse_kernel(graph: fx.GraphModule, inputs: tuple[str, ...]) -> Analysis:
+    """The facts about a graph as kernels compute it; args of `kernel_graph`."""
     return analyse(graph, inputs, _SIZES)
 
 

@@ -10,7 +10,7 @@ bounds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import sympy
@@ -58,6 +58,32 @@ def wrap_reads(
         output.args = (tuple(found.get(i, result) for i, result in enumerate(results)),)
     module.recompile()
     return module
+
+
+def clamp_reads(module: fx.GraphModule, indices: Collection[fx.Node]) -> None:
+    """Clamp some indices at which captured tensors are read, in place."""
+    for read in module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        arguments: Any = read.args
+        source, places = arguments
+        inside = []
+        for axis, index in enumerate(places):
+            if index in indices and index.meta["val"].dtype != torch.bool:
+                with module.graph.inserting_before(read):
+                    last, call = _last(source, axis), module.graph.call_function
+                    lower = aten.clamp_max if isinstance(last, int) else aten.minimum
+                    raised = call(aten.clamp_min.default, (index, 0))
+                    index = call(lower.default, (raised, last))
+            inside.append(index)
+        read.args = (source, inside)
+
+
+def _last(source: fx.Node, axis: int) -> Any:
+    """The last index of a dimension: a number, or a node for a symbolic size."""
+    size = source.meta["val"].shape[axis]
+    if isinstance(size, int):
+        return size - 1
+    length = source.graph.call_function(aten.sym_size.int, (source, axis))
+    return source.graph.call_function(operator.sub, (length, 1))
 
 
 class _Wrap:
@@ -118,8 +144,7 @@ class _Wrap:
             if not self._is_at_most(index, -1, length):
                 write(aten.maximum.default, nodes[-1], 0)
         if not self._is_at_most(index, 1, length - 1):
-            last = size - 1 if is_plain else graph.call_function(operator.sub, (operand, 1))
-            write(aten.minimum.default, nodes[-1], last)
+            write(aten.minimum.default, nodes[-1], _last(source, axis))
         return nodes[-1]
 
     def _is_at_most(self, index: fx.Node, sign: int, limit: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
+from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
@@ -22,6 +24,7 @@ from flexhop.lowering.mods.strength import cheaper
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
 from flexhop.ops.reads import NUM_SCORE_INPUTS
+from flexhop.templates.printers.holes import DISTANCE
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -30,13 +33,15 @@ INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 class ModBuffers(NamedTuple):
     """The user functions of one kernel, lowered: scalar buffers for the holes, and facts.
 
-    line: the result of lower_line, for kernels that may follow it.
+    line: the result of lower_line, for kernels that may follow it. by_distance: lowers score_mod
+    once more, as a function of the distance as well, with the keyword of distances.by_distance.
     """
 
     score: Any
     mask: Any
     facts: ModFacts
     line: tuple[Any, ...] = ()
+    by_distance: Callable[..., Any] | None = None
 
 
 def lower_mods(
@@ -57,14 +62,23 @@ def lower_mods(
         cap_scale: see `foldable_scale`; None for other kernels than forward kernels.
     """
     score_graph, mask_graph = kernel_graph(mods[0], SCORE), kernel_graph(mods[1], INDICES)
-    first, *indices = score_inputs(device)
+    inputs = score_inputs(device)
     fast_score = cheaper(fold_caps(score_graph, cap_scale).graph, SCORE)
     safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
-    (score_buffer,) = pointwise.lower(safe_score, [first, *indices, *captures[0]], "score_mod")
+    (score_buffer,) = pointwise.lower(safe_score, [*inputs, *captures[0]], "score_mod")
     safe_mask = wrap_reads(cheaper(mask_graph, INDICES), INDICES, position_sizes(sizes))
-    (mask_buffer,) = pointwise.lower(safe_mask, [*indices, *captures[1]], "mask_mod")
+    (mask_buffer,) = pointwise.lower(safe_mask, [*inputs[1:], *captures[1]], "mask_mod")
     facts = read_mods(score_graph, mask_graph, cap_scale=cap_scale)
-    return ModBuffers(score_buffer, mask_buffer, facts)
+    again = functools.partial(_lower_by_distance, safe_score, inputs, captures[0])
+    return ModBuffers(score_buffer, mask_buffer, facts, by_distance=again)
+
+
+def _lower_by_distance(
+    graph: fx.GraphModule, inputs: Sequence[Any], captures: Sequence[Any], *, has_others: bool
+) -> Any:
+    distance = inductor.placeholder(DISTANCE, torch.int32, inductor.device_of(inputs[0]))
+    given = [*inputs, distance, *captures]
+    return pointwise.lower(by_distance(graph, has_others=has_others), given, "score_mod")[0]
 
 
 def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
@@ -113,6 +127,7 @@ def read_mods(
         mask_cost=mask_instructions(analysed(mask, INDICES)),
         mask_band=key_band(mask),
         mask_pair_bytes=_pair_bytes(mask),
+        has_distances=has_distances(score),
     )
 
 

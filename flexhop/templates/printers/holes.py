@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import sympy
 
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
+DISTANCE = "distance"  # q_idx - kv_idx, for kernels that compute it by themselves
 Expr = int | sympy.Expr
 
 
