@@ -275,7 +275,7 @@ def _has_lists(args: DerivativeArgs, second: Second) -> bool:
 
 def second_obstacle(problem: Problem) -> str:
     """Why the second-order kernels do not support a call; empty if they do."""
-    most = 64 if problem.itemsize > 2 else _MOST_COLUMNS
+    most = 128 if problem.itemsize > 2 else _MOST_COLUMNS
     width = _width(problem)
     if width > most:
         return f"the head size is {width}, and the kernels have registers for at most {most}"

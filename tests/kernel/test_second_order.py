@@ -186,6 +186,8 @@ CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "forces-computed": (forces, computed, None, torch.float32),
     "of_moved_lse-capped": (of_moved_lse, capped, None, torch.float32),
     "of_table_alone-capped": (of_table_alone, capped, gaps, torch.float32),
+    "wide-twice-capped": (twice, capped, gaps, torch.float32),
+    "wide-of_tangent": (of_tangent, None, gaps, torch.float32),
 }
 
 
@@ -233,7 +235,8 @@ def deterministic(name: str) -> Iterator[None]:
 @pytest.mark.usefixtures("deterministic")
 def test_interpreted(name: str):
     dtype = CASES[name][3]
-    shapes = [(2, 4, 37, 20), (2, 2, 45, 20), (2, 2, 45, 24)]
+    width, value_width = (100, 120) if name.startswith("wide") else (20, 24)
+    shapes = [(2, 4, 37, width), (2, 2, 45, width), (2, 2, 45, value_width)]
     inputs = [torch.randn(shape, dtype=dtype) for shape in (*shapes * 2, (4, 9))]
     memory = Memory(poison=True, check_bounds=True)
     generated = interpret(derivative(name), *inputs, memory=memory, options=PADDED)
@@ -318,3 +321,11 @@ def test_default_tiles_do_not_spill(architecture: int, width: int):
     for found in cubins(architecture, width, torch.bfloat16):
         assert (found.spills, found.stack) == (0, 0)
         assert found.mma + found.wgmma + found.tcgen05 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_default_tiles_of_float32(architecture: int):
+    """Heads of more than 64 columns ran in chunks."""
+    for found in cubins(architecture, 128, torch.float32):
+        assert (found.spills, found.stack, found.mma) == (0, 0, 0)
