@@ -24,6 +24,7 @@ from flexhop.analysis.interval import HUGE
 from flexhop.analysis.operators import Trait, packet_of, traits_of
 from flexhop.analysis.truths import are_integers, truth_of
 from flexhop.analysis.values import NotReproducible, Values
+from flexhop.compat.sizes import broadcast
 
 aten = torch.ops.aten
 _FAR = 2**50  # as large as needed next to sums of positions
@@ -187,7 +188,7 @@ class _Finder:
 
     def _divided(self, of_query: Tensor, slope: int) -> Span:
         """Keys for which of_query + slope * key >= 0: from a quotient on, or up to one."""
-        lead = torch.broadcast_shapes(of_query.shape, (1, 1, self.queries))
+        lead = broadcast(of_query.shape, (1, 1, self.queries))
         quotient = of_query.expand(lead)
         if abs(slope) > 1:
             quotient = torch.div(quotient, abs(slope), rounding_mode="floor")
@@ -201,7 +202,7 @@ class _Finder:
         """Keys for which of_query <packet> of_key. sign: how of_key grows."""
         if sign is None or packet is aten.ne:
             raise _NoSpan
-        lead = torch.broadcast_shapes(of_query.shape[:-1], of_key.shape[:-1])
+        lead = broadcast(of_query.shape[:-1], of_key.shape[:-1])
         of_query = of_query.expand(*lead, self.queries).contiguous()
         of_key = of_key.expand(*lead, self.keys)
         ordered = (of_key.flip(-1) if sign < 0 else of_key).contiguous()
@@ -223,7 +224,7 @@ class _Finder:
     def _constant(self, truth: Tensor) -> Span:
         """All keys or none, per query."""
         end = truth.long() * self.keys
-        end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, self.queries)))
+        end = end.expand(broadcast(end.shape, (1, 1, self.queries)))
         return Span(torch.zeros_like(end), end, starts=True)
 
 

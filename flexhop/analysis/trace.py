@@ -168,12 +168,39 @@ def _result_form(
     if key not in _known:
         if len(_known) >= _REMEMBERED:
             _known.clear()
-        options = {name: _meta(v) for name, v in kwargs.items() if name != "device"}
-        result = func(*map(_meta, args), **options)
+        options = {name: v for name, v in kwargs.items() if name != "device"}
+        result = _run_on_numbers(func, args, options)
+        if result is None:
+            result = func(*map(_meta, args), **{name: _meta(v) for name, v in options.items()})
         if not isinstance(result, Tensor):
             raise Untraceable
         _known[key] = (result.dtype, tuple(result.shape))
     return _known[key]
+
+
+def _run_on_numbers(func: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """The result of an operator for ones on the CPU, or None if its operands are no plain numbers.
+
+    On meta tensors, PyTorch computes it in Python, and imports Dynamo for that.
+    """
+    tensors = [v for v in (*args, *options.values()) if isinstance(v, Tensor)]
+    if not tensors or any(v.dim() > 0 or v.dtype not in _NUMBERS for v in tensors):
+        return None
+    ones = [_one(v.dtype) if isinstance(v, Tensor) else _meta(v) for v in args]
+    more = {n: _one(v.dtype) if isinstance(v, Tensor) else _meta(v) for n, v in options.items()}
+    try:
+        return func(*ones, **more)
+    except (RuntimeError, ZeroDivisionError):
+        return None  # not for these values
+
+
+_NUMBERS = (torch.bool, torch.int32, torch.int64, torch.float32)
+
+
+@functools.cache
+def _one(dtype: torch.dtype) -> Tensor:
+    """The number 1; never changed."""
+    return torch.ones((), dtype=dtype, device="cpu")
 
 
 def _plain(shape: Any) -> tuple[int, ...]:

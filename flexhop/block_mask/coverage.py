@@ -30,6 +30,7 @@ from flexhop.block_mask.scores import (
     coverage_by_chunks,
 )
 from flexhop.compat.indexing import IndexMode
+from flexhop.compat.sizes import broadcast
 from flexhop.errors import VmapError
 from flexhop.mods.functions import MaskMod
 
@@ -217,7 +218,7 @@ class _Search:
     def _kept(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The mask at positions of each block: [B' or 1, H' or 1, R, C, ...]."""
         device = self.grid.device
-        shape = torch.broadcast_shapes(queries.shape, keys.shape)
+        shape = broadcast(queries.shape, keys.shape)
         inputs = {
             "b": count_up(self.grid.batch, device).view(-1, *[1] * (1 + len(shape))),
             "h": count_up(self.grid.heads, device).view(-1, *[1] * len(shape)),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._C import _TorchDispatchModeKey
 from torch.utils import _device
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexhop.compat.autocast import wanted_dtype
+from flexhop.compat.modes import DispatchMode
 from flexhop.compat.stand_in import is_plain
 from flexhop.compat.wrapped import is_transformed
 
@@ -135,7 +135,7 @@ class Program:
         return tuple(results)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """While it is active, notes the operators that depend on `inputs`."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:

@@ -5,9 +5,11 @@ Symbols need SymPy, which `import flexhop` does not import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["assert_all", "bound_of", "is_empty", "is_known"]
+__all__ = ["assert_all", "bound_of", "broadcast", "is_empty", "is_known"]
 
 # Code recompiles if a size exceeds the first of these that bounded it.
 _LIMITS = (2**17, 2**20, 2**24, 2**31 - 1)
@@ -58,3 +60,17 @@ def is_known(relation: bool | torch.SymBool) -> bool:
 def assert_all(flags: torch.Tensor, message: str) -> None:
     """Make a graph raise RuntimeError if a flag is False at run time."""
     torch._assert_async(flags.all(), message)
+
+
+def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
+    """The shape that tensors have together, as torch.broadcast_shapes.
+
+    That imports SymPy at its first call, a third of a second, also for plain numbers.
+    """
+    width = max(map(len, shapes))
+    columns = list(zip(*[(*[1] * (width - len(s)), *s) for s in shapes], strict=True))
+    if all(type(size) is int for column in columns for size in column):
+        sizes = [set(column) - {1} or {1} for column in columns]
+        if all(len(size) == 1 for size in sizes):
+            return torch.Size(size.pop() for size in sizes)
+    return torch.broadcast_shapes(*map(tuple, shapes))

@@ -12,7 +12,8 @@ from torch._C import _disabled_torch_function_impl
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexhop.compat.modes import DispatchMode
 
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _REFUSED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
@@ -36,7 +37,7 @@ class StandIn(Tensor):
         raise RuntimeError(f"{func} of a tensor that stands for a value, outside of its trace")
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):
     """Calls `record(operator, args, kwargs)` in place of every operator.
 
     torch.export records operators before dispatch, above every mode. `record` is called in that

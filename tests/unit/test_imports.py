@@ -30,6 +30,26 @@ def test_import_is_light():
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
 
 
+def test_masks_of_a_process_that_compiles_nothing_are_light():
+    """Dynamo takes more than a second, SymPy a third of one."""
+    code = """
+import sys, torch, flexhop
+ids = torch.arange(512) // 100
+masks = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q >= k) & (q - k <= 100),
+    "documents": lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
+    "dilated": lambda b, h, q, k: (q >= k) & ((q - k) % 4 == 0),
+    "blocks": lambda b, h, q, k: (k // 64 % 4 == 0) | ((q // 64 - k // 64).abs() <= 1),
+}
+for name, mask_mod in masks.items():
+    flexhop.create_block_mask(mask_mod, None, None, 512, 512, "cpu")
+    print(*(m for m in ("torch._dynamo", "sympy") if m in sys.modules))
+"""
+    result = run_python("-c", code)
+    assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
+
+
 @pytest.mark.parametrize(
     "first",
     [
