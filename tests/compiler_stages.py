@@ -23,6 +23,13 @@ def compile_to_llvm(kernel: Kernel, architecture: int) -> None:
         compile_kernel(kernel, architecture)
 
 
+def compile_to_layouts(kernel: Kernel, architecture: int) -> None:
+    """Compile a kernel to Triton's own code with layouts, before it becomes LLVM's."""
+    far_enough = mock.patch.object(compiler.CUDABackend, "make_llir", side_effect=_FarEnough)
+    with far_enough, contextlib.suppress(_FarEnough):
+        compile_kernel(kernel, architecture)
+
+
 def shared_memory(kernel: Kernel, architecture: int) -> int:
     """Bytes of shared memory of a kernel. Triton allocates them before LLVM optimises."""
     unoptimised = mock.patch.object(compiler.llvm, "optimize_module")

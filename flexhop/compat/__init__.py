@@ -10,6 +10,7 @@ nothing.
 | `TritonTemplateKernel.modification(input_dtypes=)` | absent | 2.13 | `inductor.TemplateKernel` |
 | `SizeVarAllocator.size_hint` | present | gone in 2.13 | `optimization_hint`, in all |
 | `speculate_subgraph(supports_input_input_aliasing=)` | absent | 2.15 | `subgraph.speculate` |
+| derivative of `aten.sgn` under symbolic sizes | fails | 2.13 | `signs` |
 | `_inductor.fx_utils` warns for operators it does not know | no | 2.13 | filter in `inductor` |
 """
 

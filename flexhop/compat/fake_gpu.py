@@ -337,7 +337,8 @@ def gpu_code(
         return SimpleNamespace(call=lambda args: None)
 
     mode = detect_fake_mode(inputs) or detect_fake_mode(values_of(graph))
-    moved = copy.deepcopy(graph)
+    with _disable_current_modes():  # constants of the graph are real tensors
+        moved = copy.deepcopy(graph)
     with (
         _disable_current_modes(),
         fake_gpu(capability),

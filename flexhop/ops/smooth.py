@@ -10,6 +10,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from flexhop.compat.opnames import operator_name
+from flexhop.compat.signs import TRACEABLE
 from flexhop.errors import UnsupportedFeatureError
 
 _PLAIN = {"flexhop::tanh_approx": torch.ops.aten.tanh.default}
@@ -30,13 +31,13 @@ def smooth(mod: Any) -> Any:
     """
     if not isinstance(mod, fx.GraphModule):
         return functools.partial(_run_smooth, mod)  # torch.vmap turns graphs into functions
-    custom = [node for node in mod.graph.nodes if _is_custom(node.target)]
-    if not custom:
+    replaced = [n for n in mod.graph.nodes if _is_custom(n.target) or n.target in TRACEABLE]
+    if not replaced:
         return mod
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(mod.graph, known))
-    for node in custom:
-        known[node].target = _plain(node.target)
+    for node in replaced:
+        known[node].target = TRACEABLE.get(node.target) or _plain(node.target)
     return fx.GraphModule(mod, graph)
 
 

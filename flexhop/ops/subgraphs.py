@@ -9,6 +9,7 @@ differentiated by autograd.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.compat import transforms
+from flexhop.compat.grad_modes import DetachMode
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.kept import is_marked, keeping, mark
@@ -40,10 +42,15 @@ def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
 
 
 def trace_score(
-    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture]
-) -> fx.GraphModule:
-    """FX graph of (score, b, h, q_idx, kv_idx, *captures) -> score; see `trace_joint`."""
-    with isolated_trace(query, *captures), IndexMode():
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
+    *, is_pushed: bool = False,
+) -> fx.GraphModule:  # fmt: skip
+    """FX graph of (score, b, h, q_idx, kv_idx, *captures) -> score; see `trace_joint`.
+
+    is_pushed: for forward mode, which goes through `torch.no_grad()`.
+    """
+    stops = contextlib.nullcontext() if is_pushed else DetachMode()
+    with isolated_trace(query, *captures), IndexMode(), torch.enable_grad(), stops:
         examples = [
             *score_examples(query.device, score_dtype(query)),
             *map(capture_like, captures),
@@ -137,7 +144,10 @@ def hoist_tangents(
     if not any(wanted):
         return Hoisted(score_mod, tuple(captures), tuple(tangents))
     key = (hoist_tangents, _form(query, captures), wanted)
-    parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, wanted)))
+    parts = keeping(
+        key, score_mod,
+        lambda: _Parts(*_hoisted(score_mod, query, captures, wanted, is_pushed=True)),
+    )  # fmt: skip
     return Hoisted(parts.main, *parts.push(captures, tangents))
 
 
@@ -234,9 +244,9 @@ def _followers(graph: fx.GraphModule, given: Sequence[int]) -> list[bool]:
 
 def _hoisted(
     score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
-    needs: Sequence[bool],
+    needs: Sequence[bool], *, is_pushed: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:  # fmt: skip
-    graph = trace_score(score_mod, query, captures)
+    graph = trace_score(score_mod, query, captures, is_pushed=is_pushed)
     compose_reads(graph)
     main, before, kept = _hoist(graph, needs)
     return (mark(main) if is_marked(score_mod) else main), before, kept

@@ -11,9 +11,11 @@ import torch
 
 import flexhop
 from flexhop.compat.functions import FUNCTIONS
+from flexhop.lowering.hopper import versions
 from flexhop.offline import generate_code
 from flexhop.offline.interpret import run_kernel
 from flexhop.offline.packed_assembly import run_packed
+from tests.compiler_stages import compile_to_layouts
 from tests.unit.offline.kernels import POINTERS, kernel
 
 HELPER = "from flexhop.compat.triton_runtime import PTX_SIGMOID, run_1\n"
@@ -155,3 +157,32 @@ def test_only_kernels_that_round_to_16_bits_have_them(name):
     used = re.compile(rf"= run_\d\(.*PTX_{name.upper()}\)")
     assert used.search(mod_source(name, torch.bfloat16))
     assert not used.search(mod_source(name, torch.float32))
+
+
+EVERY = """
+abs acos acosh asin asinh atan atanh ceil cos cosh deg2rad erf erfc erfinv exp exp2 expm1 floor
+frac i0 log log10 log1p log2 logit nan_to_num neg reciprocal relu round rsqrt sigmoid sign sin
+sinc sinh sqrt square tan tanh trunc
+""".split()
+OF_TWO = "atan2 copysign fmax fmin fmod hypot logaddexp maximum minimum pow xlogy".split()
+
+
+def every_function(s, b, h, m, n):
+    one = sum(getattr(torch, name)(s) for name in EVERY)
+    two = sum(getattr(torch, name)(s, 0.1 * (m - n)) for name in OF_TWO)
+    return one + two + torch.atan(0.1 * (m - n)) + torch.remainder(s, 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+def test_hopper_kernels_take_every_function_that_has_a_text():
+    """Gluon's tensors have layouts; text that Inductor writes for Triton may lack them."""
+    inputs = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=True)] * 3
+    asked = flexhop.KernelOptions(backend="hopper")
+    generated = generate_code(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, every_function, kernel_options=asked),
+        *inputs, grad=True,
+    )  # fmt: skip
+    assert [kernel.is_gluon for kernel in generated.templates] == [True, True]
+    for template in generated.templates:
+        compile_to_layouts(template, 90)

@@ -13,6 +13,7 @@ from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
+from flexhop.compat import signs
 from flexhop.lowering import chunked
 from flexhop.lowering import derivative as derivative_lowering
 from flexhop.masks import causal
@@ -329,3 +330,28 @@ def test_default_tiles_of_float32(architecture: int):
     """Heads of more than 64 columns ran in chunks."""
     for found in cubins(architecture, 128, torch.float32):
         assert (found.spills, found.stack, found.mma) == (0, 0, 0)
+
+
+def test_signs_have_derivatives_under_symbolic_sizes():
+    """PyTorch 2.11 cannot trace them there, in chunks, as in fp64."""
+    query, key, value = (torch.zeros(1, 1, n, 16, dtype=torch.float64) for n in (5, 6, 6))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * s.abs() + s * torch.sgn(s) + (i - j).abs()
+
+    def slope(query: Tensor) -> Tensor:
+        loss = lambda q: flexhop.flex_attention(q, key, value, mod).square().sum()  # noqa: E731
+        return grad(loss)(query).sum()
+
+    generated = generate_code(grad(slope), query, dynamic=True)
+    assert not any(MARK in kernel.source for kernel in generated.templates)
+
+
+def test_absolute_values_that_can_be_traced_have_the_same_derivatives():
+    numbers = torch.tensor([-2.0, -0.0, 0.0, 0.5, torch.inf], dtype=torch.float64)
+    for replaced, usual in ((signs.magnitude, torch.abs), (signs.sign, torch.sgn)):
+        for derivative in (lambda f: f, grad, lambda f: grad(grad(f))):
+            found, expected = (torch.vmap(derivative(f))(numbers) for f in (replaced, usual))
+            torch.testing.assert_close(found, expected)
+    assert bool(signs.magnitude(torch.tensor(torch.nan)).isnan())
+    assert torch.equal(signs.magnitude(torch.tensor([-3, 2])), torch.tensor([3, 2]))

@@ -87,3 +87,8 @@ def test_unknown_gpu_is_refused():
     message = r"capability must be one of .*, but is \(7, 0\)"
     with pytest.raises(ValueError, match=message), fake_gpu((7, 0)):
         pass
+
+
+def test_a_number_that_the_function_makes_a_tensor_of():
+    generated = generate(lambda x: torch.maximum(x, torch.tensor(0.5)), torch.zeros(8))
+    torch.testing.assert_close(generated.result, torch.full((8,), 0.5))

@@ -69,3 +69,52 @@ def test_numbers_of_eight_bits_need_no_mod(dtype, stored):
     assert torch.equal(half, flexhop.flex_attention(query, low[0].to(dtype), value, tilted))
     compiled = torch.compile(flexhop.flex_attention, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(query, *low, tilted), expected)
+
+
+@pytest.mark.parametrize("style", ["block", "decorator"])
+def test_no_grad_inside_a_mod_stops_gradients(style):
+    """A trace into operators drops the switches that Dynamo records."""
+    table = torch.randn(4, requires_grad=True)
+
+    @torch.no_grad()
+    def fixed(score, bias):
+        return score.sin() * bias
+
+    def switched(score, b, h, q_idx, kv_idx):
+        if style == "decorator":
+            return score * fixed(score, table[h]) + table[h]
+        with torch.no_grad():
+            factor = score.sin() * table[h]
+            with torch.enable_grad():
+                learned = table[h] * 1.0
+        return score * factor + learned
+
+    def detached(score, b, h, q_idx, kv_idx):
+        return score * (score.detach().sin() * table[h].detach()) + table[h]
+
+    found = []
+    for mod, backend in ((detached, "eager"), (switched, "eager"), (switched, "aot_eager")):
+        inputs = [t.double().requires_grad_() for t in operands()]
+        call = torch.compile(flexhop.flex_attention, backend=backend, fullgraph=True)
+        loss = (call if backend != "eager" else flexhop.flex_attention)(*inputs, mod).sin().sum()
+        found.append(torch.autograd.grad(loss, (*inputs, table)))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_forward_mode_goes_through_no_grad_inside_a_mod():
+    """As PyTorch's does; also if the mod reads what needs a gradient."""
+    table = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    query, key, value = (t.double() for t in operands())
+
+    def mod(score, b, h, q_idx, kv_idx):
+        with torch.no_grad():
+            factor = score.sin()
+        return score * factor + table[h]
+
+    def push(query):
+        attend = lambda query: flexhop.flex_attention(query, key, value, mod)  # noqa: E731
+        return torch.func.jvp(attend, (query,), (query.cos(),))[1]
+
+    found = torch.compile(push, backend="aot_eager", fullgraph=True)(query)
+    torch.testing.assert_close(found, push(query))
