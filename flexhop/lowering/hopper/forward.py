@@ -148,7 +148,7 @@ def constants(
     """Constants of the kernel.
 
     hides_keys: whether keys are opaque to LLVM where score_mod sees them; None: as in the first
-    attempt. Otherwise neighbours are read together, and a function of the distance is computed
+    attempt. Otherwise neighbours are read together, and functions of the distance are computed
     once for a diagonal, which takes more registers.
     """
     if hides_keys is None:
