@@ -156,11 +156,19 @@ def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Ten
     return None
 
 
+# What mods do with a few numbers that they put together.
+_SHORT = {
+    torch.ops.aten.cat.default: vmapped.concatenate,
+    torch.ops.aten.select_scatter.default: vmapped.select_scatter,
+    torch.ops.prims.rev.default: vmapped.flip,
+}
+
+
 class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
     Under vmap, also in an already rewritten graph, use a read that the batching rule supports. The
-    same holds for conversions in such a graph, and for log_sigmoid.
+    same holds for conversions in such a graph, for short tensors, and for log_sigmoid.
     """
 
     def __torch_function__(
@@ -181,6 +189,8 @@ class IndexMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             if func.__name__ in _PAIRS:
                 args = _without_numbers(args)
+        elif func in _SHORT and not kwargs:
+            return _SHORT[func](*args)
         elif len(args) == 2 and vmapped.is_batched_with_symbol(*args):
             func, args = _without_symbol(func, args)
         elif func in _LOG_SIGMOIDS:

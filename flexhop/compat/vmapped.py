@@ -1,4 +1,4 @@
-"""Operators under `torch.vmap`: indexing, conversions, and one whose rule is wrong on a GPU."""
+"""Operators under `torch.vmap`: indexing, conversions, and some whose rules fail."""
 
 from __future__ import annotations
 
@@ -126,3 +126,46 @@ def log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.aten.log_sigmoid_forward.default(x)
     # Up to 40, log1p(exp(-x)) is not its own argument in fp64.
     return -torch.nn.functional.softplus(-x, threshold=40), torch.exp(-x.abs())
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`aten.cat` under any number of vmaps.
+
+    2.11 to 2.15: its batching rule asks for numbers where sizes are symbols. Entries are chosen
+    one by one instead; what a mod puts together of scores and positions is short.
+    """
+    if not _are_batched_with_symbols(tensors):
+        return torch.ops.aten.cat.default(list(tensors), dim)
+    *parts, joined = (part.unsqueeze(dim) for tensor in tensors for part in tensor.unbind(dim))
+    for number, part in enumerate(parts):
+        joined = torch.where(_is_at(number, len(parts) + 1, joined, dim), part, joined)
+    return joined
+
+
+def select_scatter(tensor: Tensor, source: Tensor, dim: int, position: int) -> Tensor:
+    """`aten.select_scatter` under any number of vmaps; see `concatenate`."""
+    if not _are_batched_with_symbols((tensor, source)):
+        return torch.ops.aten.select_scatter.default(tensor, source, dim, position)
+    length = tensor.size(dim)
+    place = _is_at(position % length, length, tensor, dim)
+    return torch.where(place, source.unsqueeze(dim), tensor)
+
+
+def flip(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """`prims.rev` under any number of vmaps; see `concatenate`."""
+    if not _are_batched_with_symbols((tensor,)):
+        return torch.ops.prims.rev.default(tensor, dims)
+    for dim in dims:
+        parts = [part.unsqueeze(dim) for part in tensor.unbind(dim)]
+        tensor = concatenate(parts[::-1], dim)
+    return tensor
+
+
+def _are_batched_with_symbols(tensors: Sequence[Tensor]) -> bool:
+    return any(is_batchedtensor(tensor) and _has_symbols(tensor) for tensor in tensors)
+
+
+def _is_at(position: int, length: int, like: Tensor, dim: int) -> Tensor:
+    """Which entries are at a position of a dimension, to broadcast to `like`."""
+    after = like.dim() - 1 - dim % like.dim()
+    return (torch.arange(length, device=like.device) == position).reshape(-1, *[1] * after)
