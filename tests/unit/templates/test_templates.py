@@ -249,7 +249,7 @@ def test_each_user_function_is_called_by_its_argument_names():
             if isinstance(f, ast.FunctionDef)
         }
         score = [a.arg for a in functions["score_mod"].args.args]
-        assert score == ["ARGUMENTS", "score", "b", "h", "q_idx", "kv_idx"]
+        assert score == ["ARGUMENTS", "score", "b", "h", "q_idx", "kv_idx", "distance"]
         assert [a.arg for a in functions["mask_mod"].args.args] == [
             "ARGUMENTS",
             "b",
