@@ -97,7 +97,7 @@ class ModFacts(NamedTuple):
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
     mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
     that it keeps, if it is one (lowering/mods/bands.py). has_distances: whether score_mod computes
-    q_idx - kv_idx.
+    q_idx - kv_idx and adds no line.
     """
 
     has_score_mod: bool

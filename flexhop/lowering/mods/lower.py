@@ -127,7 +127,7 @@ def read_mods(
         mask_cost=mask_instructions(analysed(mask, INDICES)),
         mask_band=key_band(mask),
         mask_pair_bytes=_pair_bytes(mask),
-        has_distances=has_distances(score),
+        has_distances=line is None and has_distances(score),
     )
 
 
