@@ -81,6 +81,41 @@ def test_tangents_with_a_common_part(dtype: torch.dtype, listed: bool):
 
 
 @HALVES
+def test_weights_that_grow_along_the_keys(dtype: torch.dtype):
+    """As those of ALiBi, whose tangents along the slope are distances: those of the first keys are
+    far from the mean. The kernel subtracted the mean of the first keys before it rounded."""
+    length = 512
+
+    def push(*x: Tensor) -> Tensor:
+        def attend(slopes: Tensor) -> Any:
+            def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                return s + slopes[h] * (j - i)
+
+            return flexhop.flex_attention(*x[:3], score, kernel_options=OPTIONS)
+
+        return jvp(attend, x[3:4], x[4:])[1]
+
+    torch.manual_seed(0)
+    inputs = [
+        *torch.randn(3, 1, 2, length, 16).to(dtype),
+        torch.tensor([0.06, 0.1]),
+        torch.ones(2),
+    ]
+    found = interpret(push, *inputs, memory=Memory(poison=True, check_bounds=True))
+    assert any("push_blocks" in kernel.functions for kernel in found.templates)
+
+    query, key, value, slopes, _ = (t.double() for t in inputs)
+    at = torch.arange(length)
+    moved = (at - at[:, None]).double()
+    weights = (query @ key.mT / 4 + slopes[:, None, None] * moved).softmax(-1)
+    distances = moved - (weights * moved).sum(-1, keepdim=True)
+    exact = (weights * distances) @ value
+    spread = (weights * distances.abs()).sum(-1, keepdim=True)
+    error = (found.result - exact).abs()
+    assert bool((error <= 4 * torch.finfo(dtype).eps * spread).all())
+
+
+@HALVES
 def test_infinite_tangents_stay_in_their_rows(dtype: torch.dtype):
     """Those of keys that the mask hides reach nothing, whatever is subtracted from the others."""
     mask = mask_of(one)

@@ -64,6 +64,7 @@ class JvpForwardConstants(SharedConstants):
     HAS_Q_DOT: bool
     HAS_K_DOT: bool
     HAS_V_DOT: bool
+    HAS_CENTER: bool
     LN_2: float
 
 

@@ -60,6 +60,8 @@ def jvp_forward_constants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
         **_tangents(problem),
+        # In fp32, 256 columns take every register, and little is rounded.
+        HAS_CENTER=not (shared["SUBTRACT_FIRST"] and shared["V_HEAD_DIM_ROUNDED"] == 256),
         LN_2=_ln_2(problem, shared),
     )
 
