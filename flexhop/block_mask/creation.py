@@ -35,6 +35,7 @@ from flexhop.block_mask.scores import (
     whole_blocks,
 )
 from flexhop.compat.mod_errors import refused
+from flexhop.compat.private import private
 from flexhop.compat.symbols import is_exporting, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
@@ -269,7 +270,7 @@ def _call(kind: str, mod: Callable[..., Any], indices: tuple[Tensor, ...]) -> An
     if torch.compiler.is_compiling():
         return mod(*indices)
     try:
-        return mod(*indices)
+        return private(mod)(*indices)
     except Exception as error:
         ours = refused(error, f"{kind} {_name(mod)!r}")
         if ours is None:

@@ -40,6 +40,7 @@ from flexhop.compat.mod_graphs import reads_on_host, refuse_by_running, refuse_r
 from flexhop.compat.numbers import as_captures
 from flexhop.compat.subgraph import speculate
 from flexhop.compat.vmapped import is_mapped
+from flexhop.compat.written_graphs import without_writes
 from flexhop.errors import FlexhopError, ModLoweringError, ModResultError
 
 NUM_INDICES = 4
@@ -198,6 +199,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         try:
             with self.rules.index_mode():
                 graph, lifted = speculate(tx, mod, inputs, kind, self.value)
+                graph = without_writes(tx, graph, len(inputs), kind)
             name = getattr(function, "__name__", type(function).__name__ if function else kind)
             self.rules.check_result(_result_of(graph), kind, name)
             graph, lifted = as_captures(tx, graph, lifted, fake_of(query.as_proxy()).device)
@@ -274,7 +276,9 @@ def _scalar(
 ) -> VariableTracker:
     keywords = {"dtype": dtype, "requires_grad": requires_grad}
     built = {name: VariableTracker.build(tx, value) for name, value in keywords.items()}
-    return query.call_method(tx, "new_zeros", [VariableTracker.build(tx, [])], built)
+    zero = query.call_method(tx, "new_zeros", [VariableTracker.build(tx, [])], built)
+    # A mod may write to it, which autograd refuses for a leaf.
+    return zero.call_method(tx, "clone", [], {}) if requires_grad else zero
 
 
 def _function_of(mod: VariableTracker) -> Any:

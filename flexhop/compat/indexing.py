@@ -88,6 +88,28 @@ def _read(tensor: Tensor, items: list[Any]) -> Tensor:
     return read
 
 
+def is_placed(tensor: Tensor, items: tuple[Any, ...]) -> bool:
+    """Whether `tensor[items] = value` writes where 0-d tensors say; see `put`."""
+    if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
+        return items[0].shape == tensor.shape
+    return any(map(_is_place, items)) and all(_is_place(i) or _is_int(i) for i in items)
+
+
+def put(tensor: Tensor, items: tuple[Any, ...], value: Any) -> Tensor:
+    """A copy of `tensor` with a value at `items`, for which `is_placed` holds."""
+    at: Any = items[0]
+    if not (isinstance(at, Tensor) and at.dtype == torch.bool):
+        at = torch.ones((), dtype=torch.bool, device=tensor.device)
+        for dim, item in enumerate(items):
+            size = tensor.size(dim)
+            place = torch.where(item < 0, item + size, item) if isinstance(item, Tensor) else (
+                item % size
+            )  # fmt: skip
+            here = torch.arange(size, device=tensor.device) == place
+            at = at & here.reshape(-1, *[1] * (tensor.dim() - dim - 1))
+    return torch.where(at, value, tensor)
+
+
 # Functions of two operands, one of which may be a number; operators as Dynamo calls them. By name,
 # because Dynamo of 2.13 does not find functions written in Python in a set.
 _PAIRS = frozenset([
@@ -149,6 +171,15 @@ def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Ten
             return tensor
         if _is_rewritten(items):
             return _read(tensor, _spell_out(items, tensor.dim()))
+    elif func is torch.Tensor.__setitem__:
+        tensor, items, value = args
+        items = items if isinstance(items, tuple) else (items,)
+        if is_placed(tensor, items):
+            return tensor.copy_(put(tensor, items, value))
+    elif options.get("out") is not None and isinstance(options["out"], Tensor):
+        # 2.11 to 2.15: refused if a gradient is needed.
+        found = func(*args, **{name: v for name, v in options.items() if name != "out"})
+        return options["out"].copy_(found)
     elif func is torch.nn.functional.embedding and _is_plain_embedding(args, options):
         return _read(args[1], [args[0]])
     elif (func is torch.take or func is torch.Tensor.take) and _is_place(args[1]):
@@ -160,6 +191,8 @@ def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Ten
 _SHORT = {
     torch.ops.aten.cat.default: vmapped.concatenate,
     torch.ops.aten.select_scatter.default: vmapped.select_scatter,
+    torch.select_scatter: vmapped.select_scatter,
+    torch.Tensor.select_scatter: vmapped.select_scatter,
     torch.ops.prims.rev.default: vmapped.flip,
 }
 
@@ -189,8 +222,8 @@ class IndexMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             if func.__name__ in _PAIRS:
                 args = _without_numbers(args)
-        elif func in _SHORT and not kwargs:
-            return _SHORT[func](*args)
+        elif func in _SHORT:
+            return _SHORT[func](*args, **(kwargs or {}))
         elif len(args) == 2 and vmapped.is_batched_with_symbol(*args):
             func, args = _without_symbol(func, args)
         elif func in _LOG_SIGMOIDS:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flexhop.compat.location import innermost_line
+from flexhop.compat.writes import UnknownWriteError
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError
 
-__all__ = ["refused"]
+__all__ = ["refused", "unknown_write"]
 
 
 class _Refusal(NamedTuple):
@@ -50,6 +51,8 @@ def refused(error: Exception, mod: str) -> FlexhopError | None:
     """
     if isinstance(error, FlexhopError):
         return None
+    if isinstance(error, UnknownWriteError):
+        return unknown_write(error, mod, innermost_line(error))
     text = str(error)
     if any(part in text for part in _WRITES):
         return CaptureMutationError(mod=mod, location=innermost_line(error))
@@ -60,3 +63,11 @@ def refused(error: Exception, mod: str) -> FlexhopError | None:
                 reason=refusal.reason,
             )  # fmt: skip
     return None
+
+
+def unknown_write(error: UnknownWriteError, mod: str, location: str) -> ModLoweringError:
+    """Our error for a write that cannot be followed."""
+    return ModLoweringError(
+        mod=mod, operation=f"an in-place operation on {error}", location=location,
+        reason="compute a new tensor instead",
+    )  # fmt: skip

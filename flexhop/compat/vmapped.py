@@ -142,13 +142,16 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return joined
 
 
-def select_scatter(tensor: Tensor, source: Tensor, dim: int, position: int) -> Tensor:
-    """`aten.select_scatter` under any number of vmaps; see `concatenate`."""
-    if not _are_batched_with_symbols((tensor, source)):
-        return torch.ops.aten.select_scatter.default(tensor, source, dim, position)
-    length = tensor.size(dim)
-    place = _is_at(position % length, length, tensor, dim)
-    return torch.where(place, source.unsqueeze(dim), tensor)
+def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """`aten.select_scatter` under any number of vmaps; see `concatenate`.
+
+    2.11 to 2.15: under two vmaps, its gradient is summed over all places.
+    """
+    if not (is_batchedtensor(input) or is_batchedtensor(src)):
+        return torch.ops.aten.select_scatter.default(input, src, dim, index)
+    length = input.size(dim)
+    place = _is_at(index % length, length, input, dim)
+    return torch.where(place, src.unsqueeze(dim), input)
 
 
 def flip(tensor: Tensor, dims: Sequence[int]) -> Tensor:

@@ -18,6 +18,7 @@ from flexhop import errors
 from flexhop.compat import hop
 from flexhop.compat.autocast import wanted_dtype, without_autocast
 from flexhop.compat.mod_errors import refused
+from flexhop.compat.private import private
 from flexhop.compat.symbols import is_symbolic
 from flexhop.compat.wrapped import has_checkpoint_policy
 from flexhop.mods.functions import check_arity
@@ -158,11 +159,12 @@ def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
     name = getattr(mod, "__name__", type(mod).__name__)
     held = [tensor for tensor in closed_over(mod) if not tensor.is_inference()]
     versions = [tensor._version for tensor in held]
+    run = private(mod)
 
     @functools.wraps(mod, updated=())
     def call_and_check(*inputs: Tensor) -> Tensor:
         try:
-            result = mod(*inputs)
+            result = run(*inputs)
         except Exception as error:
             ours = refused(error, f"{kind} {name!r}")
             if ours is None:
