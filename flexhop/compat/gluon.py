@@ -84,6 +84,7 @@ class GluonKernel(inductor.TemplateKernel):
         # Triton visits every line of a function, once for each kind of arguments. Constants in
         # each function were half of what it visited, so they are global.
         self._constants, self.defines = self.defines, ""
+        self._functions = ""
         self.extra_template_env_fns += [
             self.output_pointer, self.constants, self.also_named, self.start_sums,
             self.add_captured, self.finish_captured, self.add_sites, self.finish_sites,
@@ -93,6 +94,27 @@ class GluonKernel(inductor.TemplateKernel):
         """Text of a user function; see inductor.TemplateKernel."""
         text = super().modification(subgraph_number, output_name, **inputs)
         return text.replace("compared(", "compared_by_mask(") if subgraph_number == _MASK else text
+
+    def render(self, *args: Any, **kwargs: Any) -> Any:
+        """The text with holes that are filled at the end."""
+        rendered = super().render(*args, **kwargs)
+        self._functions = rendered._code.partition("\n@gluon.jit")[2]  # behind the kernel
+        return rendered
+
+    def gen_argdefs(self) -> str:
+        """Names of the kernel's arguments that device functions read, or of one if they read none.
+
+        A function passes on what the functions that it calls read. Triton visits each name, once
+        for each kind of arguments; most arguments are read by the kernel alone.
+        """
+        hole = super().gen_argdefs()
+        every = self.render_hooks[hole]
+        self.render_hooks[hole] = lambda: ", ".join(self._read_names(every().split(", ")))
+        return hole
+
+    def _read_names(self, names: list[str]) -> list[str]:
+        read = set(re.findall(r"\w+", self._functions))
+        return [name for name in names if name in read] or names[:1]
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from flexhop.templates.hopper.records import *
 from flexhop.templates.hopper.runtime import (
-    add_async, as_parts, load_async, stash, store_async, unstash,
+    add_async, as_parts, load_async, specialize_warps, stash, store_async, unstash,
 )
 """
 

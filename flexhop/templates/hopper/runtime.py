@@ -14,9 +14,18 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["add_async", "as_parts", "load_async", "stash", "store_async", "unstash"]
+__all__ = [
+    "add_async",
+    "as_parts",
+    "load_async",
+    "specialize_warps",
+    "stash",
+    "store_async",
+    "unstash",
+]
 
 # Copies by the tensor memory accelerator; the second names are those of 3.6, gone in 3.9.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -30,6 +39,30 @@ def add_async(tensor: Any, coordinates: Any, source: Any, _semantic: Any = None)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coordinates, source.handle
     )
+
+
+@builtin
+def specialize_warps(
+    functions: Any,
+    num_warps: Any,
+    num_registers: Any,
+    _semantic: Any = None,
+    _generator: Any = None,
+) -> None:
+    """Run functions side by side, the first by the kernel's own warps, as warp_specialize does.
+
+    Triton visits a function once for each number of warps that run it, and the kernel's own warps
+    have none in its view. Here they have: what one consumer calls is not visited again for the
+    next. All of it is inlined later, so the machine code is the same.
+    """
+    outside = _generator.caller_context
+    _generator.caller_context = GluonCallerContext(_semantic.builder.options.num_warps)
+    try:
+        gl.warp_specialize(
+            functions, num_warps, num_registers, _semantic=_semantic, _generator=_generator
+        )
+    finally:
+        _generator.caller_context = outside
 
 
 # Of scores [64, 64] as a product leaves them: four neighbours for each lane, then its next four.
