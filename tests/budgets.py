@@ -141,7 +141,7 @@ class Truncated(torch.autograd.Function):
 
     @staticmethod
     def forward(left: Tensor, right: Tensor) -> Tensor:
-        return _truncate(left) @ _truncate(right)
+        return truncate(left) @ truncate(right)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -165,7 +165,8 @@ def exact_product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _truncate(values: Tensor) -> Tensor:
+def truncate(values: Tensor) -> Tensor:
+    """fp32 with the bits of TF32."""
     return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 

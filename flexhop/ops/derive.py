@@ -156,8 +156,10 @@ class _Definition:
         modified = over_elements(self.args.score_mod, 1, (raw,), index, captures)
         modified = torch.where(visible, modified.to(raw.dtype), float("-inf"))
         weights, total, lse = softmax_rows(modified)
+        # Before the product: what is common to the tangents of a row cancels here, unrounded.
+        weights = weights / total[..., None]
         kept = drop(weights, self.args.dropout_seed, self.args.options, index)
-        out = combine_values(kept, value) / total[..., None]
+        out = combine_values(kept, value)
         return out, lse
 
 

@@ -176,6 +176,8 @@ class References(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, oracle: Oracle) -> References:
         formulas = kernel_formulas(problem.plan.dtype, truncates=problem.truncates)
+        if oracle is compute_derivative:  # of which fused.py is the one of kernels
+            formulas = formulas[-1:]
         others = [oracle(problem, None, formula) for formula in ("plain", *formulas)]
         return cls(oracle(problem, torch.float64), others)
 

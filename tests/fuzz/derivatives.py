@@ -22,9 +22,10 @@ from tests.budgets import (
     Truncated,
     evaluate_mask_mod,
     evaluate_score_mod,
-    exact_product,
 )
+from tests.fuzz import fused
 from tests.fuzz.functions import chain_scores
+from tests.fuzz.fused import Product, Rounding, Softmax
 from tests.fuzz.oracle import (
     Order,
     Parts,
@@ -250,63 +251,73 @@ def _attend(
     order: Order,
     again: tuple[Segment, Order] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one segment, in an order; where it rounds, see budgets.dense_attention.
+    """Attention of one segment, in an order.
 
+    formula: "plain" rounds as budgets.dense_attention; any other is that of fused.py.
     again: the same segment in another order, of which weights take the statistic. A kernel finds
     scores anew in a later pass, by products of other shapes, and their derivatives likewise.
     Differences that are 0 in exact numbers, as those of a row with one key, are then sums of
-    rounded terms. One pass of plain PyTorch computes both terms alike, and finds 0 by luck. With
-    "online", so are gradients of weights less their mean, of which the latter is a sum over out
-    (rowsum(out * grad_out)), as in every fused kernel and in budgets.dense_backward.
+    rounded terms. One pass of plain PyTorch computes both terms alike, and finds 0 by luck.
     """
-    plan, shape = problem.plan, problem.plan.shape
-    dtype, wide = part.query.dtype, torch.promote_types(part.query.dtype, torch.float32)
-    size = (part.query.size(0), shape.heads, part.query.size(2), part.key.size(2))
+    wide = torch.promote_types(part.query.dtype, torch.float32)
+    size = (part.query.size(0), problem.plan.shape.heads, part.query.size(2), part.key.size(2))
     if not size[3]:
         still = part.query.sum() * 0  # so that it has a derivative
         lse = part.query.new_full(size[:3], -math.inf, dtype=wide)
-        return part.value.new_zeros(*size[:3], shape.value_head_dim) + still, lse
-    group = shape.heads // part.key.size(1)
-    key, value = (
-        t.expand(size[0], -1, -1, -1).repeat_interleave(group, 1) for t in (part.key, part.value)
+        return part.value.new_zeros(*size[:3], problem.plan.shape.value_head_dim) + still, lse
+    scores, seen = _scores(problem, part, formula, is_short, order)
+    lse = _statistic(
+        *(_scores(problem, again[0], formula, is_short, again[1]) if again else (scores, seen))
     )
+    factors = 1.0
+    if problem.plan.dropout:
+        kept = kept_weights(problem, part)[..., order.keys]
+        factors = kept.to(wide) / (1 - problem.plan.dropout)
+    if formula != "plain":
+        value = _per_head(problem, part, part.value.to(wide))
+        rounding = Rounding(part.query.dtype, is_short)
+        out, lse = fused.attend(fused.At(scores, value, lse), Softmax(rounding, seen, factors))
+        return out.to(part.query.dtype), lse
+    is_live = seen.any(-1)
+    shift = torch.where(is_live, scores.detach().amax(-1) if again is None else lse, 0.0)
+    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - shift[..., None]), 0.0)
+    if again is None:
+        weights = weights / torch.where(is_live, weights.sum(-1), 1.0)[..., None]
     product = Truncated.apply if is_short else torch.matmul
-    product = exact_product if dtype.itemsize == 2 and formula != "plain" else product
-    query, scale = part.query, scale_of(plan)
-    if formula != "plain" and dict(plan.options).get("prescale_qk"):
-        query, scale = query * scale, 1.0  # the option rounds the product
-    products = product(query, key.mT).to(wide) * scale
-    scores, seen = _scores(problem, part, order, products, formula)
+    return product(
+        (weights * factors).to(part.query.dtype), _per_head(problem, part, part.value)
+    ), lse
+
+
+def _statistic(scores: Tensor, seen: Tensor) -> Tensor:
+    """lse; -inf for rows without keys."""
     is_live = seen.any(-1)
     shift = torch.where(is_live, scores.detach().amax(-1), 0.0)
-    if again is not None:
-        lse = _attend(problem, again[0], formula, is_short, again[1])[1]
-        shift = torch.where(is_live, lse, 0.0)
-    base = shift.detach() if formula == "online" else shift
-    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - base[..., None]), 0.0)
+    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - shift[..., None]), 0.0)
     total = torch.where(is_live, weights.sum(-1), 1.0)
-    if again is None:
-        lse = torch.where(is_live, shift + torch.log(total), -math.inf)
-    else:  # a factor 1 that has a gradient takes that of the statistic
-        shifted = torch.exp(shift - shift.detach())
-        total = shifted if formula == "online" else torch.ones_like(total)
-    one, total = torch.ones_like(total)[..., None], total[..., None]
-    before, after = (one, total) if formula == "online" else (total, one)
-    weights = weights / before
-    if plan.dropout:
-        kept = kept_weights(problem, part)[..., order.keys]
-        weights = weights * (kept.to(wide) / (1 - plan.dropout))
-    out = product(weights.to(dtype), value) / after
-    return out.to(dtype), lse
+    return torch.where(is_live, shift + torch.log(total), -math.inf)
+
+
+def _per_head(problem: Problem, part: Segment, rows: Tensor) -> Tensor:
+    """Keys or values of every batch and query head."""
+    group = problem.plan.shape.heads // rows.size(1)
+    return rows.expand(part.query.size(0), -1, -1, -1).repeat_interleave(group, 1)
 
 
 def _scores(
-    problem: Problem, part: Segment, order: Order, scores: Tensor, formula: Formula
+    problem: Problem, part: Segment, formula: Formula, is_short: bool, order: Order
 ) -> tuple[Tensor, Tensor]:
     """Modified scores, and which of them count."""
     score_mod, mask_mod = problem.score_mod(), problem.mask_mod()
-    if formula != "plain":
-        scores = _with_short_gradient(scores, part.query.dtype)
+    query, key = part.query, part.key
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if formula == "plain":
+        product = Truncated.apply if is_short else torch.matmul
+        scores = product(query, _per_head(problem, part, key).mT).to(wide)
+    else:
+        key = _per_head(problem, part, key.to(wide))
+        scores = Product.apply(query.to(wide), key.mT, Rounding(query.dtype, is_short))
+    scores = scores * scale_of(problem.plan)
     seen = part.visible.expand(scores.shape)
     if mask_mod is not None:
         own = from_batch(mask_mod, part.first, 0, order)
@@ -318,12 +329,6 @@ def _scores(
         scores = evaluate_score_mod(own, scores).to(scores.dtype)
     seen = seen & (scores.detach() != -math.inf)
     return torch.where(seen, scores, -math.inf), seen
-
-
-def _with_short_gradient(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same numbers, whose gradient is rounded to dtype, as kernels multiply it."""
-    rounded = scores.to(dtype).to(scores.dtype)
-    return scores.detach() + (rounded - rounded.detach())
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
