@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from flexhop import install
+from flexhop import AuxRequest, install
 from flexhop.attention import flex_attention
 from flexhop.block_mask import BlockMask
 from flexhop.block_mask.fields import TENSOR_FIELDS
@@ -30,6 +30,7 @@ from flexhop.integrations.transformers_masks import (
     block_mask,
     codes_of,
 )
+from flexhop.integrations.transformers_models import SELECTIONS, SINKS, selected_keys, with_sinks
 from flexhop.integrations.transformers_rows import STEP, block_lists, is_row, row_blocks
 from flexhop.mods import ScoreMod, softcap
 from flexhop.mods.captured import captured_tensors
@@ -66,13 +67,14 @@ def attention(
     """Attention of one layer, as transformers calls it.
 
     Args:
-        module: the layer; not used.
+        module: the layer.
         query: [B, Hq, M, D]; key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv].
         attention_mask: from `block_mask`; or a tensor that broadcasts to [B, Hq, M, N], either
             bool (True is visible) or added to the scores; or None: every key is visible.
         arguments: `scaling`, `softcap`, `s_aux` (sinks, [Hq]), `position_bias` (added to the
-            scores, broadcasts to [B, Hq, M, N]), `dropout`, `is_causal` (used if there is no mask)
-            and `kernel_options`. Others are for other implementations.
+            scores, broadcasts to [B, Hq, M, N]), `dropout`, `is_causal` (used if there is no
+            mask), `kernel_options`, `sinks` ([B, Hq, M, 1]), and those of `selected_keys`. Others
+            are for other implementations.
 
     Returns:
         out [B, M, Hq, Dv], and None in place of the weights.
@@ -87,7 +89,8 @@ def attention(
             lengths.add((query.size(2), key.size(2)))
         if len(lengths) > 1 or query.size(2) == 1:
             _let_lengths_change(query, key, value, attention_mask)
-    return _attention(attend, (query, key, value), attention_mask, arguments), None
+    selected = selected_keys(module, arguments, key.size(2))
+    return _attention(attend, (query, key, value), attention_mask, selected, arguments), None
 
 
 def uncompiled_attention(
@@ -99,7 +102,8 @@ def uncompiled_attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """`attention` with the reference implementation, not compiled."""
-    return _attention(flex_attention, (query, key, value), attention_mask, arguments), None
+    operands, selected = (query, key, value), selected_keys(module, arguments, key.size(2))
+    return _attention(flex_attention, operands, attention_mask, selected, arguments), None
 
 
 @functools.lru_cache(maxsize=256)
@@ -134,7 +138,7 @@ def _kind(
     """The kind of a call: everything that recompiles, except lengths, batches and layouts."""
     is_tensor = isinstance(mask, Tensor)
     mod = () if mask is None or is_tensor else _codes(mask)
-    names = ("softcap", "s_aux", "position_bias", "dropout")
+    names = ("softcap", "s_aux", "position_bias", "dropout", SINKS, *SELECTIONS)
     given = tuple(name for name in names if arguments.get(name) is not None)
     sizes = (query.size(1), key.size(1), query.size(3), value.size(3), query.size(2) == 1)
     where = (query.dtype, query.device, torch.is_grad_enabled())
@@ -174,10 +178,11 @@ def _attention(
     attend: Callable[..., Tensor],
     operands: tuple[Tensor, Tensor, Tensor],
     mask: BlockMask | Tensor | None,
+    selected: list[Tensor],
     arguments: dict[str, Any],
 ) -> Tensor:
     query, key, _ = operands
-    biases = [arguments.get("position_bias")]
+    biases, sinks = [arguments.get("position_bias"), *selected], arguments.get(SINKS)
     blocks: Any = None if isinstance(mask, Tensor) else mask
     if isinstance(mask, Tensor) and is_row(mask, query):
         blocks = _row(mask, key.size(2), is_lazy=attend is not flex_attention)
@@ -194,7 +199,10 @@ def _attention(
         kernel_options=arguments.get("kernel_options"),
         sinks=arguments.get("s_aux"),
         dropout_p=arguments.get("dropout") or 0,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
+    if sinks is not None:
+        out = with_sinks(out[0], out[1].lse, sinks)
     return out.transpose(1, 2).contiguous()
 
 

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.block_mask.coverage import may_wait
 from flexhop.compat.kept import remember
+from flexhop.integrations.transformers_models import tensor_mask
 from flexhop.integrations.transformers_rows import visible_keys
 from flexhop.mods import MaskMod, and_masks
 from flexhop.mods.closures import describe
@@ -40,13 +41,26 @@ def block_mask(
         attention_mask: [B, S] bool, False for padding; positions from S on are padding too.
         arguments: `device`; `use_vmap`, True if users' functions are part of mask_function;
             `allow_is_bidirectional_skip`, and `allow_is_causal_skip`, True if mask_function is one
-            of transformers' own without more; `local_size`, its window. Others are for other
-            implementations.
+            of transformers' own without more; `local_size`, its window; `config`, `dtype`. Others
+            are for other implementations.
 
     Returns:
-        a BlockMask for [B, H, M, N]; for one query without gradient, the row of visible keys,
+        a BlockMask for [B, H, M, N]; a tensor if the model computes with it, see
+        `transformers_models`; for one query without gradient, the row of visible keys,
         [B or 1, 1, 1, N] bool; None if every key is visible.
     """
+    if (make := tensor_mask(arguments.get("config"))) is not None:
+        arguments |= dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+        return make(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **arguments,
+        )
     is_open = mask_function is bidirectional_mask_function and attention_mask is None
     if is_open and arguments.get("allow_is_bidirectional_skip", False):
         return None
