@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flexhop.block_mask.lists import block_count, lists_to_dense, ranges_to_dense
 from flexhop.compat import hop, transforms
+from flexhop.compat.autograd import checkpointed
 from flexhop.compat.indexing import IndexMode
 from flexhop.ops.args import (
     AttentionArgs,
@@ -94,7 +94,7 @@ def _attend_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # A tensor with a tangent saves more than its recomputation does, once the tangent is gone.
     if torch.is_grad_enabled() and hop.can_checkpoint() and not transforms.is_forward_mode():
-        return checkpoint(attend_rows, args, grids, chunk, use_reentrant=False)
+        return checkpointed(attend_rows, args, grids, chunk)
     return attend_rows(args, grids, chunk)
 
 

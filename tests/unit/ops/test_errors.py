@@ -383,6 +383,17 @@ def test_writing_to_a_value_of_its_own_is_no_mutation():
     )
 
 
+def test_an_error_in_a_mod_leaves_later_gradients_alone():
+    def mod(score, b, h, q_idx, kv_idx):
+        raise KeyError("missing")
+
+    with pytest.raises(KeyError) as raised:
+        flex_attention(*operands(grad=True), mod)
+    assert raised.tb  # the error lives on, as in a notebook
+    x = torch.tensor(3.0, requires_grad=True)
+    assert torch.autograd.grad(x * x, x)[0] == 6
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_torchscript_is_refused():
     with pytest.raises(errors.UnsupportedFeatureError, match=r"torch\.jit\.trace .*torch\.export"):
