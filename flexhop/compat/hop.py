@@ -17,7 +17,6 @@ from torch._C._functorch import (
     _add_batch_dim,
     get_unwrapped,
     is_batchedtensor,
-    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     unwrap_if_dead,
@@ -49,6 +48,7 @@ from flexhop import debug
 from flexhop.compat import shared
 from flexhop.compat.imports import after_import
 from flexhop.compat.retrace import retrace
+from flexhop.compat.storage import below_functorch
 from flexhop.errors import FlexhopError
 
 __all__ = [
@@ -361,7 +361,7 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
         disable_functional_mode(),
         disable_proxy_modes_tracing(),
     ):
-        mode = detect_fake_mode([_below_functorch(t) for t in tensors]) or FakeTensorMode(
+        mode = detect_fake_mode([below_functorch(t) for t in tensors]) or FakeTensorMode(
             allow_non_fake_inputs=True
         )
         with _disable_current_modes(), mode:
@@ -371,13 +371,6 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Temporarily leave every dispatch mode, such as a FakeTensorMode around the caller."""
     return _disable_current_modes()
-
-
-def _below_functorch(value: Any) -> Any:
-    """The tensor inside torch.func's wrappers."""
-    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
-        value = get_unwrapped(value)
-    return value
 
 
 def capture_like(value: Any) -> Any:

@@ -105,8 +105,7 @@ def put(tensor: Tensor, items: tuple[Any, ...], value: Any) -> Tensor:
             place = torch.where(item < 0, item + size, item) if isinstance(item, Tensor) else (
                 item % size
             )  # fmt: skip
-            here = torch.arange(size, device=tensor.device) == place
-            at = at & here.reshape(-1, *[1] * (tensor.dim() - dim - 1))
+            at = at & vmapped.is_at(place, size, tensor, dim)
     return torch.where(at, value, tensor)
 
 

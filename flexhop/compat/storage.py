@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-__all__ = ["begins_with", "shares_memory"]
+__all__ = ["begins_with", "below_functorch", "shares_memory"]
 
 
 def begins_with(tensor: Tensor, part: Tensor) -> bool:
@@ -22,10 +24,11 @@ def begins_with(tensor: Tensor, part: Tensor) -> bool:
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors, perhaps inside wrappers of torch.func, have the same storage."""
-    return torch._C._is_alias_of(_bottom(tensor), _bottom(other))
+    return torch._C._is_alias_of(below_functorch(tensor), below_functorch(other))
 
 
-def _bottom(tensor: Tensor) -> Tensor:
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
+def below_functorch(value: Any) -> Any:
+    """The tensor inside torch.func's wrappers; other values as they are."""
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value

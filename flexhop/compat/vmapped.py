@@ -138,7 +138,7 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.ops.aten.cat.default(list(tensors), dim)
     *parts, joined = (part.unsqueeze(dim) for tensor in tensors for part in tensor.unbind(dim))
     for number, part in enumerate(parts):
-        joined = torch.where(_is_at(number, len(parts) + 1, joined, dim), part, joined)
+        joined = torch.where(is_at(number, len(parts) + 1, joined, dim), part, joined)
     return joined
 
 
@@ -150,7 +150,7 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     if not (is_batchedtensor(input) or is_batchedtensor(src)):
         return torch.ops.aten.select_scatter.default(input, src, dim, index)
     length = input.size(dim)
-    place = _is_at(index % length, length, input, dim)
+    place = is_at(index % length, length, input, dim)
     return torch.where(place, src.unsqueeze(dim), input)
 
 
@@ -168,7 +168,7 @@ def _are_batched_with_symbols(tensors: Sequence[Tensor]) -> bool:
     return any(is_batchedtensor(tensor) and _has_symbols(tensor) for tensor in tensors)
 
 
-def _is_at(position: int, length: int, like: Tensor, dim: int) -> Tensor:
+def is_at(position: int | Tensor, length: int, like: Tensor, dim: int) -> Tensor:
     """Which entries are at a position of a dimension, to broadcast to `like`."""
     after = like.dim() - 1 - dim % like.dim()
     return (torch.arange(length, device=like.device) == position).reshape(-1, *[1] * after)

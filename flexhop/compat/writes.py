@@ -30,7 +30,6 @@ _OPERATORS = {
     )
 }  # fmt: skip
 _OPERATORS |= {f"__{name}__": function for name, function in _OPERATORS.items()}
-_PURE = (operator.and_, operator.or_, operator.not_, operator.is_)
 _SET = ("__setitem__", "setitem")
 _READ = ("__getitem__", "getitem")
 # Switches of autograd and the like: they change no value.
@@ -58,10 +57,8 @@ def written_by(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) 
         return kwargs["out"]
     if name in _NO_WRITES:
         return None
-    ends = name.endswith("_") and not name.endswith("__")
-    ends = (
-        ends and getattr(function, "__module__", "") != operator.add.__module__
-    )  # or operator.or_
+    is_method = getattr(function, "__module__", "") != operator.or_.__module__
+    ends = is_method and name.endswith("_") and not name.endswith("__")
     if ends or name in _OPERATORS or name in _SET or _is_in_place(function, args, kwargs):
         return args[0] if args else kwargs.get("input", kwargs.get("self"))
     return None

@@ -30,7 +30,7 @@ from flexhop.integrations.transformers_masks import (
     block_mask,
     codes_of,
 )
-from flexhop.integrations.transformers_models import SELECTIONS, SINKS, selected_keys, with_sinks
+from flexhop.integrations.transformers_models import selected_keys, with_sinks
 from flexhop.integrations.transformers_rows import STEP, block_lists, is_row, row_blocks
 from flexhop.mods import ScoreMod, softcap
 from flexhop.mods.captured import captured_tensors
@@ -89,8 +89,7 @@ def attention(
             lengths.add((query.size(2), key.size(2)))
         if len(lengths) > 1 or query.size(2) == 1:
             _let_lengths_change(query, key, value, attention_mask)
-    selected = selected_keys(module, arguments, key.size(2))
-    return _attention(attend, (query, key, value), attention_mask, selected, arguments), None
+    return _attention(attend, module, (query, key, value), attention_mask, arguments), None
 
 
 def uncompiled_attention(
@@ -102,8 +101,8 @@ def uncompiled_attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """`attention` with the reference implementation, not compiled."""
-    operands, selected = (query, key, value), selected_keys(module, arguments, key.size(2))
-    return _attention(flex_attention, operands, attention_mask, selected, arguments), None
+    operands = query, key, value
+    return _attention(flex_attention, module, operands, attention_mask, arguments), None
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,7 +137,9 @@ def _kind(
     """The kind of a call: everything that recompiles, except lengths, batches and layouts."""
     is_tensor = isinstance(mask, Tensor)
     mod = () if mask is None or is_tensor else _codes(mask)
-    names = ("softcap", "s_aux", "position_bias", "dropout", SINKS, *SELECTIONS)
+    names = (
+        "softcap", "s_aux", "position_bias", "dropout", "sinks", "indices", "block_indices",
+    )  # fmt: skip
     given = tuple(name for name in names if arguments.get(name) is not None)
     sizes = (query.size(1), key.size(1), query.size(3), value.size(3), query.size(2) == 1)
     where = (query.dtype, query.device, torch.is_grad_enabled())
@@ -176,13 +177,14 @@ def _let_lengths_change(
 
 def _attention(
     attend: Callable[..., Tensor],
+    module: nn.Module,
     operands: tuple[Tensor, Tensor, Tensor],
     mask: BlockMask | Tensor | None,
-    selected: list[Tensor],
     arguments: dict[str, Any],
 ) -> Tensor:
     query, key, _ = operands
-    biases, sinks = [arguments.get("position_bias"), *selected], arguments.get(SINKS)
+    biases = [arguments.get("position_bias"), *selected_keys(module, arguments, key.size(2))]
+    sinks = arguments.get("sinks")
     blocks: Any = None if isinstance(mask, Tensor) else mask
     if isinstance(mask, Tensor) and is_row(mask, query):
         blocks = _row(mask, key.size(2), is_lazy=attend is not flex_attention)

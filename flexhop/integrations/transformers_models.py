@@ -14,10 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-# Names of arguments that change the result of a layer, beside those that `attention` lists.
-SELECTIONS = ("indices", "block_indices")
-SINKS = "sinks"
-
 # Models that compute with their mask, by config.model_type. Bool masks, as for sdpa:
 _WITH_BOOL = (
     "doge",  # combines it with a mask that depends on the values
