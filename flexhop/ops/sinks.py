@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from flexhop import errors
 from flexhop.ops.call import Mistake, note_mistake
@@ -29,9 +30,14 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     has_keys, has_sink = lse > -torch.inf, sink > -torch.inf
     # Exclude -inf from differentiation, because inf - inf would be NaN.
     finite_lse, finite_sink = torch.where(has_keys, lse, 0.0), torch.where(has_sink, sink, 0.0)
-    both = torch.logaddexp(finite_lse, finite_sink)
+    # The second derivative of torch.logaddexp overflows if they are further apart than 88. Of the
+    # formulas for each side, one has no cancellation: neither in values nor in derivatives.
+    distance = finite_lse - finite_sink
+    is_above = distance > 0
+    both = torch.where(is_above, finite_lse + softplus(-distance), finite_sink + softplus(distance))
     total = torch.where(has_keys & has_sink, both, torch.where(has_keys, lse, sink))
-    share = torch.where(has_keys & has_sink, torch.exp(finite_lse - both), 1.0)
+    kept = torch.where(is_above, 1 - torch.sigmoid(-distance), torch.sigmoid(distance))
+    share = torch.where(has_keys & has_sink, kept, 1.0)
     scaled = (out.to(lse.dtype) * _ordered(share[..., None], out)).to(out.dtype)
     return scaled, total
 

@@ -5,6 +5,7 @@ import torch
 
 import flexhop
 from flexhop import errors
+from flexhop.ops.sinks import add_sinks
 from tests.varlen_cases import offsets
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
@@ -73,6 +74,27 @@ def test_minus_infinity_is_no_sink():
     expected = torch.autograd.grad(plain.square().sum(), tensors)
     for found, right in zip(grads, [*expected, torch.zeros(4).double()], strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("distance", [-120.0, -60.0, 0.0, 5.0, 60.0, 120.0])
+def test_second_derivatives_far_from_the_scores(distance):
+    found = second_derivatives(distance, torch.float32)
+    right = second_derivatives(distance, torch.float64)
+    for ours, exact in zip(found, right, strict=True):
+        # Scores of up to 120 have an error of 4e-6 in fp32, which is the relative one of weights.
+        scale = exact.abs().max().item()
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=5e-5 * scale + 1e-30)
+
+
+def second_derivatives(distance, dtype):
+    """Of a call whose sinks lie so far from its scores, with respect to all that it reads."""
+    torch.manual_seed(0)
+    out, lse, sinks = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6), torch.randn(2)
+    leaves = [t.to(dtype).requires_grad_() for t in (out, lse, sinks + distance)]
+    scaled, total = add_sinks(*leaves)
+    loss = (scaled * torch.arange(4.0)).square().sum() + total.sin().sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
 
 
 def test_packed_sequences_have_sinks():
