@@ -34,7 +34,9 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     # formulas for each side, one has no cancellation: neither in values nor in derivatives.
     distance = finite_lse - finite_sink
     is_above = distance > 0
-    both = torch.where(is_above, finite_lse + softplus(-distance), finite_sink + softplus(distance))
+    both = torch.where(
+        is_above, finite_lse + softplus(-distance), finite_sink + softplus(distance)
+    )
     total = torch.where(has_keys & has_sink, both, torch.where(has_keys, lse, sink))
     kept = torch.where(is_above, 1 - torch.sigmoid(-distance), torch.sigmoid(distance))
     share = torch.where(has_keys & has_sink, kept, 1.0)
