@@ -5,6 +5,7 @@ analysis does not prove that an index is never negative, the tensor's size is ad
 does. If the index may be too large, it is clamped. The result for an index outside [-size, size)
 is therefore undefined, as on the GPU without device assertions, but the read is never out of
 bounds.
+An index of int64 keeps its lower half, which takes half of the instructions and registers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from flexhop.compat import inductor
 from flexhop.ops.args import Site
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+_LARGEST_SIZE = 2**31  # an index of a smaller dimension is an int32
 LENGTH = 2**24  # kernels compute with positions in fp32, which represents every integer below this
 
 
@@ -131,16 +134,21 @@ class _Wrap:
         is_plain = isinstance(size, int)
         operand = size if is_plain else graph.call_function(aten.sym_size.int, (source, axis))
         nodes = [self.copies[index]]
+        example = index.meta["val"]
 
         def write(target: Any, *args: Any) -> fx.Node:
             nodes.append(graph.call_function(target, args))
-            nodes[-1].meta["val"] = index.meta["val"]
+            nodes[-1].meta["val"] = example
             return nodes[-1]
 
+        if example.dtype == torch.int64 and inductor.is_known(length < _LARGEST_SIZE):
+            example = example.to(torch.int32)
+            write(convert, nodes[0], torch.int32)
         if not self._is_at_most(index, -1, 0):
-            shifted = write(aten.add.Tensor, nodes[0], operand)
-            negative = write(aten.lt.Scalar, nodes[0], 0)
-            write(aten.where.self, negative, shifted, nodes[0])
+            plain = nodes[-1]
+            shifted = write(aten.add.Tensor, plain, operand)
+            negative = write(aten.lt.Scalar, plain, 0)
+            write(aten.where.self, negative, shifted, plain)
             if not self._is_at_most(index, -1, length):
                 write(aten.maximum.default, nodes[-1], 0)
         if not self._is_at_most(index, 1, length - 1):

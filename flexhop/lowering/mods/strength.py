@@ -6,6 +6,11 @@ if fp32 represents all integers on the way, and needs only one conversion per ro
 does every sum of what depends on the query and what depends on the key, such as the distance of
 two patches of an image, `(q_idx // 64 - kv_idx // 64).abs() + (q_idx % 64 - kv_idx % 64).abs()`.
 
+Conversions round to the nearest float, so they keep order and signs: the magnitude, the larger or
+the smaller of integers of 64 bits is that of their floats, however large they are. A magnitude of
+floats takes no instruction, one of int64 seven. (-2**63 has no magnitude in int64, but it has one
+here.)
+
 Quotients and remainders follow Python: they round down. Inductor prints that as a division that
 rounds to zero, and corrections for negative numbers, which the compiler cannot remove because it
 does not know that positions are not negative.
@@ -20,6 +25,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, copied, dtype_of
+from flexhop.lowering.mods.narrow import narrowed
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -29,6 +35,12 @@ _EXACT = (
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.abs.default, aten.neg.default,
     aten.maximum.default, aten.minimum.default,
 )  # fmt: skip
+# Of any int64, these are the same in fp32, after rounding.
+_ORDERED = (
+    aten.abs.default, aten.neg.default, aten.relu.default,
+    aten.maximum.default, aten.minimum.default,
+    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+)  # fmt: skip
 _QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 _REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
 _LARGEST = 2**24  # fp32 represents all integers up to this
@@ -37,12 +49,14 @@ _SIZES: dict[str, int] = dict.fromkeys(INDICES, _LARGEST // 2)
 
 
 def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
-    """The same function with cheaper divisions, and sums in floats if they become floats.
+    """The same function with cheaper divisions, integers of 32 bits if they fit, and sums in
+    floats if they become floats.
 
     Args:
         graph: (*inputs, ...) -> value or values; not changed.
         inputs: names of its first inputs, as in `analyse`.
     """
+    graph = narrowed(graph, inputs)
     module, copies = copied(graph)
     floats = _Floats(analyse(graph, inputs, _SIZES), copies)
     for node, copy in copies.items():
@@ -109,12 +123,25 @@ class _Floats:
         ):
             return
         for place, value in enumerate(user.args[:2]):
-            if isinstance(value, fx.Node) and _is_sum(value) and self._is_exact(value):
+            if isinstance(value, fx.Node) and self._is_cheaper(value):
                 new = self._as_float(value)
                 if is_conversion:
                     self.copies[user].replace_all_uses_with(new)
                 else:
                     self.copies[user].update_arg(place, new)
+
+    def _is_cheaper(self, value: fx.Node) -> bool:
+        """Whether a value is to be computed in fp32, where it is the same."""
+        if _is_sum(value) and self._is_exact(value):
+            return True
+        is_ordered = value.target in _ORDERED and dtype_of(value) == torch.int64
+        return is_ordered and not value.kwargs and all(map(self._is_bound, value.args[1:]))
+
+    def _is_bound(self, other: Any) -> bool:
+        """Whether the other operand of an order is not converted for every score, but exactly."""
+        if isinstance(other, fx.Node):
+            return not {"q", "k"} <= self.found[other].depends
+        return other is None or (isinstance(other, int) and abs(other) <= _LARGEST)
 
     def _is_exact(self, operand: Any) -> bool:
         """Whether fp32 represents an operand, and what it is made of."""
@@ -134,7 +161,7 @@ class _Floats:
         if node not in self._known:
             target: Any = convert
             operands = (self.copies[node], torch.float32)
-            if _is_sum(node):
+            if self._is_cheaper(node):
                 target, operands = node.target, tuple(map(self._as_float, node.args))
             new = self.copies[node].graph.call_function(target, operands)
             new.meta["val"] = node.meta["val"].to(torch.float32)
