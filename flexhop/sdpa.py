@@ -60,11 +60,6 @@ def scaled_dot_product_attention(
     operands = (query, key, value)
     mistake = _argument_mistake(attn_mask, is_causal)
     choices = _Choices(scale, enable_gqa, Dropout(dropout_p))
-    device = query.device.type
-    # Autocast leaves fp64 alone, as it does PyTorch's.
-    if query.dtype == torch.float64 and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return _dispatch(operands, attn_mask, is_causal, choices, mistake)
     return _dispatch(operands, attn_mask, is_causal, choices, mistake)
 
 

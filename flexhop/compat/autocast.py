@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch import Tensor
 
-__all__ = ["wanted_dtype", "without_autocast"]
+__all__ = ["cast", "dtype_under", "wanted_dtype", "without_autocast"]
+
+# Autocast converts these. It leaves fp64 alone, as it does for PyTorch's own operators.
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def wanted_dtype(device: str) -> torch.dtype | None:
@@ -17,6 +21,16 @@ def wanted_dtype(device: str) -> torch.dtype | None:
     if not has_autocast or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def dtype_under(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that an operand has after autocast to `wanted`."""
+    return dtype if wanted is None or dtype not in _CAST else wanted
+
+
+def cast(tensor: Tensor, wanted: torch.dtype) -> Tensor:
+    """Convert an operand as autocast to `wanted` does."""
+    return tensor.to(dtype_under(wanted, tensor.dtype))
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:

@@ -35,6 +35,7 @@ from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from flexhop.compat.dynamo_scale import with_scale_in_mod
 from flexhop.compat.location import users_line
 from flexhop.compat.mod_graphs import reads_on_host, refuse_by_running, refuse_reads_on_host
 from flexhop.compat.numbers import as_captures
@@ -168,8 +169,9 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         (q, k, v, lists, seeds), _ = hops.proxy_args_kwargs(operands, {})
         fakes = [example_of(proxy) for proxy in (q, k, v)]
         fake_lists = tuple(fake_of(proxy) for proxy in lists)
-        scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, door.call))
-        score = self.trace_mod(tx, door.query, door.score_mod, "score_mod")
+        score_mod, call = self.scaled(tx, door.score_mod, door.call)
+        scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, call))
+        score = self.trace_mod(tx, door.query, score_mod, "score_mod")
         mask = self.trace_mod(tx, door.query, door.mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
             self.rules.check_captures(fakes[0], kind, tuple(map(example_of, captures)))
@@ -180,6 +182,13 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             dropout_seed=seeds,
         )  # fmt: skip
         return self.write(tx, args)
+
+    def scaled(self, tx: Any, mod: VariableTracker, call: VariableTracker) -> tuple[Any, Any]:
+        """A score_mod and a call whose scale is a number."""
+        scaled, call = with_scale_in_mod(tx, mod, call)
+        if scaled is not mod and (function := _function_of(mod)) is not None:
+            self.rules.check_function(function, "score_mod")  # its wrapper has another signature
+        return scaled, call
 
     def write(self, tx: Any, args: Any) -> VariableTracker:
         """Emit the node of a call with these operands."""

@@ -20,14 +20,17 @@ class CachedVariable(AttentionVariable):
     _HOP_NAME = "flexhop_cached_attention"
 
     def _write_node(self, tx: Any, door: Any) -> VariableTracker:
-        mods = (door.score_mod, door.mask_mod, door.key_mod, door.value_mod)
+        plain, has_mods = door.call.realize().items
+        score_mod, plain = self.scaled(tx, door.score_mod, plain)
+        call = TupleVariable([plain, has_mods])
+        mods = (score_mod, door.mask_mod, door.key_mod, door.value_mod)
         groups = (door.blocks, door.pages)
         tuples = [TupleVariable(list(group.realize().items)) for group in groups]
         operands = [door.query, door.key, door.value, *tuples]
         (*qkv, lists, table), _ = hops.proxy_args_kwargs(operands, {})
         fakes = [fake_of(proxy) for proxy in qkv]
         tensors = [tuple(map(fake_of, group)) for group in (lists, table)]
-        scale, options = self.rules.prepare_cached(*fakes, *tensors, python_value(tx, door.call))
+        scale, options = self.rules.prepare_cached(*fakes, *tensors, python_value(tx, call))
         kinds = ("score_mod", "mask_mod", "k_mod", "v_mod")
         functions: list[Proxy] = []
         captures: list[tuple[Any, ...]] = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop, transforms
+from flexhop.compat.autocast import cast
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.wrapped import is_bare
 from flexhop.ops.args import BackwardArgs, learned_captures
@@ -84,7 +85,7 @@ def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> BackwardArgs:
     """Apply autocast if torch.func.grad calls it, as in the forward call."""
     args = BackwardArgs(*operands)
     names = ("query", "key", "value", "out", "grad_out")
-    return args._replace(**{name: getattr(args, name).to(dtype) for name in names})
+    return args._replace(**{name: cast(getattr(args, name), dtype) for name in names})
 
 
 hop.register_autocast(attention_backward, _cast)

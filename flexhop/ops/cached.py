@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop
+from flexhop.compat.autocast import cast
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
 from flexhop.ops.args import CachedArgs, CachedDoor
@@ -68,8 +69,8 @@ hop.register_checkpoint(cached_attention)
 def cast_cached(dtype: torch.dtype, operands: tuple[Any, ...]) -> CachedArgs:
     """Query in autocast's dtype, and a cache that has query's dtype."""
     args = CachedArgs(*operands)
-    alike = [t.to(dtype) if t.dtype == args.query.dtype else t for t in (args.key, args.value)]
-    return args._replace(query=args.query.to(dtype), key=alike[0], value=alike[1])
+    alike = [cast(t, dtype) if t.dtype == args.query.dtype else t for t in (args.key, args.value)]
+    return args._replace(query=cast(args.query, dtype), key=alike[0], value=alike[1])
 
 
 hop.register_autocast(cached_attention, cast_cached)

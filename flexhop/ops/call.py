@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
-from flexhop.compat.autocast import wanted_dtype
+from flexhop.compat.autocast import dtype_under, wanted_dtype
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.compat.sizes import is_empty
 from flexhop.ops.agreement import agree
@@ -198,8 +198,9 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise errors.DeviceError(**devices)
     if query.device.type not in ("cpu", "cuda", "meta"):
         raise errors.UnsupportedDeviceError(device=devices["query"])
-    dtypes = {name: tensor.dtype for name, tensor in named.items()}
-    if len(set(dtypes.values())) > 1 and wanted_dtype(query.device.type) is None:
+    wanted = wanted_dtype(query.device.type)
+    dtypes = {name: dtype_under(wanted, tensor.dtype) for name, tensor in named.items()}
+    if len(set(dtypes.values())) > 1:
         raise errors.DtypeError(**dtypes)
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:

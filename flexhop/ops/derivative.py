@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop, transforms
+from flexhop.compat.autocast import cast
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import MaskCaptureGradError, UnsupportedFeatureError
 from flexhop.ops.args import (
@@ -87,10 +88,10 @@ hop.register_checkpoint(attention_derivative)
 def _cast(dtype: torch.dtype, operands: tuple[Any, ...]) -> DerivativeArgs:
     """Apply autocast as for attention: cast values that are like query, key, value or out."""
     args = DerivativeArgs(*operands)
-    query, key, value = (t.to(dtype) for t in args[:3])
+    query, key, value = (cast(t, dtype) for t in args[:3])
     names = signature_of(args).inputs[3 + len(args.score_captures) :]
     directions = tuple(
-        t.to(dtype) if name in (QUERY, KEY, VALUE, OUT) else t
+        cast(t, dtype) if name in (QUERY, KEY, VALUE, OUT) else t
         for t, name in zip(args.directions, names, strict=True)
     )
     return args._replace(query=query, key=key, value=value, directions=directions)

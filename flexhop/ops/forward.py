@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat import hop, transforms
+from flexhop.compat.autocast import cast
 from flexhop.compat.indexing import IndexMode
 from flexhop.errors import VmapError
 from flexhop.ops.args import (
@@ -77,7 +78,7 @@ def cast_operands(dtype: torch.dtype, operands: tuple[Any, ...]) -> AttentionArg
     """Apply autocast as scaled_dot_product_attention does: cast query, key and value."""
     args = AttentionArgs(*operands)
     return args._replace(
-        query=args.query.to(dtype), key=args.key.to(dtype), value=args.value.to(dtype)
+        query=cast(args.query, dtype), key=cast(args.key, dtype), value=cast(args.value, dtype)
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop import errors
 
 BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
@@ -35,6 +36,26 @@ def test_autocast_converts_operands_and_nothing_else(dtype):
     assert all(torch.equal(g.to(dtype), w) for g, w in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.parametrize("way", ["eager", "aot_eager", "lifted"])
+def test_autocast_leaves_fp64_alone(way):
+    """As it does PyTorch's attention; integers are no operands there either."""
+    inputs = [t.double().requires_grad_() for t in operands()]
+    expected = flexhop.flex_attention(*inputs, tilted)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    call = flexhop.flex_attention
+    if way == "aot_eager":
+        call = torch.compile(call, backend=way, fullgraph=True)
+    with torch.autocast("cpu", BF16), flexhop.eager_kernels(way == "lifted"):
+        out = call(*inputs, tilted)
+        found = torch.autograd.grad(out.square().sum(), inputs)
+        with pytest.raises(errors.UnsupportedDtypeError, match="query is torch.int32"):
+            call(*(t.int() for t in inputs), tilted)
+        with pytest.raises(errors.DtypeError, match="float64, torch.bfloat16 and torch.float64"):
+            call(inputs[0], inputs[1].detach().float(), inputs[2], tilted)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_autocast_of_a_call_that_reads_a_cache():
     query, key, value = operands()
     stored, scale = (key * 40).to(torch.int8), torch.rand(4) / 40
@@ -44,6 +65,10 @@ def test_autocast_of_a_call_that_reads_a_cache():
     assert torch.equal(
         out, flexhop.flex_attention(query.to(BF16), stored, value.to(BF16), **options)
     )
+    wide = query.double(), stored, value.double()
+    with torch.autocast("cpu", BF16):
+        out = flexhop.flex_attention(*wide, **options)
+    assert torch.equal(out, flexhop.flex_attention(*wide, **options))
 
 
 def test_meta_tensors_have_shapes():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexhop import create_block_mask, flex_attention
+from flexhop.errors import ModArityError
 from tests.unit.ops.support import quiet
 
 pytestmark = quiet
@@ -102,6 +103,36 @@ def test_a_number_that_starts_to_change():
     assert counter.frame_count == graphs
 
 
+@pytest.mark.parametrize("mod", [None, scaled(0.5, 3)])
+def test_a_scale_that_changes(mod):
+    def attend(q, k, v, c, n):
+        return flex_attention(q, k, v, score_mod=mod, scale=c / n**0.5)
+
+    tensors = operands()
+    compiled, counter = compiled_with_counter(attend)
+    assert_same(compiled, attend, tensors, VALUES[:2])
+    graphs = counter.frame_count
+    assert_same(compiled, attend, tensors, VALUES[2:])
+    assert counter.frame_count == graphs
+    compiled, _ = compiled_with_counter(attend, dynamic=True)
+    mod = lambda score, b, h, q: score  # noqa: E731
+    with pytest.raises(ModArityError, match="its signature is .score, b, h, q."):
+        compiled(*tensors, 0.5, 3)
+
+
+def test_a_scale_that_follows_the_length():
+    def attend(q, k, v):
+        return flex_attention(q, k, v, scale=k.size(2) ** 0.5 / 50)
+
+    compiled, counter = compiled_with_counter(attend, dynamic=True)
+    graphs = []
+    for length in (33, 16, 24):
+        tensors = [t[:, :, :length].detach().requires_grad_() for t in operands()]
+        assert_same(compiled, attend, tensors, [()])
+        graphs.append(counter.frame_count)
+    assert graphs[1] == graphs[2]
+
+
 def test_a_function_that_takes_only_numbers_is_compiled_for_each():
     def attend(q, k, v, c, n):
         return flex_attention(q, k, v, score_mod=with_alpha(c, n))
@@ -146,13 +177,13 @@ def test_block_masks_made_inside():
 
 
 def test_k_mod():
-    def attend(q, k, v, factor):
-        return flex_attention(q, k, v, k_mod=factor)
+    def attend(q, k, v, factor, scale):
+        return flex_attention(q, k, v, k_mod=factor, scale=scale)
 
     with torch.no_grad():
         tensors = operands()
         compiled, counter = compiled_with_counter(attend, dynamic=True)
-        for factor in map(times, (0.5, 0.7, 0.9)):
-            expected = attend(*tensors, factor)
-            torch.testing.assert_close(compiled(*tensors, factor), expected)
+        for factor, scale in ((0.5, 0.2), (0.7, 0.3), (0.9, -0.4)):
+            expected = attend(*tensors, times(factor), scale)
+            torch.testing.assert_close(compiled(*tensors, times(factor), scale), expected)
     assert counter.frame_count <= 2  # AOTAutograd starts once more for a float
