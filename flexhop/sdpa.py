@@ -11,7 +11,7 @@ from flexhop import errors
 from flexhop.attention import attend
 from flexhop.masks import causal
 from flexhop.mods.functions import ScoreMod
-from flexhop.ops.call import Mistake, note_mistake
+from flexhop.ops.call import Mistake, note_mistake, note_wrong_type
 from flexhop.ops.dropout_seed import Dropout
 from flexhop.sequences.nested import Operands, has_nested, pack, unpack
 from flexhop.sequences.ranges import RangeMask, mask_ranges
@@ -34,11 +34,13 @@ def scaled_dot_product_attention(
     other backend to fall back to: a call that the kernel does not support is an error.
 
     Args:
-        query: [B, Hq, M, D]; [H, M, D] and [M, D] are one batch. Or a jagged nested tensor
-            [S, Hq, ragged, D], with or without holes; then key and value are nested as well.
+        query: [B, Hq, M, D], with any number of batch dimensions, as for [H, M, D] and [M, D]. Or
+            a jagged nested tensor [S, Hq, ragged, D], with or without holes; then key and value
+            are nested as well.
         key: [B, Hkv, N, D]; value: [B, Hkv, N, Dv]. Batches and heads of size 1 broadcast.
-        attn_mask: for dense operands. It broadcasts to [B, Hq, M, N] without being expanded. bool:
-            True means visible. float32 or the dtype of query: added to the scaled scores.
+        attn_mask: for dense operands. It broadcasts to [B, Hq, M, N] without being expanded,
+            except over several batch dimensions. bool: True means visible. float32 or the dtype of
+            query: added to the scaled scores.
         dropout_p: probability that a weight becomes 0. The others are divided by 1 - dropout_p. It
             applies in training and evaluation; see docs/dropout.md.
         is_causal: query i sees keys 0 to i, within each sequence.
@@ -58,7 +60,8 @@ def scaled_dot_product_attention(
     Source: torch.nn.functional.scaled_dot_product_attention (torch 2.13).
     """
     operands = (query, key, value)
-    mistake = _argument_mistake(attn_mask, is_causal)
+    mistake = note_wrong_type(query, key, value, scale, None)
+    mistake = mistake or _argument_mistake(attn_mask, is_causal)
     choices = _Choices(scale, enable_gqa, Dropout(dropout_p))
     return _dispatch(operands, attn_mask, is_causal, choices, mistake)
 
@@ -79,21 +82,26 @@ def _dispatch(
     mistake: Mistake | None,
 ) -> Tensor:
     """Call the nested or the dense implementation."""
-    rank = operands[0].dim()
     if mistake is None and has_nested(*operands):
         return _nested(operands, attn_mask, is_causal, choices)
     if mistake is None:
         mistake = _rank_mistake(operands)
-    if mistake is None:
-        operands = _broadcast(operands)
-        mistake = _mask_mistake(attn_mask, operands)
     if mistake is not None:
         return _attend(operands, (None, None), choices, mistake)
+    rank, outer = operands[0].dim(), _outer(operands)
+    operands = _broadcast(operands, outer)
+    mistake = _mask_mistake(attn_mask, operands, outer)
+    if mistake is not None:
+        return _attend(operands, (None, None), choices, mistake)
+    if attn_mask is not None:
+        attn_mask = _folded_mask(attn_mask, outer)
     block_mask = causal_blocks(*operands[:2]) if is_causal else None
     score_mod = None if attn_mask is None else mask_score(attn_mask)
     shares_heads = choices.enable_gqa or operands[1].size(1) == 1
     choices = _Choices(choices.scale, shares_heads, choices.dropout)
     out = _attend(operands, (score_mod, block_mask), choices)
+    if rank > 4:
+        return out.unflatten(0, outer)
     return out.reshape(out.shape[4 - rank :]) if rank < 4 else out
 
 
@@ -130,11 +138,21 @@ def _nested(
     return unpack(out, operands[0])
 
 
-def _broadcast(operands: Operands) -> Operands:
+def _outer(operands: Operands) -> tuple[int, ...]:
+    """The sizes of several batch dimensions, or of none."""
+    if operands[0].dim() <= 4:
+        return ()
+    return tuple(torch.broadcast_shapes(*[t.shape[:-3] for t in operands]))
+
+
+def _broadcast(operands: Operands, outer: tuple[int, ...]) -> Operands:
     """Expand to four dimensions, a common batch and a common number of heads, as views.
 
-    Key and value may keep batch 1 and one head, which kernels share.
+    Key and value may keep batch 1 and one head, which kernels share. Several batch dimensions,
+    `outer`, become one.
     """
+    if outer:
+        operands = tuple(t.expand(*outer, *t.shape[-3:]).flatten(0, -4) for t in operands)  # pyright: ignore[reportAssignmentType]
     query, key, value = (t[(None,) * (4 - t.dim())] if t.dim() < 4 else t for t in operands)
     for dim in (0, 1):
         key, value = _alike(key, value, dim)
@@ -182,6 +200,8 @@ def mask_score(attn_mask: Tensor) -> ScoreMod:
 
 
 def _argument_mistake(attn_mask: Tensor | None, is_causal: bool) -> Mistake | None:
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return _mask_error(f"is a {type(attn_mask).__name__}", "must be a tensor or None")
     if attn_mask is not None and is_causal:
         return note_mistake(
             errors.OptionConflictError, first="attn_mask", second="is_causal=True",
@@ -192,23 +212,44 @@ def _argument_mistake(attn_mask: Tensor | None, is_causal: bool) -> Mistake | No
 
 def _rank_mistake(operands: Operands) -> Mistake | None:
     for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
-        if not 2 <= tensor.dim() <= 4 or tensor.dim() != operands[0].dim():
-            return note_mistake(errors.RankError, argument=argument, rank=tensor.dim(), expected=4)
+        if tensor.dim() < 2 or tensor.dim() != operands[0].dim():
+            expected = max(2, operands[0].dim())
+            return note_mistake(
+                errors.RankError, argument=argument, rank=tensor.dim(), expected=expected
+            )
+    batches = [_numbers(t.shape[:-3]) for t in operands] if operands[0].dim() > 4 else []
+    for sizes in zip(*batches, strict=True):
+        if len({size for size in sizes if size != 1}) > 1:
+            query, key, value = map(str, batches)
+            return note_mistake(
+                errors.BatchError, query_batch=query, key_batch=key, value_batch=value
+            )
     return None
 
 
-def _mask_mistake(attn_mask: Tensor | None, operands: Operands) -> Mistake | None:
+def _folded_mask(attn_mask: Tensor, outer: tuple[int, ...]) -> Tensor:
+    """A mask for one batch dimension instead of several. Heads and lengths are not expanded."""
+    if attn_mask.dim() <= 3 or not outer:
+        return attn_mask
+    inner = attn_mask.shape[-3:]
+    return attn_mask.expand(*outer, *inner).reshape(-1, *inner)
+
+
+def _mask_mistake(
+    attn_mask: Tensor | None, operands: Operands, outer: tuple[int, ...]
+) -> Mistake | None:
     if attn_mask is None:
         return None
     query, key, _ = operands
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         found = f"is {attn_mask.dtype}"
-        return _mask_error(found, f"must be torch.bool, torch.float32 or {query.dtype}")
+        floats = " or ".join(dict.fromkeys((str(torch.float32), str(query.dtype))))
+        return _mask_error(found, f"must be torch.bool or {floats}")
     if attn_mask.device != query.device:
         return _mask_error(f"is on {attn_mask.device}", f"query is on {query.device}")
-    sizes = (query.size(0), query.size(1), query.size(2), key.size(2))
+    sizes = (*(outer or query.shape[:1]), query.size(1), query.size(2), key.size(2))
     own = tuple(attn_mask.shape)
-    fits = len(own) <= 4 and all(
+    fits = len(own) <= len(sizes) and all(
         [size in (1, full) for size, full in zip(own[::-1], sizes[::-1], strict=False)]
     )
     if fits:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexhop import errors
 from flexhop.attention import AuxOutput, AuxRequest, Options, attend
 from flexhop.mods.functions import MaskMod, ScoreMod
-from flexhop.ops.call import Mistake, note_mistake, note_rank
+from flexhop.ops.call import Mistake, note_mistake, note_rank, note_wrong_type
 from flexhop.ops.dropout_seed import Dropout
 from flexhop.ops.sharding import SLOT
 from flexhop.sequences.ranges import Packing, pack_mask
@@ -58,7 +58,8 @@ def varlen_attention(
         mask_mod: (b, h, q_idx, kv_idx) -> bool, applied to the keys that the other arguments leave
             visible.
         is_causal: hides keys after the one that a query is aligned with.
-        window_size: (before, after), how many keys around that one are visible. None: all.
+        window_size: (before, after), how many keys around that one are visible. None: all, as
+            flash-attn's -1.
         bottom_right: align the last query of a sequence with its last key, as in decoding with a
             cache. False aligns the first with the first. For equal lengths both are the same.
         seqused_k: [S], how many keys of each sequence to use. None: all.
@@ -75,15 +76,18 @@ def varlen_attention(
         SequenceOffsetsError: offsets of a wrong dtype, rank, device or number. Without
             torch.compile also offsets that do not start at 0, decrease or exceed the tokens;
             compiled code does not synchronise to check that.
+        OptionValueError: a window_size that is no pair of such numbers.
         FlexhopError: as for flex_attention.
 
     Source: flash_attn.flash_attn_varlen_func (flash-attn 2.8), with mods.
     """
     offsets_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    left, right = window_size
+    mistake = note_wrong_type(query, key, value, scale, return_aux) or _window_mistake(window_size)
+    left, right = (None, None) if mistake is not None else window_size
     right = 0 if is_causal else right
     packing = Packing(cu_seqlens_q, offsets_k, seqused_k, Window(left, right, bottom_right))
-    mistake = _rank_mistake(query=query, key=key, value=value)
+    if mistake is None:
+        mistake = _rank_mistake(query=query, key=key, value=value)
     if mistake is None:
         mistake = _find_mistake(query, key, packing)
     block_mask = None
@@ -113,13 +117,25 @@ def _pack(
 
 def _as_batch(tokens: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D], without a copy; anything else passes through to the checks."""
-    is_packed = tokens.dim() == 3 and not tokens.is_nested
+    is_packed = isinstance(tokens, Tensor) and tokens.dim() == 3 and not tokens.is_nested  # pyright: ignore[reportUnnecessaryIsInstance]
     return tokens.transpose(0, 1).unsqueeze(0) if is_packed else tokens
 
 
 def _as_tokens(batch: Tensor) -> Tensor:
     """[1, H, T, ...] as [T, H, ...]."""
     return batch.squeeze(0).transpose(0, 1)
+
+
+def _window_mistake(window: Any) -> Mistake | None:
+    """What is wrong with a window. flash-attn's -1 would mean that the next key is the first."""
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if is_pair and all([n is None or (isinstance(n, int) and n >= 0) for n in window]):
+        return None
+    allowed = "two numbers (before, after) from 0, or None for no bound (flash-attn's -1)"
+    found = window if is_pair else type(window).__name__
+    return note_mistake(
+        errors.OptionValueError, name="window_size", value=str(found), allowed=allowed
+    )
 
 
 def _rank_mistake(**tensors: Tensor) -> Mistake | None:
@@ -160,6 +176,8 @@ def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | Non
 
 
 def _static_fault(offsets: Any, query: Tensor) -> tuple[str, str] | None:
+    if not isinstance(offsets, Tensor):
+        return f"is a {type(offsets).__name__}", "must be an int32 or int64 tensor"
     if offsets.dtype not in (torch.int32, torch.int64):
         return f"is {offsets.dtype}", "must be int32 or int64"
     if offsets.dim() != 1:

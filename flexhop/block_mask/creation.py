@@ -174,7 +174,9 @@ def _block_mask(
         probe = torch.empty(0, device=grid.device)
         fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
     else:
-        fields = _remembered_lists(mask_mod, grid, sides)
+        # A mask may outlive an evaluation that made it, and be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            fields = _remembered_lists(mask_mod, grid, sides)
     counts, indices, *others = all_lists(fields, sides)
     assert counts is not None and indices is not None  # the others may be omitted
     lengths = (grid.q_len, grid.kv_len)

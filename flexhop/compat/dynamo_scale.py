@@ -1,8 +1,8 @@
 """A scale that changes between calls: kernels read it, as a number that score_mod captures.
 
-A scale is a constant of its kernel. Dynamo makes a float symbolic once it has changed, and one that
-is computed from a symbolic length always is. The operator would guard on
-its value, and compile again for every value.
+A scale is a constant of its kernel. Dynamo makes a float symbolic once it has changed, and one
+that is computed from a symbolic length always is. The operator would guard on its value and
+compile again for every value.
 """
 
 from __future__ import annotations
@@ -19,17 +19,9 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 __all__ = ["with_scale_in_mod"]
 
 
-def _scaled(
-    mod: Callable[..., Tensor],
-    scale: float,
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-) -> Tensor:
+def _scaled(mod: Callable[..., Tensor], scale: float, score: Tensor, *indices: Tensor) -> Tensor:
     """What score_mod computes from a score that lacks the scale."""
-    return mod(score * scale, b, h, q_idx, kv_idx)
+    return mod(score * scale, *indices)
 
 
 def with_scale_in_mod(

@@ -24,7 +24,7 @@ class RankError(FlexhopError, ValueError, NotImplementedError):
 class SequenceLengthError(FlexhopError, ValueError, RuntimeError):
     """An empty sequence where at least one token is required."""
 
-    message = "The length of {argument} must be greater than 0, but is {length}."
+    message = "{argument} must be greater than 0, but is {length}."
 
 
 class HeadDimError(FlexhopError, ValueError):

@@ -34,7 +34,8 @@ class Attention(nn.Module):
         device, dtype: device and dtype of the parameters.
 
     Raises:
-        ModArgumentError: sizes that do not divide, or an odd D with rotary embedding.
+        ModArgumentError: sizes that do not divide, an odd D with rotary embedding, or a base that
+            is not positive.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Attention(nn.Module):
         key, value = self.key_norm(self._heads(self.key(source))), self._heads(self.value(source))
         if self.rotary_base is not None:
             if positions is None:
-                positions = torch.arange(hidden.size(1), device=hidden.device)
+                positions = torch.arange(hidden.size(-2), device=hidden.device)
                 positions = positions if cache is None else positions + cache.length
             query = rotate(query, positions, self.rotary_base)
             key = rotate(key, positions, self.rotary_base)
@@ -112,7 +113,7 @@ class Attention(nn.Module):
 
     def _heads(self, rows: Tensor) -> Tensor:
         """[B, S, H * D] as [B, H, S, D]."""
-        return rows.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return rows.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -196,17 +197,23 @@ def rotate(heads: Tensor, positions: Tensor, base: float) -> Tensor:
 def _head_dim(
     width: int, heads: int, kv_heads: int, head_dim: int | None, rotary_base: float | None
 ) -> int:
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+    if heads < 1:
+        raise _error("heads", heads, "at least 1")
+    if kv_heads < 1 or heads % kv_heads:
         raise _error("kv_heads", kv_heads, f"a divisor of {heads}, the number of heads")
     if head_dim is None and width % heads:
         raise _error("heads", heads, f"a divisor of the width {width}, unless head_dim is given")
     size = width // heads if head_dim is None else head_dim
+    if size < 1:
+        raise _error("head_dim", size, "at least 1")
+    if rotary_base is not None and not rotary_base > 0:
+        raise _error("rotary_base", rotary_base, "positive")
     if rotary_base is not None and size % 2:
         raise _error("head_dim", size, "even, because rotary embedding needs pairs")
     return size
 
 
-def _error(argument: str, value: int, allowed: str) -> ModArgumentError:
+def _error(argument: str, value: float, allowed: str) -> ModArgumentError:
     return ModArgumentError(
         mod="flexhop.nn.Attention", argument=argument, value=value, allowed=allowed
     )

@@ -52,9 +52,11 @@ def note_mistake(error: type[errors.FlexhopError], **facts: Any) -> Mistake:
     return Mistake(error, tuple(facts.items()))
 
 
-def note_rank(rank: int, **tensors: Tensor) -> Mistake | None:
-    """A RankError for the first tensor without `rank` dimensions, if there is one."""
+def note_rank(rank: int, **tensors: Any) -> Mistake | None:
+    """The error of the first that is no tensor or has not `rank` dimensions, if there is one."""
     for argument, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            return _wrong_type(argument, tensor, "a tensor")
         if tensor.dim() != rank:
             return note_mistake(
                 errors.RankError, argument=argument, rank=tensor.dim(), expected=rank
@@ -211,7 +213,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key)):
         if is_empty(tensor.size(2)):
-            raise errors.SequenceLengthError(argument=name, length=0)
+            raise errors.SequenceLengthError(argument=f"The length of {name}", length=0)
     if query.size(3) != key.size(3):
         raise errors.HeadDimError(query_dim=int(query.size(3)), key_dim=int(key.size(3)))
     if key.size(2) != value.size(2):

@@ -122,6 +122,10 @@ class KernelOptions:
         """
         if isinstance(value, KernelOptions):
             return value
+        if value is not None and not isinstance(value, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            kind = type(value).__name__
+            allowed = "a KernelOptions, a dictionary or None"
+            raise OptionValueError(name="kernel_options", value=kind, allowed=allowed)
         fields, ignored = _translate(value or {})
         if ignored:
             warnings.warn(OptionIgnoredWarning(names=", ".join(ignored)), stacklevel=3)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from flexhop.attention import AuxRequest, Options, flex_attention
-from flexhop.block_mask.creation import create_mask
+from flexhop.block_mask.creation import create_block_mask, create_mask
 from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.block_mask.mask import BlockMask
 from flexhop.cache.pages import PageTable
@@ -26,6 +26,7 @@ from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
 from flexhop.reports.report import Capture, Mask, Mod, Pass, Report
 from flexhop.sequences.nested import Operands, Packed, has_nested, pack
+from flexhop.sequences.ranges import RangeMask
 
 __all__ = ["Report", "explain"]
 
@@ -121,7 +122,7 @@ def explain(
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
         found = survey.survey(args, device, value_is_key=begins_with(tensors[1], tensors[2]))
-        mask = None if block_mask is None else _describe_mask(BlockMask.of(block_mask))
+        mask = None if block_mask is None else _describe_mask(_as_lists(block_mask))
         report = _report(args, found, mask)
     if query.device.type == "cpu" and capability is None:
         return dataclasses.replace(report, notes=(_ON_CPU, *report.notes))
@@ -138,8 +139,20 @@ def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
 
 def _home(block_mask: Any) -> torch.device:
     """Device for the stand-ins of tensors without data: the mask's, otherwise the CPU."""
+    if isinstance(block_mask, RangeMask):
+        return block_mask.first_key.device
     counts = getattr(block_mask, "kv_num_blocks", None)
     return torch.device("cpu") if counts is None else counts.device
+
+
+def _as_lists(block_mask: Any) -> BlockMask:
+    """A mask with block lists; packed sequences have ranges of keys instead."""
+    if not isinstance(block_mask, RangeMask):
+        return BlockMask.of(block_mask)
+    return create_block_mask(
+        block_mask.mask_mod, None, None, *block_mask.seq_lengths, block_mask.first_key.device,
+        block_mask.BLOCK_SIZE,
+    )  # fmt: skip
 
 
 def _seed_like(seed: Tensor | None, block_mask: Any) -> Tensor | None:

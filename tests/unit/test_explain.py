@@ -105,6 +105,23 @@ def test_blocks_and_density_are_counted():
     assert mask.unmasked == pytest.approx((512 * 513 / 2) / 512**2)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_operands_are_packed_tokens():
+    lengths = (300, 200, 12)
+    tokens = torch.nested.nested_tensor(
+        [torch.randn(n, 2, 8) for n in lengths], layout=torch.jagged
+    )
+    query = tokens.transpose(1, 2)
+    mask = flexhop.explain(query, query, query).mask
+    assert mask is not None
+    assert mask.shape == (1, 1, 512, 512)
+    assert mask.unmasked == pytest.approx(sum(n * n for n in lengths) / 512**2)
+    blocks = flexhop.create_nested_block_mask(causal, None, None, query)
+    mask = flexhop.explain(query, query, query, block_mask=blocks).mask
+    assert mask is not None
+    assert mask.unmasked == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / 512**2)
+
+
 def test_work_follows_the_visited_blocks():
     dense = flexhop.explain(*operands(512))
     sparse = flexhop.explain(*operands(512), block_mask=causal_mask(512))

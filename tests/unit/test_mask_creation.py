@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import flexhop
 from flexhop.block_mask import BlockMask, coverage, create_block_mask, create_mask, scores
 from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.errors import (
@@ -267,6 +268,35 @@ def test_bad_input(error, mod, changes):
     arguments = {"B": 1, "H": 1, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu"} | changes
     with pytest.raises(error):
         create_block_mask(mod, **arguments)
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_a_mask_that_was_made_for_inference_serves_training():
+    """The first mask of a kind, one that equals it, and one whose scores are all evaluated."""
+    documents = torch.randint(0, 3, (40,))
+    query = torch.randn(1, 1, 40, 8, requires_grad=True)
+    train = torch.compile(flexhop.flex_attention, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        ids = torch.randint(0, 3, (40,))
+        masks = [
+            create_block_mask(mod, None, None, 40, 40, "cpu", BLOCK_SIZE=16)
+            for mod in (causal, causal, lambda b, h, q, k: documents[q] == documents[k])
+        ]
+        read = create_block_mask(lambda b, h, q, k: ids[q] >= ids[k], None, None, 40, 40, "cpu")
+    for mask in (*masks, read):
+        lists = [tensor for tensor in mask.as_tuple() if isinstance(tensor, torch.Tensor)]
+        assert not any(tensor.is_inference() for tensor in lists)
+    for mask in masks:
+        train(query, query, query, block_mask=mask).sum().backward()
+
+
+def test_the_argument_that_is_not_positive_is_named():
+    for name in ("B", "H", "Q_LEN", "KV_LEN"):
+        arguments = {"B": 1, "H": 1, "Q_LEN": 8, "KV_LEN": 8} | {name: -1}
+        with pytest.raises(
+            SequenceLengthError, match=f"^{name} must be greater than 0, but is -1"
+        ):
+            create_block_mask(causal, **arguments, device="cpu")
 
 
 def test_a_branch_is_located():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import flexhop
 from flexhop import masks
-from flexhop.errors import ModArgumentError
+from flexhop.errors import ModArgumentError, RankError
 from flexhop.mods.captured import captured_tensors
 from flexhop.nn import Attention, Cache, HeldMask
 from flexhop.nn.attention import rotate
@@ -131,11 +131,19 @@ def test_in_one_graph() -> None:
         ({"heads": 4, "kv_heads": 3}, "kv_heads"),
         ({"heads": 5}, "divisor of the width 48"),
         ({"heads": 2, "head_dim": 7, "rotary_base": 10.0}, "even"),
+        ({"heads": 0}, "heads is 0, but must be at least 1"),
+        ({"heads": 4, "head_dim": 0}, "head_dim is 0"),
+        ({"heads": 4, "rotary_base": -1.0}, "rotary_base is -1.0, but must be positive"),
     ],
 )
 def test_sizes_that_do_not_fit(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ModArgumentError, match=words):
         Attention(48, **arguments)
+
+
+def test_one_sequence_needs_a_batch() -> None:
+    with pytest.raises(RankError, match="query must have 4 dimensions, but has 3"):
+        Attention(48, 4, rotary_base=10.0)(torch.randn(9, 48))
 
 
 def test_masks_move_with_their_module() -> None:

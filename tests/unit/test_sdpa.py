@@ -46,6 +46,11 @@ CALLS = {
     "bias_keys": (SHAPE, lambda: {"attn_mask": leaf(1, 50)}),
     "batches": (((1, 4, 9, 8), (3, 4, 9, 8), (1, 4, 9, 8)), lambda: {}),
     "three": (((4, 9, 8), (4, 9, 8), (4, 9, 8)), lambda: {"attn_mask": boolean(4, 9, 9)}),
+    "four": (
+        ((2, 1, 4, 9, 8), (2, 3, 1, 7, 8), (1, 3, 4, 7, 8)),
+        lambda: {"attn_mask": leaf(3, 1, 9, 7)},
+    ),
+    "five": (((2, 2, 2, 2, 9, 8),) * 3, lambda: {"attn_mask": boolean(2, 1, 2, 1, 9, 9)}),
     "two": (((9, 8), (7, 8), (7, 8)), lambda: {"attn_mask": boolean(9, 7)}),
 }  # fmt: skip
 
@@ -124,6 +129,7 @@ def bad_calls():
         ),
         "dtype": ({"attn_mask": mask.int()}, errors.AttentionMaskError, "is torch.int32"),
         "device": ({"attn_mask": mask.to("meta")}, errors.AttentionMaskError, "is on meta"),
+        "type": ({"attn_mask": "causal"}, errors.AttentionMaskError, "attn_mask is a str"),
         "shape": (
             {"attn_mask": mask.mT}, errors.AttentionMaskError,
             r"has shape \(50, 37\), but must broadcast to \(2, 4, 37, 50\)",
@@ -146,8 +152,13 @@ def test_other_operands_are_refused():
     attention = flexhop.scaled_dot_product_attention
     with pytest.raises(errors.HeadCountError):
         attention(torch.randn(1, 4, 8, 8), *(torch.randn(1, 2, 8, 8) for _ in range(2)))
-    with pytest.raises(errors.RankError, match="query must have 4 dimensions, but has 5"):
-        attention(*(torch.randn(1, 1, 2, 8, 8) for _ in range(3)))
+    wide = torch.randn(2, 3, 2, 8, 8)
+    with pytest.raises(errors.RankError, match="value must have 5 dimensions, but has 4"):
+        attention(wide, wide, wide[0])
+    with pytest.raises(errors.BatchError, match=r"query has \(2, 3\), key has \(2, 2\)"):
+        attention(wide, wide[:, :2], wide)
+    with pytest.raises(errors.OptionValueError, match="query value 'NoneType'"):
+        attention(None, wide, wide)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -113,6 +113,7 @@ def bad_calls():
         "dtype": ({"cu_seqlens_q": good.float()}, "float32"),
         "rank": ({"cu_seqlens_q": good[None]}, "2 dimensions"),
         "device": ({"cu_seqlens_q": good.to("meta")}, "meta"),
+        "list": ({"cu_seqlens_q": good, "cu_seqlens_k": [0, 10, 32]}, "cu_seqlens_k is a list"),
         "empty": ({"cu_seqlens_q": good[:1]}, "no sequence"),
         "count": ({"cu_seqlens_q": good, "cu_seqlens_k": offsets((10, 10, 12))}, "4 entries"),
         "used": ({"cu_seqlens_q": good, "seqused_k": good}, "3 entries"),
@@ -148,3 +149,14 @@ def test_wrong_values_are_found_without_compile(name):
 def test_padded_tensors_are_refused():
     with pytest.raises(errors.RankError, match="query must have 3 dimensions, but has 4"):
         flexhop.varlen_attention(*(torch.randn(1, 2, 32, 8) for _ in range(3)), offsets((32,)))
+
+
+@pytest.mark.parametrize("window", [3, (-1, 0), (1, 2, 3), (0.5, None)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_wrong_windows(window, compiled):
+    """-1 would hide the query's own key; flash-attn and PyTorch's varlen_attn mean no bound."""
+    call = flexhop.varlen_attention
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(errors.OptionValueError, match="or None for no bound"):
+        call(*(torch.randn(32, 2, 8) for _ in range(3)), offsets((32,)), window_size=window)

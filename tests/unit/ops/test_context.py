@@ -48,9 +48,9 @@ def test_autocast_leaves_fp64_alone(way):
     with torch.autocast("cpu", BF16), flexhop.eager_kernels(way == "lifted"):
         out = call(*inputs, tilted)
         found = torch.autograd.grad(out.square().sum(), inputs)
-        with pytest.raises(errors.UnsupportedDtypeError, match="query is torch.int32"):
+        with pytest.raises(errors.UnsupportedDtypeError, match="query is torch"):
             call(*(t.int() for t in inputs), tilted)
-        with pytest.raises(errors.DtypeError, match="float64, torch.bfloat16 and torch.float64"):
+        with pytest.raises(errors.DtypeError, match=r"float64, torch\.bfloat16 and"):
             call(inputs[0], inputs[1].detach().float(), inputs[2], tilted)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(found, wanted)

@@ -95,6 +95,10 @@ OPERANDS = {
     "two requests": (
         QKV, {"return_lse": True, "return_aux": AuxRequest(lse=True)}, errors.AuxConflictError, [],
     ),
+    "options tuple": (
+        QKV, {"kernel_options": (64,)}, errors.OptionValueError, ["kernel_options", "tuple"],
+    ),
+    "options text": (QKV, {"kernel_options": "fast"}, errors.OptionValueError, ["options", "str"]),
     "scale": (QKV, {"scale": 1j}, errors.OptionValueError, ["scale"]),
     "scale tensor": (QKV, {"scale": tensor(())}, errors.OptionValueError, ["scale", "Tensor"]),
     "no tensor": (changed(0, None), {}, errors.OptionValueError, ["query", "NoneType"]),
