@@ -118,6 +118,7 @@ class Printer:
         loops = LoopBody(body, (variables, ()), ranges, variables, ())
         proxy = CppKernelProxy(group)
         types = dict(dtypes) | {one.name: one.dtype for one in stored}
+        # Pointers of ours are no buffers of the graph, which Inductor asks for their dtypes.
         with mock.patch.object(V.graph, "get_dtype", _with_types(types)):
             proxy.codegen_loop_bodies([loops], [(tuple(sizes), ())])
             with mock.patch.object(
@@ -230,6 +231,7 @@ def emit(
         lambda printer: text(holder[0], printer),
     )  # fmt: skip
     holder.append(kernel)
+    # Our text has no place for operations that Inductor would fuse.
     V.graph.no_fuse_buffer_names.add(kernel.get_name())
     return ir.TensorBox.create(kernel)
 

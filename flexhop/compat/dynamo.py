@@ -203,6 +203,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         function = _function_of(mod)
         if function is not None:
             self.rules.check_function(function, kind)
+        # Example inputs belong to the mod's graph; the user's graph must not create them.
         with hops.discard_graph_changes(tx):
             inputs = _mod_inputs(tx, query, kind)
         try:

@@ -192,6 +192,7 @@ def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
             for position in op.callable_positions:
                 function = plain[position]
                 wrapped = ctx.functionalize(_maybe_run_with_interpreter(function))
+                # The wrapper stays recognisable as the user's function, whose graphs calls share.
                 plain[position] = shared.hand_on(function, wrapped)
             return ctx.wrap_tensors(op(*plain))
 

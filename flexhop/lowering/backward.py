@@ -24,6 +24,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     device = inductor.device_of(args.query)
     score_captures = inductor.realize(args.score_captures)
     mask_captures = inductor.realize(args.mask_captures)
+    # Without folded caps: their derivative needs tanh itself (mods/caps.py).
     mods = lower_mods(device, (args.score_mod, args.mask_mod), (score_captures, mask_captures))
     query, key, value, grad_out = inductor.realize(
         [args.query, args.key, args.value, args.grad_out]
@@ -45,10 +46,12 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     sums = make_sums(reads, args.query, args.key)
     sites = scatter_sites(reads, sums)
     captured = Captured(list(sums.values()), sites)
+    # Without sites, kernels call the gradient of the score alone.
     joint = joint if sites else joint[:1]
     captures = [*score_captures, *mask_captures]
     call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
     for choice in choices:
+        # Each candidate's report says why those before it were passed over.
         told = dataclasses.replace(call, passed=choice.words(problem.device))
         emit = functools.partial(choice.dialect.backward.emit, told, args, joint, captured)
         grads = fallback.attempt(f"backward, {choice.dialect.title}", emit, problem)

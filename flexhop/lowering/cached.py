@@ -64,6 +64,7 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
         query=query, key=key, value=value, score_captures=score, mask_captures=mask,
         key_captures=of_key, value_captures=of_value,
     )  # fmt: skip
+    # Slices of a cache have strides of their own. Triton reads whole rows only if it knows them.
     guards.guard_aligned_strides((query, key, value))
     fakes = CachedArgs(*inline.fake_operands())
     readers = divide_work(args, key_dtypes(fakes))
@@ -90,6 +91,7 @@ def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.
     """Split the work of k_mod and v_mod into work per element, per score and per weight."""
     dtype, key_dtype, value_dtype = dtypes
     key, value = read_key_mod(args.key_mod), read_key_mod(args.value_mod)
+    # If a key is rounded on the way to the product, it must be multiplied before.
     key_factor = key.factor if is_exact(key_dtype, dtype) else None
     value_factor = value.factor if is_exact(value_dtype, dtype) else None
     cache = Cache(

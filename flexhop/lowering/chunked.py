@@ -168,6 +168,7 @@ def over_chunks(
     """All rows of the results of `work`, and its totals; lengths as in Grids."""
     wide = accumulate_dtype(args.query.dtype)
     grids = listed_blocks(args)._replace(lengths=lengths)
+    # Key and value are converted once, not in every chunk; the block lists are in `grids` now.
     args = args._replace(key=args.key.to(wide), value=args.value.to(wide), blocks=())
     length = args.query.size(2)
     if rows is None:

@@ -165,6 +165,7 @@ def candidates(direction: Direction, problem: Problem, options: KernelOptions) -
         reason = _reason_against(dialect, direction, problem, options, is_last=is_last)
         if not reason:
             yield Choice(dialect, tuple(passed))
+            # Whoever asks for another candidate has rejected the machine code of this one.
             reason = "it spills registers"
         elif direction == "forward" and options.backend == dialect.name and not is_last:
             raise OptionConflictError(

@@ -107,6 +107,7 @@ def recover(error: Exception, again: Callable[[], R]) -> R:
     Raises:
         Exception: `error`, if nothing helps, or FLEXHOP_STRICT is set.
     """
+    # An error that tells the user what to change is not retried.
     if is_strict() or isinstance(error.__cause__ or error, FlexhopError):
         raise error
     for stage in ("careful", "definition"):
@@ -154,6 +155,7 @@ def forget() -> None:
 
 def _key(problem: Problem) -> Problem:
     """The facts that are the same in forward, backward and `explain`."""
+    # Facts that only one direction or only the compiler knows must not hide a failure.
     return dataclasses.replace(
         problem,
         grad=UNREAD,

@@ -31,6 +31,7 @@ def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     has_texts = tanh.has_texts(device, query.get_dtype())
     mods = _lower_mods(args, foldable_scale(args, has_texts=has_texts))
     query, key, value = inductor.realize((args.query, args.key, args.value))
+    # Before the facts are collected: what is guarded here is known there.
     guards.guard_aligned_strides((query, key, value))
     args = args._replace(query=query, key=key, value=value)
     problem, options = read_problem(args, mods), user_options(args.options)
@@ -102,6 +103,7 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
     joint = ahead.traced("flexhop_joint") if ahead.is_useful() else None
     if joint is None:
         return
+    # The gradient of a cap needs tanh itself, so the forward kernel's folded one does not serve.
     mods = _lower_mods(args, None) if has_caps(args.score_mod) else call.mods
     problem = read_problem(args, mods, grad=read_joint(joint))
     told = dataclasses.replace(call, problem=problem, mods=mods)

@@ -31,7 +31,9 @@ from flexhop.lowering.mods.lower import INDEX_NAMES, position_sizes
 from flexhop.templates import part
 
 _WARPS = 4
+# Blocks of one program: their states are one load.
 _SPAN = 32
+# Scores that a program evaluates at a time: 16 per thread.
 _TILE = (32, 64)
 _TURN_ELEMENTS = 1 << 20  # scores that the CPU evaluates per loop iteration
 

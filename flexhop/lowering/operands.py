@@ -141,6 +141,7 @@ def make_problem(
     """
     batch, heads, query_len, head_dim = sizes.query
     kv_batch, kv_heads, key_len, value_dim = sizes.value
+    # A bound for every tensor that kernels address from one pointer.
     elements = batch * heads * max(query_len, key_len) * max(head_dim, value_dim)
     precision = float32_precision(user_options(args.options).float32_precision)
     return Problem(

@@ -191,7 +191,9 @@ def _lower_kinds(tangents: _Tangents, second: Second) -> dict[str, _Backward]:
     """
     device = inductor.device_of(tangents.call.query)
     score, captures = tangents.call.score_mod, tangents.shared.captures
+    # If no capture moves, the tangent of score_mod is its derivative times score_dot already.
     slope = lower_push(device, score, captures, {}) if tangents.moved else tangents.push
+    # The gradient itself: the tangent along the gradient of out, with everything else at rest.
     still = tangents._replace(dots={}, moved={}, push=slope)
     found: dict[str, _Backward] = {}
     for kind, along in (("grad", still), ("grad_dot", tangents)):

@@ -64,6 +64,7 @@ def _emit(
         query, args.key, args.value, args.out, args.grad_out, *saved, *optional,
         *mods.captured_tensors,
     ]  # fmt: skip
+    # Threads add to captured tensors in any order; without captured tensors no sum depends on it.
     is_ordered = bool(args.options.get("deterministic")) and bool(joint.sites)
 
     def text(grad_query: Any, printer: Printer) -> str:

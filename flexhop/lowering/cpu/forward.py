@@ -93,6 +93,7 @@ const flexhop::Forward<scalar_t> call{{
 {score_functions(printer, mods, by_key=False)}
 flexhop::attend(call, full, partial);
 """
+        # Inductor writes the signature between the declarations and the body.
         return header("products", "tiles", "packed", "dropout", "forward") + "KERNEL_BODY" + call
 
     symbols = [*mods.captures, *inputs]

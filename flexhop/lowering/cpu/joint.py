@@ -64,6 +64,7 @@ def joint_functions(printer: Printer, mods: Mods, joint: Joint, sums: dict[int, 
     if not joint.buffers:
         texts = ["flexhop::Nothing{}"] * 2
     else:
+        # In full blocks every score counts, so the mask is not asked.
         full = _function(printer, mods._replace(mask=None), joint, sums)
         texts = [full, full if mods.mask is None else _function(printer, mods, joint, sums)]
     functions = [f"const auto {n} = {t};" for n, t in zip(names, texts, strict=True)]
@@ -105,6 +106,7 @@ def _function(printer: Printer, mods: Mods, joint: Joint, sums: dict[int, Any]) 
         place = Stored(
             lambda site=site: _place(joint, site, sums[site.capture]), f"buf_place{n}", torch.int64
         )
+        # Where places do not differ, one row or column of them is enough.
         rows = SIZES[0] if along in ("KEYS", "BOTH") else 1
         columns = SIZES[1] if along in ("QUERIES", "BOTH") else 1
         lines.append(printer.loops([place], inputs, types, (rows, columns), STEP))

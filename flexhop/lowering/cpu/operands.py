@@ -83,6 +83,7 @@ def blocks_of(printer: Printer, args: Any, states: Any, mods: Mods) -> str:
     """C++ of the states of blocks."""
     otherwise = FULL if mods.mask is None else PARTIAL
     if states is None:
+        # One block that is larger than any length: all queries are in its first row.
         return f"{{nullptr, 1, 1, 0, 0, int64_t(1) << 40, 1, {otherwise}}}"
     sizes = ", ".join(map(printer.number, states.get_size()))
     block = f"{int(args.options['q_block_size'])}, {int(args.options['kv_block_size'])}"

@@ -80,6 +80,7 @@ def fill(
         check = functools.partial(_check, make, problem)
         if fallback.attempt(_words(template, constants), check, problem):
             return choices[-1:]
+    # In careful mode, this line is reached only if no variant compiled.
     if not choices or (problem is not None and fallback.is_careful()):
         raise fallback.NoCandidate
     return choices
@@ -94,6 +95,7 @@ def _append(
         choices, input_nodes=inputs, layout=output.layout, subgraphs=subgraphs,
         mutated_inputs=list(output.written), call_sizes=output.sizes, **constants,
     )  # fmt: skip
+    # Inductor returns the error of a choice instead of raising it.
     if error is not None:
         raise error
     return choices[-1]

@@ -92,6 +92,7 @@ def scatter_sites(reads: Reads, buffers: dict[int, Any]) -> list[inductor.Scatte
 
 def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite:
     by = read_by(reads.joint, site)
+    # Exact sums have their ten integers in front, copies come last; sites index what is between.
     strides = tuple(buffer.get_stride())
     row, strides = (strides[0], strides[1:]) if reads.is_exact else (None, strides)
     copies = reads.copies.get(site.capture, 1)

@@ -72,6 +72,7 @@ class _Attention:
         line = lower_line(device, args.score_mod, inductor.realize(args.score_captures))
         lse, max_scores = output.written[0], output.written[-1]
         lists = block_inputs(args, "kv", lse, args.query)
+        # Zeroed by the graph itself, so before every launch, also when a CUDA graph is replayed.
         counter = inductor.zeros([1], torch.int32, device)
         operands = (args.query, args.key, args.value)
         stored = forward.stored_bits(problem, tile)

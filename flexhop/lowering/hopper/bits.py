@@ -154,6 +154,7 @@ def is_by_batch(problem: Problem) -> bool:
 def _pays(problem: Problem, copies: int, *, holds_all: bool) -> bool:
     """Whether the heads' savings outweigh a launch that computes mask_mod once for them."""
     sharers = problem.batch * problem.query_heads // copies
+    # One of the sharers still pays for the mask, and all of them pay for reading bits.
     saved = problem.mods.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
     tiles = -(-problem.query_len // 128) * problem.batch * problem.query_heads
     least = _FEWEST_SAVED if holds_all else _FEWEST_SAVED_IN_ONE_LOOP

@@ -69,9 +69,11 @@ def fill_kernel(
         subgraphs: the user's functions.
     """
     template = _template(name, hopper.CAPTURED if subgraphs.sites else ())
+    # The last size is what the grid functions call `programs`.
     persistent = output._replace(sizes=[*output.sizes, call.problem.device.multiprocessors])
     variant = {"num_stages": 1, "num_warps": 4, **dataclasses.asdict(constants)}
     (choice,) = fill(template, inputs, persistent, [variant], subgraphs, call.problem)
+    # A thread builds it while a worker compiles the kernel.
     launcher.build(choice)
     return choice
 
@@ -122,6 +124,7 @@ def emit_kernel(
     operands = [*inputs, *call.captures, *added_to]
     full = f"flexhop_hopper_{name}"
     result = select(full, [choice], operands, output, subgraphs, call.captures)
+    # The kernel stores its result by itself, so nothing can be fused into the store.
     gluon.keep_apart(result)
     return result
 

@@ -160,6 +160,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     key: Any = args.key
     value: Any = args.value
     grad_out: Any = args.grad_out
+    # The dialect was chosen without knowing its layout, so an unfit one is copied.
     if not gluon.suits_bulk_copies(grad_out):
         grad_out = inductor.contiguous(grad_out)
     device = inductor.device_of(query)

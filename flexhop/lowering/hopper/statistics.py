@@ -76,6 +76,7 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     missing = gluon.fill_up(length, rows)
     weighted = product(args.out, args.grad_out)
     lse, grad_lse = args.lse, args.grad_lse
+    # Padded before the sum, so that one reduction gives statistics and padding.
     if not inductor.is_multiple(length, rows):
         weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
         lse = call(aten.constant_pad_nd.default, lse, [0, missing], -INF)

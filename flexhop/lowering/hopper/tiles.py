@@ -119,6 +119,7 @@ def _small_tile(problem: Problem, blocks: MaskBlocks) -> HopperTile:
     if not is_shared or problem.group % packed:
         packed = 1
     spreads = is_shared and problem.group % (2 * packed) == 0
+    # Heads that share keys read long steps once; otherwise each consumer has slots for short ones.
     longest = 128 if width <= 128 else 64
     block_n = longest if spreads else _SPLIT_KEYS[width]
     tile = HopperTile(

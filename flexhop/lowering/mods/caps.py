@@ -91,6 +91,7 @@ def _fold(graph: fx.Graph, tanh: fx.Node) -> None:
         return
     if not _SMALLEST < abs(inner) < 1 / _SMALLEST or not 0 < abs(outer) < _LARGEST:
         return
+    # What multiplies or compares the result could show its error.
     if not _is_added(product):
         return
     with graph.inserting_before(product):
@@ -108,6 +109,7 @@ def _fold_scale(graph: fx.Graph, scale: float) -> bool:
     score = graph.find_nodes(op="placeholder")[0]
     if value_of(value) is not score or not _SMALLEST < abs(inner * scale) < 1 / _SMALLEST:
         return False
+    # The product of query and key enters unscaled, and an exponent of 2 leaves.
     cap.args = (value, inner * scale, outer * _LOG2_E)
     return True
 

@@ -23,6 +23,7 @@ def read_by(joint: Any, site: Site) -> ReadBy:
     found = analysed(joint, JOINT)
     indices = _indices(found, site)
     uses_q_idx, uses_kv_idx = positions_of(found, indices)
+    # From the most to the least that can be summed before it is added.
     if not uses_q_idx:
         return "key" if uses_kv_idx else "head"
     if not uses_kv_idx:

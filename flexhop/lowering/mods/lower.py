@@ -63,6 +63,8 @@ def lower_mods(
     """
     score_graph, mask_graph = kernel_graph(mods[0], SCORE), kernel_graph(mods[1], INDICES)
     inputs = score_inputs(device)
+    # In this order: caps are found in the mod as it is, and reads are made safe on the indices
+    # that the kernel computes in the end.
     fast_score = cheaper(fold_caps(score_graph, cap_scale).graph, SCORE)
     safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
     (score_buffer,) = pointwise.lower(safe_score, [*inputs, *captures[0]], "score_mod")
@@ -108,6 +110,7 @@ def read_mods(
     folded = fold_caps(score, cap_scale)
     reads = _read_positions(score, SCORE)
     mask_reads, mask_depends = _read_positions(mask, INDICES), _depends(mask, INDICES)
+    # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
@@ -115,6 +118,7 @@ def read_mods(
         reads_per_element=any(map(all, reads)),
         reads_by_position=any(map(any, reads)),
         reads_score="score" in _depends(score, SCORE),
+        # The cost is of what a forward kernel computes, the other facts are of the mod.
         score_cost=instructions(analysed(folded.graph, SCORE)),
         takes_products=folded.takes_products,
         has_key_slope=line is not None,

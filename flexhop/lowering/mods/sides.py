@@ -54,6 +54,7 @@ class Sides:
         elif kind in _ORDER:
             self.check(*condition.args)
             self.note(self._writer.copies[condition])
+        # Equality has two edges: where `<` turns and where `<=` does.
         elif kind in ("eq", "ne"):
             for order in (aten.lt, aten.le):
                 self.compare(order, *condition.args)

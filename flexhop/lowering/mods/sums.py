@@ -62,6 +62,7 @@ def _trace_sums(
     score: fx.GraphModule, wanted: Sequence[int], moved: Sequence[int]
 ) -> tuple[fx.GraphModule, tuple[Site, ...]]:
     graph = _copy(smooth(score))
+    # Chains of reads become single ones, so that each site has indices of its own.
     compose_reads(graph)
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     captures = examples[NUM_SCORE_INPUTS:]

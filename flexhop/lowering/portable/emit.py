@@ -113,6 +113,7 @@ def emit_kernel(
     blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
     if blocks is not None:
         generators = benchmark_inputs(inputs, first, has_ranges=blocks.has_ranges)
+    # Sums that the kernel adds to are inputs as well: their zeros must be there first.
     added_to = output.written if sites else ()
     operands = [*inputs, *call.captures, *call.seed, *added_to]
     name = f"flexhop_{kernel}"

@@ -87,6 +87,7 @@ def num_splits(problem: Problem, options: KernelOptions) -> int:
     """Number of splits of the keys in the decode kernel."""
     if problem.is_wide and options.short_queries == "forward":
         return 1
+    # Not the user's tile or a search's: the number of splits must not depend on them.
     default = _fit("decode", problem, table_tile("decode", problem))
     return splits.choose_splits(problem, options, default)
 

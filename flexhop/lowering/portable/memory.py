@@ -33,6 +33,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         loop = columns * both * item * tile.num_stages
         if problem.cache is not None:
             loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
+        # Either the loop, or the output on its way to memory in fp32.
         return max(rows * qk * item + loop + scores, rows * v * 4) + slack
     if kernel == "jvp_forward":
         # Tangents of all operands, and of the weights.

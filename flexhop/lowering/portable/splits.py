@@ -75,6 +75,7 @@ def choose_splits(problem: Problem, options: KernelOptions, tile: Tile) -> int:
     if not problem.key_len_varies:
         most = min(most, tiles)
     else:
+        # Later calls may have more keys, and the number of splits is part of the kernel.
         tiles = max(tiles, _MANY_TILES * most)
     # Time in tiles: rounds of programs, and the tiles of the longest split.
     times = [-(-programs * n // side_by_side) * -(-tiles // n) for n in range(1, most + 1)]

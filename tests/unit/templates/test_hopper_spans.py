@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 
@@ -35,7 +36,7 @@ GL = types.SimpleNamespace(
 def text() -> dict[str, Any]:
     jit = types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f)
     names: dict[str, Any] = {"gl": GL, "gluon": jit}
-    exec(part("hopper/spans"), names)
+    exec(jinja2.Template(part("hopper/spans")).render(), names)
     return names
 
 

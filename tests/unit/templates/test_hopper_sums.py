@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 
@@ -52,7 +53,7 @@ GL = types.SimpleNamespace(
 def functions() -> dict[str, Any]:
     names: dict[str, Any] = {"gl": GL, "gluon": types.SimpleNamespace(jit=lambda f: f)}
     for name in ("hopper/backward/sums", "hopper/backward/distances"):
-        exec(part(name), names)
+        exec(jinja2.Template(part(name)).render(), names)
     return names
 
 

@@ -79,6 +79,15 @@ def test_fields_have_names(name: str):
     assert re.findall(r"^\s*_,.*$|^.*\b_, _\b.*$", part(name), re.M) == []
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_comments_leave_no_trace(name: str):
+    """Comments for readers of a template change neither kernels nor the keys of caches."""
+    body = re.sub(r"\A\{#-.*?-#\}\n", "", part(name), flags=re.S)  # the head of a kernel
+    comments = re.findall(r"^[^\n]*\{#.*?#\}[^\n]*$", body, re.M | re.S)
+    own_lines = re.compile(r" +\{# .*? -#\}", re.S)
+    assert [comment for comment in comments if not own_lines.fullmatch(comment)] == []
+
+
 def _def_kernel(*names: str) -> str:
     return f"@triton.jit\ndef kernel({', '.join(names)}):"
 
