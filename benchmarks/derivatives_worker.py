@@ -220,12 +220,12 @@ def eager_call(name: str, device: str, *, has_grad: bool) -> Callable[[], Any]:
     """A call so small that it ends before the next one begins."""
     shape = (1, 1, 16, 16)
     made = [torch.randn(shape, dtype=DTYPES[device], device=device) for _ in range(3)]
-    x = [t.requires_grad_(has_grad) for t in made]
+    q, k, v = (t.requires_grad_(has_grad) for t in made)
     slopes = torch.randn(1, device=device, requires_grad=has_grad)
     mask = None if name == "plain" else create_block_mask(causal, None, None, 16, 16, device)
     if name != "slopes":
-        return lambda: flex_attention(*x, block_mask=mask)
-    return lambda: flex_attention(*x, alibi(slopes), mask)
+        return lambda: flex_attention(q, k, v, block_mask=mask)
+    return lambda: flex_attention(q, k, v, alibi(slopes), mask)
 
 
 def host_time(call: Callable[[], Any], device: str) -> float:

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Worker:
         return torch.compile(function, fullgraph=True, dynamic=False)
 
     @contextlib.contextmanager
-    def attention(self, where: str) -> Iterator[Attend]:
+    def attention(self, where: str) -> Generator[Attend, None, None]:
         """Attention on one rank's whole sequence ("one"), or on its part of it ("mesh")."""
         if self.job.who == "in-tree":
             yield self.intree()
@@ -267,8 +267,13 @@ class Host:
     def __init__(self, name: str, rank: int, ranks: int) -> None:
         """Connect to the store."""
         port = int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
-        self.store = dist.PrefixStore(f"flexhop/{name}", store)
+        # Public names, which PyTorch does not list.
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            os.environ["MASTER_ADDR"], port, is_master=False
+        )
+        self.store = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
+            f"flexhop/{name}", store
+        )
         self.rank, self.ranks = rank, ranks
         self.turn = 0
 

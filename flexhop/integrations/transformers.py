@@ -192,7 +192,7 @@ def _attention(
         biases.append(mask[..., : key.size(2)])
     elif mask is None and arguments.get("is_causal") and query.size(2) > 1:
         blocks = causal_blocks(query, key)
-    out = attend(
+    out: Any = attend(
         *operands,
         score_mod=_score_mod(arguments.get("softcap"), [t for t in biases if t is not None]),
         block_mask=blocks,

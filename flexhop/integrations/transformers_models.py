@@ -52,9 +52,10 @@ def selected_keys(module: nn.Module, arguments: dict[str, Any], length: int) -> 
     if (indices := arguments.get("indices")) is not None:
         found.append(_marked(indices, length)[:, None])
     if (blocks := arguments.get("block_indices")) is not None:
-        size = module.get_submodule("indexer").block_size
+        size: Any = module.get_submodule("indexer").block_size
         keys = _marked(blocks, -(-length // size)).repeat_interleave(size, -1)[..., :length]
-        heads = module.config.num_attention_heads // keys.size(1)
+        config: Any = module.config
+        heads = config.num_attention_heads // keys.size(1)
         found.append(keys.repeat_interleave(heads, 1))
     return found
 

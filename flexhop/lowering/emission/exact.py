@@ -11,6 +11,7 @@ Source: Kulisch 2013, Computer Arithmetic and Validity, chapter 8 (long accumula
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ def lower_value(sums: Any, like: Tensor, copies: int | None = None) -> Any:
 def _total(sums: Tensor) -> Tensor:
     """Sums [ROWS, ...] of copies [ROWS, ..., copies]."""
     special = sums[-1]
-    bits = [((special & bit) != 0).any(-1).to(torch.int64) * bit for bit in (1, 2, 4)]
-    return torch.cat([sums[:-1].sum(-1), sum(bits)[None]])
+    flags = (((special & bit) != 0).any(-1).to(torch.int64) * bit for bit in (1, 2, 4))
+    return torch.cat([sums[:-1].sum(-1), functools.reduce(torch.add, flags)[None]])
 
 
 def value_of(sums: Tensor) -> Tensor:
