@@ -42,7 +42,7 @@ def install(*, lowering: bool = False, workers: bool = False) -> None:
     _install_operators()
     if workers:
         # First: they start while this process imports the rest.
-        from flexhop.compat.warm import start_workers
+        from flexhop.compat.warm_workers import start_workers
 
         start_workers()
         _load_trackers()
@@ -183,7 +183,7 @@ def _expect_graph() -> None:
     PROGRESS.enter("tracing a model with attention")
     if torch.cuda.is_initialized():
         # Before the lowerings: workers start while this process imports Inductor.
-        from flexhop.compat.warm import start_pool
+        from flexhop.compat.warm_workers import start_pool
 
         start_pool()
     _install_lowerings()

@@ -155,9 +155,9 @@ def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | Non
     for argument, offsets in named.items():
         if offsets is None:
             continue
-        fault = _static_fault(offsets, query)
-        if fault is not None:
-            return _mistake(argument, *fault)
+        wrong = _what_is_wrong(offsets, query)
+        if wrong is not None:
+            return _mistake(argument, *wrong)
     sequences = packing.offsets_q.size(0) - 1
     if sequences < 1:
         return _mistake(
@@ -175,7 +175,8 @@ def _find_mistake(query: Tensor, key: Tensor, packing: Packing) -> Mistake | Non
     return _value_mistake(query.size(0), key.size(0), packing)
 
 
-def _static_fault(offsets: Any, query: Tensor) -> tuple[str, str] | None:
+def _what_is_wrong(offsets: Any, query: Tensor) -> tuple[str, str] | None:
+    """What offsets are and what they must be, without reading their values."""
     if not isinstance(offsets, Tensor):
         return f"is a {type(offsets).__name__}", "must be an int32 or int64 tensor"
     if offsets.dtype not in (torch.int32, torch.int64):

@@ -362,7 +362,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
             raise UnsupportedFeatureError(
                 feature=f"{verb} a BlockMask with a tensor dq_kv_order",
                 reason="the order refers to the old positions of blocks",
-                mend="Create a mask with a dq_write_order for the selection",
+                hint="Create a mask with a dq_write_order for the selection",
             )
 
     def _rebuilt(

@@ -34,7 +34,7 @@ class SavedMask(MaskFields):
             raise UnsupportedFeatureError(
                 feature=f"Saving a BlockMask whose mask_mod is {mod.__qualname__!r}",
                 reason=f"module {mod.__module__!r} has no such name",
-                mend="Define it at module level and bind captured values with "
+                hint="Define it at module level and bind captured values with "
                 "functools.partial, or save mask.state_dict() and pass mask_mod to "
                 "BlockMask.from_state_dict",
             )
@@ -76,7 +76,7 @@ def from_data(data: list[Any]) -> Any:
         raise UnsupportedFeatureError(
             feature=f"Loading a mask whose mask_mod {name!r} cannot be found",
             reason=f"module {module!r} is not imported or does not define it",
-            mend=f"Import {module} before loading",
+            hint=f"Import {module} before loading",
         )
     if kind == "function":
         return found
@@ -84,7 +84,7 @@ def from_data(data: list[Any]) -> Any:
         raise UnsupportedFeatureError(
             feature=f"Loading a mask_mod of kind {kind!r} named {module}.{name}",
             reason="this version of flexhop has no such built-in mask",
-            mend="Load it with the version that saved it",
+            hint="Load it with the version that saved it",
         )
     return functools.partial(found, *(_part_from_data(*part) for part in parts))
 
@@ -133,7 +133,7 @@ def dump_context(context: tuple[Any, ...]) -> list[Any]:
         raise UnsupportedFeatureError(
             feature=f"Saving an exported program with the mask_mod {key.mask_mod!r}",
             reason="loading could not find it by name" if data is None else "it holds tensors",
-            mend="Define it at module level, with captured tensors as globals",
+            hint="Define it at module level, with captured tensors as globals",
         )
     return [list(lengths), list(block_size), data, spt, list(absent)]
 

@@ -27,7 +27,7 @@ from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
-from flexhop.compat import shared
+from flexhop.compat import shared_graphs
 from flexhop.compat.machine_code import compile_by_worker, compile_here
 
 __all__ = [
@@ -65,7 +65,7 @@ def is_useful() -> bool:
 
 def traced(name: str) -> GraphModule | None:
     """The backward trace of the call being lowered; None if unknown."""
-    return shared.found(V.graph.current_node).get(name)
+    return shared_graphs.found(V.graph.current_node).get(name)
 
 
 def gradient_strides(out: torch.Tensor) -> list[int]:

@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from flexhop import debug
-from flexhop.compat import shared
+from flexhop.compat import shared_graphs
 from flexhop.compat.imports import after_import
 from flexhop.compat.retrace import retrace
 from flexhop.compat.storage import below_functorch
@@ -82,7 +82,7 @@ __all__ = [
     "without_modes",
 ]
 
-share = shared.share
+share = shared_graphs.share
 OPERATORS: dict[str, Operator] = {}
 
 
@@ -193,7 +193,7 @@ def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
                 function = plain[position]
                 wrapped = ctx.functionalize(_maybe_run_with_interpreter(function))
                 # The wrapper stays recognisable as the user's function, whose graphs calls share.
-                plain[position] = shared.hand_on(function, wrapped)
+                plain[position] = shared_graphs.hand_on(function, wrapped)
             return ctx.wrap_tensors(op(*plain))
 
     op.py_functionalize_impl(rule)
@@ -232,7 +232,7 @@ def register_proxy(
             traced[position] = graphs[name] = graph
         proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(traced))
         node = mode.tracer.create_proxy("call_function", op, proxies, {}, name=op._name)
-        shared.note(node.node, operands[op.callable_positions[0]], graphs)
+        shared_graphs.note(node.node, operands[op.callable_positions[0]], graphs)
         return track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
 
     op.py_impl(ProxyTorchDispatchMode)(rule)

@@ -37,31 +37,33 @@ class Lifted(NamedTuple):
     captures: tuple[tuple[Any, ...], ...]  # of each mod
 
 
-def lift(operator: Operator, meet: Callable[..., Any], query: Any, mods: Sequence[Any]) -> Lifted:
+def lift(
+    operator: Operator, call_with: Callable[..., Any], query: Any, mods: Sequence[Any]
+) -> Lifted:
     """Trace mods, or look up earlier traces.
 
     Args:
         operator: the operator.
-        meet: (query, *mods) -> results; calls `operator` with the operands of its door.
+        call_with: (query, *mods) -> results; calls `operator` with the operands of its door.
         query: a tensor of the device and dtype for which mods are traced.
         mods: the user's functions.
     """
-    key = (meet, *map(_kind_of, mods))
+    key = (call_with, *map(_kind_of, mods))
     if not is_transformed():
         with apart():
-            return _traced(operator, meet, key, (query, *mods))
+            return _traced(operator, call_with, key, (query, *mods))
     exchange = Exchange()
     with apart():
-        lifted = _traced(operator, meet, key, (query, *map(exchange.plain, mods)))
+        lifted = _traced(operator, call_with, key, (query, *map(exchange.plain, mods)))
     return lifted._replace(captures=exchange.back(lifted.captures))
 
 
-def _traced(operator: Operator, meet: Any, key: Hashable, inputs: tuple[Any, ...]) -> Lifted:
+def _traced(operator: Operator, call_with: Any, key: Hashable, inputs: tuple[Any, ...]) -> Lifted:
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     has_history = key in _known
     if not has_history:
-        remember(_known, key, _compiled(operator, meet), _MOST)
+        remember(_known, key, _compiled(operator, call_with), _MOST)
     try:
         return _known[key](*inputs)
     except (FailOnRecompileLimitHit, FlexhopError):
@@ -69,7 +71,7 @@ def _traced(operator: Operator, meet: Any, key: Hashable, inputs: tuple[Any, ...
             raise
         # One function with many numbers, or a float that Dynamo turned into an input because it
         # changed.
-        _known[key] = _compiled(operator, meet)
+        _known[key] = _compiled(operator, call_with)
         return _known[key](*inputs)
 
 
@@ -90,8 +92,8 @@ def _kind_of(mod: Any) -> Hashable:
     return mod if isinstance(mod, float) else type(mod)
 
 
-def _compiled(operator: Operator, meet: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(own_code(meet), backend=_backend(operator), fullgraph=True)
+def _compiled(operator: Operator, call_with: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(own_code(call_with), backend=_backend(operator), fullgraph=True)
 
 
 def own_code(function: Any) -> Any:

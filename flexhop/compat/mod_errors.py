@@ -1,4 +1,4 @@
-"""Errors of PyTorch inside a mod, as ours: they name the operation, the line and the mend."""
+"""Errors of PyTorch inside a mod, as ours: they name the operation, the line and a hint."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from flexhop.compat import shared
+from flexhop.compat import shared_graphs
 
 __all__ = ["move_graph", "trace_on_cpu", "values_of"]
 
@@ -100,7 +100,7 @@ def move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                shared.move(node, move_copy)
+                shared_graphs.move(node, move_copy)
                 node.args = torch.fx.node.map_aggregate(node.args, move_device)
                 node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move_device)
                 for key in node.meta.keys() & {"val", "example_value"}:

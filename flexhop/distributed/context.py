@@ -147,9 +147,9 @@ class context_parallel:
             for group in filter(None, self._groups)
         ]
         self._sum_captured = sum_captured
-        mend = "Make the plan from the same masks, and with the same arguments, on every rank"
+        hint = "Make the plan from the same masks, and with the same arguments, on every rank"
         for group in filter(None, self._groups):
-            agree("the plan", plan.fingerprint(), group, mend)
+            agree("the plan", plan.fingerprint(), group, hint)
         self._views = {
             name: make_view(plan, name, self.rank, self.device, bucket) for name in plan.masks
         }

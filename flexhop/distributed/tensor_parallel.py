@@ -132,15 +132,15 @@ def _mistake(query: Any, key: Any, value: Any) -> Mistake | None:
 def _mistake_in(dim: int, size: int, query: Any, key: Any, value: Any) -> Mistake | None:
     """The same in one dimension of the mesh."""
     kind = dtensors.kinds_of(query)[dim]
-    mend = "Call query.redistribute(placements=[...]) with Shard(0), Shard(1) or Replicate() there"
+    hint = "Call query.redistribute(placements=[...]) with Shard(0), Shard(1) or Replicate() there"
     if kind == 2:
-        mend = (
+        hint = (
             "Call query.redistribute(placements=[...]) with Replicate() there, or divide tokens "
             "by flexhop.distributed.context_parallel"
         )
     if kind not in (BATCH, HEAD, "whole"):
         wanted = "a rank needs whole tokens of its batches and heads"
-        return _placed_wrongly("query", _words(query), wanted, mend)
+        return _placed_wrongly("query", _words(query), wanted, hint)
     for name, tensor in (("key", key), ("value", value)):
         own = dtensors.kinds_of(tensor)[dim]
         is_shared = own == "whole" and (kind == HEAD or (kind == BATCH and tensor.size(0) == 1))
@@ -168,9 +168,9 @@ def _words(tensor: Any) -> str:
     return str(tuple(str(placement) for placement in tensor.placements))
 
 
-def _placed_wrongly(argument: str, found: str, expected: str, mend: str) -> Mistake:
+def _placed_wrongly(argument: str, found: str, expected: str, hint: str) -> Mistake:
     return note_mistake(
-        errors.PlacementError, argument=argument, found=found, expected=expected, mend=mend
+        errors.PlacementError, argument=argument, found=found, expected=expected, hint=hint
     )
 
 

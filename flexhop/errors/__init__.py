@@ -375,7 +375,7 @@ class MissingPackageError(FlexhopError, ImportError):
 class UnsupportedFeatureError(FlexhopError, NotImplementedError):
     """A combination that flexhop does not support."""
 
-    message = "{feature} is not supported: {reason}. {mend}."
+    message = "{feature} is not supported: {reason}. {hint}."
 
 
 PlanError = mesh.PlanError

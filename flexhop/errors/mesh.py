@@ -20,10 +20,10 @@ class ShardedCallError(FlexhopError, ValueError, RuntimeError):
 class RankDisagreementError(FlexhopError, RuntimeError, ValueError):
     """Ranks called with different arguments, found before anything was exchanged."""
 
-    message = "The ranks of the mesh disagree about {subject}: {found}. {mend}."
+    message = "The ranks of the mesh disagree about {subject}: {found}. {hint}."
 
 
 class PlacementError(FlexhopError, ValueError, NotImplementedError):
     """DTensor operands whose placements keep ranks from computing their parts alone."""
 
-    message = "{argument} is placed as {found}, but {expected}. {mend}."
+    message = "{argument} is placed as {found}, but {expected}. {hint}."

@@ -62,9 +62,9 @@ def argument_mistake(argument: str, found: str, expected: str) -> Mistake:
     )
 
 
-def unsupported(feature: str, reason: str, mend: str) -> Mistake:
+def unsupported(feature: str, reason: str, hint: str) -> Mistake:
     """A recorded UnsupportedFeatureError."""
-    return note_mistake(errors.UnsupportedFeatureError, feature=feature, reason=reason, mend=mend)
+    return note_mistake(errors.UnsupportedFeatureError, feature=feature, reason=reason, hint=hint)
 
 
 def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mistake | None:

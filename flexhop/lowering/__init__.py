@@ -19,7 +19,7 @@ from flexhop.lowering.certify import certifying
 from flexhop.lowering.derivative import lower_attention_derivative
 from flexhop.lowering.dialect import dialects
 from flexhop.lowering.forward import lower_attention
-from flexhop.lowering.mods.relative import lower_bounded
+from flexhop.lowering.mods.packed_distances import lower_bounded
 from flexhop.lowering.open_blocks import lower_unknown_blocks
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.backward import attention_backward

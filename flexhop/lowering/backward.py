@@ -40,7 +40,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
     reads = Reads(
         args.joint, unpack_sites(args.sites), args.score_captures, 2,
-        is_exact=bool(args.options.get("deterministic")),
+        is_reproducible=bool(args.options.get("deterministic")),
     )  # fmt: skip
     reads = in_copies(reads, args.query, args.key)
     sums = make_sums(reads, args.query, args.key)

@@ -18,7 +18,7 @@ from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward
 from flexhop.lowering.mods.caps import foldable_scale
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.keys import KEY_INPUTS, is_exact, read_key_mod
+from flexhop.lowering.mods.keys import KEY_INPUTS, is_lossless, read_key_mod
 from flexhop.lowering.mods.lower import lower_mods, read_mods
 from flexhop.lowering.operands import (
     Sizes,
@@ -92,8 +92,8 @@ def divide_work(args: CachedArgs, dtypes: tuple[torch.dtype, torch.dtype, torch.
     dtype, key_dtype, value_dtype = dtypes
     key, value = read_key_mod(args.key_mod), read_key_mod(args.value_mod)
     # If a key is rounded on the way to the product, it must be multiplied before.
-    key_factor = key.factor if is_exact(key_dtype, dtype) else None
-    value_factor = value.factor if is_exact(value_dtype, dtype) else None
+    key_factor = key.factor if is_lossless(key_dtype, dtype) else None
+    value_factor = value.factor if is_lossless(value_dtype, dtype) else None
     cache = Cache(
         page_size=_page_size(args), key_dtype=key_dtype, value_dtype=value_dtype,
         has_key_mod=not (key.is_trivial or key_factor is not None),

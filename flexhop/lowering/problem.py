@@ -226,7 +226,7 @@ class Problem:
     @property
     def sums_exactly(self) -> bool:
         """Whether gradients of captured tensors are summed exactly, see
-        lowering/emission/exact.py."""
+        lowering/emission/exact_sums.py."""
         return self.is_deterministic and self.has_captured_grads
 
     @property

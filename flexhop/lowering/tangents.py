@@ -265,7 +265,7 @@ def _reads(backward: _Backward) -> Reads:
     shared = backward.tangents.shared
     # Subgraphs of the kernel: score_mod, mask_mod, three derivatives of score_mod, then outputs of
     # the graph. No kernel calls the first: output 1 is number 5.
-    return Reads(graph, sites, shared.captures, 4, is_exact=shared.problem.is_deterministic)
+    return Reads(graph, sites, shared.captures, 4, is_reproducible=shared.problem.is_deterministic)
 
 
 def _has_lists(args: DerivativeArgs, second: Second) -> bool:

@@ -15,14 +15,14 @@ _known: set[tuple[str, str, str]] = set()
 _comparisons: collections.Counter[str] = collections.Counter()
 
 
-def agree(subject: str, text: str, group: str, mend: str) -> None:
+def agree(subject: str, text: str, group: str, hint: str) -> None:
     """Compare a text with the other ranks', once per text.
 
     Args:
         subject: subject of the text, for the error.
         text: what this rank calls with.
         group: name of the process group; all its ranks call this.
-        mend: how to fix a difference.
+        hint: how to fix a difference.
 
     Raises:
         RankDisagreementError: another rank's text differs, or does not arrive in time.
@@ -34,12 +34,12 @@ def agree(subject: str, text: str, group: str, mend: str) -> None:
     texts, missing = collectives.exchange_texts(text, key, group)
     if missing:
         raise RankDisagreementError(
-            subject=subject, mend=mend,
+            subject=subject, hint=hint,
             found=f"rank {collectives.rank_in(group)} has {text}, but ranks {missing} did not "
             f"call within {collectives.timeout_of(group)}",
         )  # fmt: skip
     if len(set(texts)) > 1:
-        raise RankDisagreementError(subject=subject, found=_by_text(texts), mend=mend)
+        raise RankDisagreementError(subject=subject, found=_by_text(texts), hint=hint)
     _known.add((group, subject, text))
 
 

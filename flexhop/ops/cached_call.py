@@ -37,7 +37,7 @@ def prepare_cached(
         raise errors.UnsupportedFeatureError(
             feature="dropout_p with page_table, k_mod or v_mod",
             reason="caches are for inference",
-            mend="Set dropout_p to 0",
+            hint="Set dropout_p to 0",
         )
     _check_stored(args, has_mods)
     key = _as_keys(args, args.key, has_mods[0])
@@ -55,7 +55,7 @@ def gradient_refusal() -> errors.UnsupportedFeatureError:
     return errors.UnsupportedFeatureError(
         feature="A gradient of flex_attention with page_table, k_mod or v_mod",
         reason="a cache is filled without gradients",
-        mend="Call it under torch.no_grad(), or with contiguous keys in the dtype of query",
+        hint="Call it under torch.no_grad(), or with contiguous keys in the dtype of query",
     )
 
 
@@ -64,12 +64,12 @@ def _check_stored(args: CachedArgs, has_mods: tuple[bool, bool]) -> None:
     named = (("key", "k_mod", args.key), ("value", "v_mod", args.value))
     for (name, mod, tensor), has in zip(named, has_mods, strict=True):
         if tensor.dtype not in (STORED_DTYPES if has else DTYPES):
-            mend = f"pass {mod}=flexhop.mods.dequantize(scale)"
+            hint = f"pass {mod}=flexhop.mods.dequantize(scale)"
             if has:
-                mend = f"{mod} reads {', '.join(str(d)[6:] for d in STORED_DTYPES)}"
+                hint = f"{mod} reads {', '.join(str(d)[6:] for d in STORED_DTYPES)}"
             raise errors.CacheShapeError(
                 argument=name, found=f"is {tensor.dtype}",
-                expected=f"query is {args.query.dtype}; {mend}",
+                expected=f"query is {args.query.dtype}; {hint}",
             )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise errors.UnsupportedFeatureError(
             feature="torch.jit.trace", reason="TorchScript has no operators that take functions",
-            mend="Use torch.export.export or torch.compile",
+            hint="Use torch.export.export or torch.compile",
         )  # fmt: skip
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_operator, args, call)

@@ -64,7 +64,9 @@ def run_lifted(args: AttentionArgs, call: Call, *, has_kernels: bool) -> Results
     scale, options, _ = choice
     if not has_kernels:
         options = {name: value for name, value in options.items() if name != OPTION}
-    lifted, fixed = _lifted(attention, _meet, args.query, (args.score_mod, args.mask_mod))
+    lifted, fixed = _lifted(
+        attention, _call_attention, args.query, (args.score_mod, args.mask_mod)
+    )
     (score_mod, mask_mod), (score_captures, mask_captures) = lifted.graphs, lifted.captures
     args = AttentionArgs(
         args.query, args.key, args.value, score_mod, mask_mod, args.blocks, scale, options,
@@ -102,7 +104,7 @@ def run_cached_with_kernels(args: CachedArgs, call: Call) -> Results:
     scale, options, _ = _choices(
         args, (call, has_mods), lambda: prepare_cached(args, call, has_mods), args.pages
     )
-    lifted, _ = _lifted(cached_attention, _meet_cached, args.query, args[3:7])
+    lifted, _ = _lifted(cached_attention, _call_cached, args.query, args[3:7])
     return cached_attention(
         args.query, args.key, args.value, *lifted.graphs, args.blocks, args.pages, scale, options,
         *lifted.captures,
@@ -141,11 +143,11 @@ def _with_kernels(scale: float, options: Mapping[str, Any]) -> _Choice:
     return _Choice(scale, {**options, OPTION: True})
 
 
-def _meet(query: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
+def _call_attention(query: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
     return attention(query, query, query, score_mod, mask_mod, (), _CALL, ())[0]
 
 
-def _meet_cached(
+def _call_cached(
     query: Tensor, score_mod: Any, mask_mod: Any, key_mod: Any, value_mod: Any
 ) -> Tensor:
     mods = (score_mod, mask_mod, key_mod, value_mod)
@@ -153,7 +155,7 @@ def _meet_cached(
 
 
 def _lifted(
-    operator: hop.Operator, meet: Any, query: Tensor, mods: Sequence[Any]
+    operator: hop.Operator, call_with: Any, query: Tensor, mods: Sequence[Any]
 ) -> tuple[Lifted, _Fixed | None]:
     """Mods as graphs, and their captures; and what mods of the same description share.
 
@@ -162,11 +164,11 @@ def _lifted(
     device, dtype = query.device, score_dtype(query)
     described = describe(mods)
     if described is None:
-        return lift(operator, meet, _stand_in(device, dtype), mods), None
+        return lift(operator, call_with, _stand_in(device, dtype), mods), None
     key = (operator, device, dtype, described.key)
     known = _fixed.get(key)
     if known is None:
-        lifted = lift(operator, meet, _stand_in(device, dtype), mods)
+        lifted = lift(operator, call_with, _stand_in(device, dtype), mods)
         places = described.places(lifted.captures)
         if places is not None:
             known = remember(_fixed, key, _Fixed(lifted.graphs, places), _MOST)

@@ -180,7 +180,7 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[Read]:
                     "gradient; this",
                     reason="only indexing such as table[h, q_idx - kv_idx] has a gradient; it "
                     f"must read one element or a row of at most {MAX_ROW}",
-                    mend="Index the tensor down to one element, or detach it",
+                    hint="Index the tensor down to one element, or detach it",
                 )
             reads.append(Read(position, user, tuple(user.args[1]), elements))
     return reads

@@ -61,7 +61,7 @@ def _plain(target: Any) -> Any:
         raise UnsupportedFeatureError(
             feature=f"This derivative of a score_mod that calls {name}",
             reason="a custom operator has only a first-order gradient",
-            mend="Write it with PyTorch's own operators instead",
+            hint="Write it with PyTorch's own operators instead",
         )
     return _PLAIN[name]
 

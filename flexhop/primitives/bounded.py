@@ -39,7 +39,7 @@ def bounded(position: Tensor, last: Tensor) -> Tensor:
     """position, clamped to [0, last] so that tables can be read at it.
 
     It promises that scores with positions outside are not used. If nothing is read at the
-    position, a kernel may therefore compute with it unclamped (lowering/mods/relative.py).
+    position, a kernel may therefore compute with it unclamped (lowering/mods/packed_distances.py).
 
     Args:
         position: int32. last: int32, at least 0.

@@ -95,9 +95,9 @@ def explain(
         FlexhopError: as the call itself would raise.
         OptionValueError: an unknown capability.
     """
-    from flexhop.reports import survey
+    from flexhop.reports import dry_run
 
-    device = survey.find_device(query, capability)
+    device = dry_run.find_device(query, capability)
     tensors = (query, key, value)
     if has_nested(*tensors):
         tensors, score_mod, block_mask = _packed(pack(tensors, score_mod, block_mask))
@@ -121,7 +121,7 @@ def explain(
         keywords["page_table"] = PageTable(next(tables), page_table.page_size, next(tables))
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
-        found = survey.survey(args, device, value_is_key=begins_with(tensors[1], tensors[2]))
+        found = dry_run.survey(args, device, value_is_key=begins_with(tensors[1], tensors[2]))
         mask = None if block_mask is None else _describe_mask(_as_lists(block_mask))
         report = _report(args, found, mask)
     if query.device.type == "cpu" and capability is None:
@@ -201,11 +201,11 @@ def _value_of(graph: fx.GraphModule) -> Callable[[fx.Node], Any]:
 
 
 def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> Report:
-    """Assemble the report; `found` is a flexhop.reports.survey.Survey."""
-    from flexhop.reports import work
+    """Assemble the report; `found` is a flexhop.reports.dry_run.Survey."""
+    from flexhop.reports import flop_counts
 
     problem, device = found.problem, found.problem.device
-    pairs = work.dense_pairs(problem)
+    pairs = flop_counts.dense_pairs(problem)
     density = 1.0 if mask is None else mask.density
     unmasked = 1.0 if mask is None else mask.unmasked
     visited = None if density is None else round(pairs * density)
@@ -217,8 +217,8 @@ def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> 
             shared_memory=plan.shared_memory,
             available=device.shared_memory,
             programs=plan.programs,
-            flops=None if visited is None else work.flops(plan.kernel, problem, visited),
-            bytes=work.least_bytes(plan.kernel, problem),
+            flops=None if visited is None else flop_counts.flops(plan.kernel, problem, visited),
+            bytes=flop_counts.least_bytes(plan.kernel, problem),
         )
         for plan in found.plans
     )
@@ -237,7 +237,7 @@ def _report(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> 
         options=found.options,
         unmasked_flops=None
         if unmasked is None
-        else work.flops("forward", problem, round(pairs * unmasked)),
+        else flop_counts.flops("forward", problem, round(pairs * unmasked)),
         notes=tuple(_notes(args, found, mask)),
     )
 

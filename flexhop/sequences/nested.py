@@ -91,9 +91,9 @@ def _mask(
 def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
     """What is wrong with nested operands; recorded, not raised, because Dynamo traces this."""
     for argument, tensor in zip(("query", "key", "value"), operands, strict=True):
-        fault = _layout_fault(tensor)
-        if fault is not None:
-            return _mistake(argument, *fault)
+        wrong = _what_is_wrong(tensor)
+        if wrong is not None:
+            return _mistake(argument, *wrong)
     query, key, value = operands
     devices = tuple((n, str(t.device)) for n, t in zip(_NAMES, operands, strict=True))
     if key.device != query.device or value.device != query.device:
@@ -112,12 +112,13 @@ def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
 _NAMES = ("query", "key", "value")
 
 
-def _layout_fault(tensor: Tensor) -> tuple[str, str] | None:
+def _what_is_wrong(tensor: Tensor) -> tuple[str, str] | None:
+    """What the layout of a tensor is, and what it must be."""
     if not tensor.is_nested:
         return "is dense", "query, key and value must all be nested if one is"
     if not is_jagged(tensor):
-        mend = "must be torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)"
-        return f"has layout {tensor.layout}", mend
+        wanted = "must be torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)"
+        return f"has layout {tensor.layout}", wanted
     if tensor.dim() != 4:
         found = f"has {tensor.dim()} dimensions"
         return found, "must have 4: sequences, heads, ragged length and head size"

@@ -8,7 +8,7 @@ import torch
 
 import flexhop
 from flexhop.lowering.emission import sums
-from flexhop.lowering.emission.exact import ROWS, value_of
+from flexhop.lowering.emission.exact_sums import ROWS, value_of
 from flexhop.offline import Kernel
 from flexhop.offline.interpret import Memory, interpret, run_kernel
 from flexhop.templates import part

@@ -350,7 +350,7 @@ ERRORS = [
     ),
     (
         errors.UnsupportedFeatureError,
-        {"feature": "Paged attention", "reason": "no kernel", "mend": "Gather the pages first"},
+        {"feature": "Paged attention", "reason": "no kernel", "hint": "Gather the pages first"},
         (NotImplementedError,),
         "Paged attention is not supported: no kernel. Gather the pages first.",
     ),
@@ -368,7 +368,7 @@ ERRORS = [
     ),
     (
         errors.RankDisagreementError,
-        {"subject": "the batch", "found": "2 on rank 0; 3 on rank 1", "mend": "Use one"},
+        {"subject": "the batch", "found": "2 on rank 0; 3 on rank 1", "hint": "Use one"},
         (RuntimeError, ValueError),
         "The ranks of the mesh disagree about the batch: 2 on rank 0; 3 on rank 1. Use one.",
     ),
@@ -378,7 +378,7 @@ ERRORS = [
             "argument": "query",
             "found": "(Shard(2),)",
             "expected": "tokens stay whole",
-            "mend": "Redistribute it",
+            "hint": "Redistribute it",
         },
         (ValueError, NotImplementedError),
         "query is placed as (Shard(2),), but tokens stay whole. Redistribute it.",

@@ -51,7 +51,7 @@ def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
     inputs = score_inputs(device, "grad_score")
     buffers = pointwise.lower(graph, [*inputs, *mods.score_captures], "the gradient of score_mod")
     # No first subgraph, because C++ calls the functions by name; its sums are ordered otherwise.
-    reads = Reads(args.joint, sites, args.score_captures, 0, is_exact=False)
+    reads = Reads(args.joint, sites, args.score_captures, 0, is_reproducible=False)
     sums = make_sums(reads, args.query, args.key)
     along = [_ALONG.get(read_by(args.joint, site), "BOTH") for site in sites]
     return Joint(buffers, sites, sums, along)

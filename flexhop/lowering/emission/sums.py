@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop.compat import inductor
-from flexhop.lowering.emission import exact
+from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.mods.captured import read_by, repeats
 from flexhop.ops.args import Site
 
@@ -24,15 +24,16 @@ _FEW_SCORES = 2**14
 class Reads(NamedTuple):
     """The sites of a joint graph, and how a kernel calls its functions.
 
-    first: number of the subgraph of the joint graph's first output in kernels. is_exact: whether
-    the sums must be the same in any order. copies: of a capture's buffer, if more than one.
+    first: number of the subgraph of the joint graph's first output in kernels. is_reproducible:
+    whether the sums must be the same in any order. copies: of a capture's buffer, if more than
+    one.
     """
 
     joint: Any
     sites: Sequence[Site]
     captures: Sequence[Any]
     first: int
-    is_exact: bool
+    is_reproducible: bool
     copies: Mapping[int, int] = MappingProxyType({})
 
 
@@ -63,8 +64,8 @@ def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
         size = like.get_size()
         if position in reads.copies:
             size = [*size, reads.copies[position]]
-        if reads.is_exact:
-            buffers[position] = exact.make_sums(size, like.get_device())
+        if reads.is_reproducible:
+            buffers[position] = exact_sums.make_sums(size, like.get_device())
             continue
         dtype = _sum_dtype(inductor.hint(scores), inductor.hint(like.get_numel()))
         buffers[position] = inductor.zeros(size, dtype, like.get_device())
@@ -94,7 +95,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     by = read_by(reads.joint, site)
     # Exact sums have their ten integers in front, copies come last; sites index what is between.
     strides = tuple(buffer.get_stride())
-    row, strides = (strides[0], strides[1:]) if reads.is_exact else (None, strides)
+    row, strides = (strides[0], strides[1:]) if reads.is_reproducible else (None, strides)
     copies = reads.copies.get(site.capture, 1)
     strides = strides[:-1] if copies > 1 else strides
     return inductor.ScatterSite(
@@ -125,8 +126,8 @@ def values_of(
 
 def _value(reads: Reads, position: int, sums: Any, fake: torch.Tensor) -> Any:
     copies = reads.copies.get(position)
-    if reads.is_exact:
-        return exact.lower_value(sums, fake, copies)
+    if reads.is_reproducible:
+        return exact_sums.lower_value(sums, fake, copies)
     if copies is not None:
         sums = inductor.call_lowering(torch.ops.aten.sum.dim_IntList, sums, [-1])
     convert = torch.ops.prims.convert_element_type.default

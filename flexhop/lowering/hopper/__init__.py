@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from flexhop.compat import warm
+from flexhop.compat import warm_workers
 from flexhop.lowering.hopper import versions
 from flexhop.lowering.hopper.attention import ATTENTION
 from flexhop.lowering.hopper.gradients import GRADIENTS
@@ -24,7 +24,7 @@ class Hopper:
     def expect(self) -> None:
         """Make Inductor's workers import the modules that the kernels need."""
         if not versions.obstacle():
-            warm.warm_workers(*MODULES)
+            warm_workers.warm_workers(*MODULES)
 
 
 DIALECT = Hopper()

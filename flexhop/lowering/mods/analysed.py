@@ -10,11 +10,12 @@ from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
 from flexhop.compat import inductor
-from flexhop.lowering.mods.relative import without_bounded
+from flexhop.lowering.mods.packed_distances import without_bounded
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
-# Kernels compute with positions in fp32, which represents the sum of two below this (strength.py).
+# Kernels compute with positions in fp32, which represents the sum of two below this
+# (arithmetic.py).
 _LENGTH = 2**23
 RECENT = 64  # graphs that are cached: those of a few calls
 _SIZES = {"q": _LENGTH, "k": _LENGTH}

@@ -41,7 +41,7 @@ def read_key_mod(mod: Any) -> KeyModGraph:
     return KeyModGraph(graph, _factor(graph, found), False)
 
 
-def is_exact(stored: torch.dtype, dtype: torch.dtype) -> bool:
+def is_lossless(stored: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether every number of one dtype is exact in the other."""
     return stored in (*_EXACT, dtype)
 

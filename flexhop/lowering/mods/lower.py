@@ -12,15 +12,15 @@ from torch import fx
 from flexhop.analysis import INDICES
 from flexhop.compat import inductor, pointwise
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
+from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import read_sites
-from flexhop.lowering.mods.cost import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.instructions import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.lines import key_line, zero
-from flexhop.lowering.mods.strength import cheaper
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
 from flexhop.ops.reads import NUM_SCORE_INPUTS

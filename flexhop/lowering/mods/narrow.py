@@ -16,7 +16,7 @@ from torch import fx
 from flexhop.analysis import INDICES, Analysis, analyse, copied, dtype_of, name_of
 from flexhop.lowering.mods.graphs import convert
 
-_SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)  # bounds on positions, as in strength.py
+_SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)  # bounds, as in arithmetic.py
 _LIMIT = 2**31
 _CONVERSIONS = ("convert_element_type", "_to_copy")
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
@@ -67,7 +67,7 @@ class _Narrow:
         becomes_float = user.meta["val"].is_floating_point()
         for node in user.all_input_nodes:
             is_wide = dtype_of(node) == torch.int64 and self._fits(node)
-            # Half of an integer of 64 bits is no cheaper to convert: strength.py converts it.
+            # Half of an integer of 64 bits is no cheaper to convert: arithmetic.py converts it.
             if is_wide and not (becomes_float and self._is_half(node)):
                 copy.replace_input_with(self.copies[node], self._narrow(node))
 

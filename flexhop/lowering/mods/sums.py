@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from flexhop.compat import inline, pointwise, transforms
 from flexhop.compat.indexing import IndexMode
 from flexhop.lowering.mods.analysed import JOINT, SCORE, kernel_graph
+from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
-from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
 from flexhop.ops.smooth import smooth

@@ -17,7 +17,7 @@ def _is_usual(problem: Problem) -> bool:
     return is_sm90(problem) and problem.dtype == torch.float32 and is_plain
 
 
-def _is_exact(problem: Problem) -> bool:
+def _is_ieee(problem: Problem) -> bool:
     """Whether products are multiply-adds."""
     return _is_usual(problem) and not problem.is_tf32
 
@@ -61,26 +61,26 @@ FLOAT32: tuple[Rule, ...] = (
     # Four warps had 1200 to 1400 accesses to local memory in a step. Chosen without spills.
     Rule(
         "exact float32, reads per score",
-        lambda p: _is_exact(p) and _reads_scores(p),
+        lambda p: _is_ieee(p) and _reads_scores(p),
         {"forward": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 8, 2)}},
         measured=False,
     ),
     # Longer steps spill. Chosen without spills.
     Rule(
         "exact float32, lengths between tiles",
-        lambda p: _is_exact(p) and not _reads_scores(p) and not _are_multiples(p),
+        lambda p: _is_ieee(p) and not _reads_scores(p) and not _are_multiples(p),
         {"forward": {128: Tile(64, 32, 8, 2)}},
         measured=False,
     ),
     # Eight warps have the registers that four lack.
     Rule(
         "exact float32",
-        lambda p: _is_exact(p) and not _reads_scores(p),
+        lambda p: _is_ieee(p) and not _reads_scores(p),
         {"forward": {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2)}},
     ),
     Rule(
         "exact float32",
-        _is_exact,
+        _is_ieee,
         _gradients({128: Tile(32, 32, 8, 1)}, {128: Tile(32, 32, 8, 1)}),
     ),
 )

@@ -93,8 +93,8 @@ def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
     Triton computes fp32 products that are exact by multiply-adds. It then gives the branch the
     layout of an operand of the product that follows, and cannot compile reads per element in that.
     """
-    is_exact = is_float32(problem) and float32_precision(options.float32_precision) == "ieee"
-    return not (is_exact and problem.mods.mask_reads_per_element)
+    is_ieee = is_float32(problem) and float32_precision(options.float32_precision) == "ieee"
+    return not (is_ieee and problem.mods.mask_reads_per_element)
 
 
 def is_float32(problem: Problem) -> bool:

@@ -28,7 +28,7 @@ class ScatterSite(NamedTuple):
     by_distance: bool = False  # whether indices depend on positions by q_idx - kv_idx alone
     repeats: bool = False  # and whether different distances, or queries, may have the same indices
     row: Expr | None = (
-        None  # stride of the rows of lowering/emission/exact.py, if it holds such sums
+        None  # stride of the rows of lowering/emission/exact_sums.py, if it holds such sums
     )
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
 

@@ -11,9 +11,9 @@ from torch import fx
 
 from flexhop.analysis import analyse
 from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.subgraphs import trace_score
 
 aten = torch.ops.aten

@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.strength import cheaper
 from flexhop.ops.subgraphs import trace_score
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop import lowering
-from flexhop.compat import launcher, warm, worker
+from flexhop.compat import launcher, warm_workers, worker
 from flexhop.lowering.hopper import versions
 from flexhop.templates import hopper
 
@@ -46,10 +46,10 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> _Workers:
     """Three workers and a Hopper GPU."""
     pool = _Workers()
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
-    monkeypatch.setattr(warm, "AsyncCompile", pool)
-    monkeypatch.setattr(warm, "get_compile_threads", lambda: 3)
-    monkeypatch.setattr(warm, "_has_started", lambda: True)
-    monkeypatch.setattr(warm, "_last", [])
+    monkeypatch.setattr(warm_workers, "AsyncCompile", pool)
+    monkeypatch.setattr(warm_workers, "get_compile_threads", lambda: 3)
+    monkeypatch.setattr(warm_workers, "_has_started", lambda: True)
+    monkeypatch.setattr(warm_workers, "_last", [])
     monkeypatch.setattr(launcher, "build_driver", lambda: pool.asked.append("driver"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -68,7 +68,7 @@ def test_workers_start_when_asked(workers: _Workers, monkeypatch: pytest.MonkeyP
 def test_every_worker_imports(workers: _Workers) -> None:
     """Behind the question whether the pool is ready, which would wait for the imports."""
     lowering.expect_kernels()
-    assert workers.asked == ["driver", "ready", *[warm.prepare_worker] * 3]
+    assert workers.asked == ["driver", "ready", *[warm_workers.prepare_worker] * 3]
 
 
 def test_workers_whose_parent_has_imported_do_not(
@@ -78,8 +78,8 @@ def test_workers_whose_parent_has_imported_do_not(
         workers.asked.append("parent")
         workers.modules, workers.pickler = modules, worker.Pickler()
 
-    monkeypatch.setattr(warm, "_has_started", lambda: False)
-    monkeypatch.setattr(warm, "_create_pool", create)
+    monkeypatch.setattr(warm_workers, "_has_started", lambda: False)
+    monkeypatch.setattr(warm_workers, "_create_pool", create)
     lowering.expect_kernels()
     assert workers.asked == ["driver", "parent", "ready"]
     assert workers.modules == hopper.MODULES
@@ -89,10 +89,10 @@ def test_workers_whose_parent_has_imported_do_not(
 _LOOK = """
 from functools import partial
 from torch._inductor.async_compile import AsyncCompile
-from flexhop.compat import warm, worker
+from flexhop.compat import warm_workers, worker
 records = "flexhop.templates.hopper.records"
-assert warm.start_pool(records, "there_is.none")
-has = f"[n in __import__('sys').modules for n in {[records, *warm._NEEDED]}]"
+assert warm_workers.start_pool(records, "there_is.none")
+has = f"[n in __import__('sys').modules for n in {[records, *warm_workers._NEEDED]}]"
 frozen = "__import__('gc').get_freeze_count() > 0"
 alone = f"{worker.MODULES!r} not in __import__('os').environ"
 print(AsyncCompile.process_pool().submit(partial(eval, f"[*{has}, {frozen}, {alone}]")).result())
@@ -113,16 +113,16 @@ def test_workers_that_inductor_may_have_ended_import_again(
     workers: _Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([100.0, 129.0, 131.0])
-    monkeypatch.setattr(warm, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(warm_workers, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     asked = []
     for _ in range(3):
         lowering.expect_kernels()
-        asked.append(workers.asked.count(warm.prepare_worker))
+        asked.append(workers.asked.count(warm_workers.prepare_worker))
     assert asked == [3, 3, 6]
 
 
 def _forbid_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "get_compile_threads", lambda: 1)
+    monkeypatch.setattr(warm_workers, "get_compile_threads", lambda: 1)
 
 
 def _older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +153,9 @@ def test_a_worker_has_what_a_kernel_imports() -> None:
     if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     text = (
-        "import sys; from flexhop.compat import gluon, warm; "
+        "import sys; from flexhop.compat import gluon, warm_workers; "
         "from flexhop.templates import hopper; "
-        "warm.prepare_worker(hopper.MODULES); before = set(sys.modules); "
+        "warm_workers.prepare_worker(hopper.MODULES); before = set(sys.modules); "
         "exec(gluon._IMPORTS + hopper.IMPORTS); print(set(sys.modules) - before); "
         "import gc; print(gc.get_freeze_count() > 0)"
     )
@@ -167,7 +167,7 @@ def test_a_worker_has_what_a_kernel_imports() -> None:
 
 def test_a_graph_finds_the_patterns_registered():
     """Inductor asks by device: another spelling of it would register them once more."""
-    warm.register_patterns(torch.device("cpu"))
+    warm_workers.register_patterns(torch.device("cpu"))
     before = joint_graph.lazy_init.cache_info().misses
     graph = make_fx(lambda x: x + 1)(torch.ones(2))
     compile_fx._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))

@@ -132,7 +132,7 @@ class _Floats:
 
     def _is_cheaper(self, value: fx.Node) -> bool:
         """Whether a value is to be computed in fp32, where it is the same."""
-        if _is_sum(value) and self._is_exact(value):
+        if _is_sum(value) and self._is_lossless(value):
             return True
         is_ordered = value.target in _ORDERED and dtype_of(value) == torch.int64
         return is_ordered and not value.kwargs and all(map(self._is_bound, value.args[1:]))
@@ -143,7 +143,7 @@ class _Floats:
             return not {"q", "k"} <= self.found[other].depends
         return other is None or (isinstance(other, int) and abs(other) <= _LARGEST)
 
-    def _is_exact(self, operand: Any) -> bool:
+    def _is_lossless(self, operand: Any) -> bool:
         """Whether fp32 represents an operand, and what it is made of."""
         if not isinstance(operand, fx.Node):
             return isinstance(operand, int) and abs(operand) <= _LARGEST
@@ -151,7 +151,7 @@ class _Floats:
         if not (_is_integer(operand) and max(-facts.low, facts.high) <= _LARGEST):
             return False
         if _is_sum(operand):
-            return all(map(self._is_exact, operand.args))
+            return all(map(self._is_lossless, operand.args))
         # Converted once per row or column, not once per score.
         return "score" not in facts.depends and not {"q", "k"} <= facts.depends
 

@@ -6,7 +6,7 @@ import torch
 from flexhop import mods
 from flexhop.analysis import INDICES
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed
-from flexhop.lowering.mods.cost import instructions, mask_instructions
+from flexhop.lowering.mods.instructions import instructions, mask_instructions
 from flexhop.lowering.mods.lower import read_joint
 from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
 

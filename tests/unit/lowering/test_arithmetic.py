@@ -10,8 +10,8 @@ import torch
 
 from flexhop.analysis import analyse
 from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.arithmetic import _ORDERED, cheaper
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.strength import _ORDERED, cheaper
 from flexhop.ops.subgraphs import trace_score
 
 aten = torch.ops.aten
