@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cases", default="", metavar="REGEX", help="only matching case names")
     options = parser.parse_args(arguments)
     print(f"{describe_machine()}; milliseconds.\n")
-    print("| case | flexhop | in-tree | sdpa | of in-tree's | of sdpa's |")
+    print("| case | flexhop | in-tree | sdpa | / in-tree | / sdpa |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for case in CASES:
         if not re.search(options.cases, case.name):

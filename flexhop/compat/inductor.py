@@ -205,6 +205,7 @@ def _realize(value: Any) -> Any:
 def alone(value: Any) -> Any:
     """`value` with its own storage, which its name denotes."""
     value = realize_inputs(value)
+    # A view goes by the name of the buffer that it looks at.
     if isinstance(value.data, ir.BaseView):
         value = lowerings[aten.clone.default](value)
     return _realize(value)

@@ -81,6 +81,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
             location=line_of(node),
             reason="it is no pointwise operation",
         ) from error
+    # A mod has one output, a joint graph several.
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     return [_scalar_buffer(output) for output in outputs]

@@ -93,6 +93,7 @@ def flash_attn_with_kvcache(
     place = _locate(call)
     if k is not None and v is not None:
         rotation = _rotation(call, interleaved=rotary_interleaved)
+        # As in flash-attn: without a mask by position, all queries are rotated by the first one's.
         q = rotation.turn(q, place.before, spread=causal or options.reach != (None, None))
         _append(call, place, rotation.turn(k, place.before, spread=True), v)
     return _attend(q, call, place, options)
@@ -152,6 +153,7 @@ def _append(call: CacheCall, place: _Place, k: Tensor, v: Tensor) -> None:
         row = place.rows[:, None]
     else:
         row = torch.arange(k.size(0), device=k.device)[:, None]
+    # In place, and before attention reads the cache: the new tokens are seen, too.
     call.k_cache.index_put_((row, position), k)
     call.v_cache.index_put_((row, position), v)
 
@@ -199,6 +201,7 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     left, right = options.reach
     queries = q.size(1)
+    # A single query is the last one: no key follows it.
     seen = SeenKeys(
         place.used - queries, place.begin, place.used, (left, None if queries == 1 else right)
     )

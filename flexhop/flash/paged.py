@@ -61,6 +61,7 @@ def attend_pages(call: PagedCall, options: Options) -> tuple[Tensor, Tensor | No
     starts = call.offsets_q[:-1]
     counts, used = call.offsets_q.diff(), call.offsets_k.diff().to(torch.int32)
     position = starts[:, None] + torch.arange(call.longest_q, device=call.q.device)
+    # Sequences shorter than the longest repeat some token. Nobody takes these results.
     rows = call.q[position.clamp(0, call.q.size(0) - 1)]  # [S, M, Hq, D]
     aligned = used - counts
     seen = SeenKeys(aligned, None, used, options.reach)

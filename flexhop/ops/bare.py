@@ -53,6 +53,7 @@ class Plan:
 
     def compute(self, args: AttentionArgs, leaves: list[Any]) -> list[Tensor]:
         """Run the compiled code."""
+        # Compiled code has one precision of float32 products; users may change it between calls.
         precision = torch.get_float32_matmul_precision()
         alone = self._alone.get(precision)
         if alone is None:
@@ -92,6 +93,7 @@ class _Bare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, args: AttentionArgs, *inputs: Any) -> Any:
         assert plan.joint is not None
+        # Autograd passes tensors that take part in its graph, so these replace those of `args`.
         query, key, value, *captures = inputs
         args = AttentionArgs(
             query, key, value, plan.joint.score_mod, args.mask_mod, args.blocks, args.scale,

@@ -118,7 +118,9 @@ def softmax_rows(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Unnormalised weights [..., N], their divisor [...], and lse [...]. A row that sees nothing
         has weights 0, divisor 1 and lse -inf.
     """
+    # Any shift gives the same weights, so none of its derivatives is needed.
     largest = scores.detach().amax(-1, keepdim=True)
+    # A row that sees nothing would otherwise compute -inf less -inf.
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     weights = torch.exp(scores - shift)
     total = weights.sum(-1)
@@ -171,6 +173,7 @@ def _score_rows(args: Operands, grids: Grids, chunk: Chunk) -> _Rows:
     visible = visible_keys(args, grids, index, raw)
     if chunk.live is not None:
         visible = visible & chunk.live[:, None]
+    # The mask comes after score_mod, whose result for a hidden key may be anything, even NaN.
     modified = torch.where(visible, modified.to(raw.dtype), float("-inf"))
     return _Rows(raw, modified, visible, index)
 
@@ -250,6 +253,7 @@ def visible_keys(
 ) -> Tensor:
     """Which keys each query of a chunk sees, [B, Hq, m, N] bool."""
     keep = over_elements(args.mask_mod, 0, (), index, args.mask_captures)
+    # In this order: a full block overrules mask_mod, which may be asked about its padding.
     for blocks, combine in ((grids.partial, torch.logical_and), (grids.full, torch.logical_or)):
         if blocks is not None:
             q_block = index[2] // int(args.options["q_block_size"])
@@ -326,6 +330,7 @@ def grad_rows(
     rows = _score_rows(args, grids, chunk)
     dtype = rows.raw.dtype
     lse, grad_out = chunk.pick(args.lse).to(dtype), chunk.pick(args.grad_out).to(dtype)
+    # From the saved lse, as in the kernels: the softmax is not computed again.
     weights = torch.exp(rows.modified - _finite(lse)[..., None])
     delta = (grad_out * chunk.pick(args.out).to(dtype)).sum(-1)
     if args.grad_lse is not None:
@@ -335,6 +340,7 @@ def grad_rows(
     grad_modified = weights * (grad_weights - delta[..., None])
     elements = (rows.raw, grad_modified)
     outputs = over_elements(args.joint, 1, elements, rows.grid, args.score_captures)
+    # A hidden score has no gradient, whatever the derivative of score_mod is there.
     grad_raw = torch.where(rows.visible, outputs[0].to(dtype), 0.0) * args.scale
     return (
         combine_values(grad_raw, args.key),
@@ -355,6 +361,7 @@ def _add_captured(
 
 def _scatter(total: Tensor, site: Site, outputs: tuple[Tensor, ...], visible: Tensor) -> Tensor:
     values = torch.where(visible, outputs[site.value].to(total.dtype), 0.0)
+    # A captured 0-d tensor: every score adds to its one element.
     if not site.indices:
         return total + values.sum()
     indices = [outputs[i] for i in site.indices]

@@ -123,6 +123,7 @@ def ask(
     described = _describe(score_mod, block_mask)
     if described is None or not are_tensors((*operands, *described.tensors)):
         return None
+    # Nested tensors have the shapes of dense ones, but are packed before they are attended to.
     query, key, value = operands
     if query.is_nested or key.is_nested or value.is_nested:
         return None
@@ -157,6 +158,7 @@ def _read(block_mask: Any, read_mask: ReadMask) -> _Mask | None:
     Equal tokens stand for equal facts of the mask and of its tensors. These are read again if the
     mask gets other tensors; compiled code itself checks the sizes and strides of what it reads.
     """
+    # A subclass may compute its fields anew at each read.
     if type(block_mask) is not BlockMask:
         return None
     fields, number = _MASK_FIELDS(block_mask), id(block_mask)
@@ -167,6 +169,7 @@ def _read(block_mask: Any, read_mask: ReadMask) -> _Mask | None:
     blocks, _, facts = read_mask(block_mask)
     if not are_tensors(blocks):
         return None
+    # An id stands for another mask once this one is gone.
     owner = weakref.ref(block_mask, lambda _: _masks.pop(number, None))
     found = _masks[number] = _Mask(owner, fields, blocks, _token(blocks, facts))
     return found
