@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
+from flexhop.compat.held import is_filled
 from flexhop.compat.hop import Operator
 from flexhop.compat.kept import mark, remember
-from flexhop.compat.wrapped import Exchange, apart, is_filled, is_transformed
+from flexhop.compat.wrapped import Exchange, apart, is_transformed
 from flexhop.errors import FlexhopError
 
 __all__ = ["Lifted", "lift", "own_code"]

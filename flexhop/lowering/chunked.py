@@ -59,26 +59,20 @@ def is_without_kernel(query: Any) -> bool:
 
 def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:
     """Lower `flexhop_attention`: (out, lse, max_scores)."""
-    args = AttentionArgs(*operands)
-    returns_max = bool(args.options.get("return_max"))
-
-    def step(
-        args: AttentionArgs, grids: Grids, chunk: Chunk, _: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        return attend_rows(args, grids, chunk)[: 2 + returns_max], ()
-
-    def formula(args: AttentionArgs, rows: int | None) -> Tensors:
-        wide = accumulate_dtype(args.query.dtype)
-        results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
-        found, _ = over_chunks(Rowwise(step, results[: 2 + returns_max]), args, rows, ())
-        return found
-
-    return _with_max(lower_definition(args, formula), returns_max)
+    return _lower_forward(AttentionArgs(*operands), lambda args: (args, None))
 
 
 def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     """Lower `flexhop_cached_attention`: put its keys in order, then as above."""
-    args = CachedArgs(*operands)
+    return _lower_forward(
+        CachedArgs(*operands), lambda args: (ordered_args(args), lengths_of(args))
+    )
+
+
+def _lower_forward(
+    args: Any, in_order: Callable[[Any], tuple[AttentionArgs, Tensor | None]]
+) -> tuple[Any, Any, Any]:
+    """Lower a forward operator; in_order: its operands with keys in order, and their number."""
     returns_max = bool(args.options.get("return_max"))
 
     def step(
@@ -86,11 +80,12 @@ def lower_cached_attention(*operands: Any) -> tuple[Any, Any, Any]:
     ) -> tuple[Tensors, Tensors]:
         return attend_rows(args, grids, chunk)[: 2 + returns_max], ()
 
-    def formula(args: CachedArgs, rows: int | None) -> Tensors:
+    def formula(args: Any, rows: int | None) -> Tensors:
         wide = accumulate_dtype(args.query.dtype)
         results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
         work = Rowwise(step, results[: 2 + returns_max])
-        found, _ = over_chunks(work, ordered_args(args), rows, (), lengths_of(args))
+        ordered, lengths = in_order(args)
+        found, _ = over_chunks(work, ordered, rows, (), lengths)
         return found
 
     return _with_max(lower_definition(args, formula), returns_max)

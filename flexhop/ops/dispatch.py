@@ -17,6 +17,7 @@ import flexhop
 from flexhop import errors
 from flexhop.compat import hop
 from flexhop.compat.autocast import wanted_dtype, without_autocast
+from flexhop.compat.held import is_filled
 from flexhop.compat.mod_errors import refused
 from flexhop.compat.private import private
 from flexhop.compat.symbols import is_symbolic
@@ -65,6 +66,7 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     if hop.is_tracing(args.query, args.key, args.value):
         return _run_traced(run_operator, args, call)
     has_kernels = wants_kernels(call.kernel_options)
+    # A mistake goes to the eager path, which raises it without compiling anything.
     if (has_kernels or has_checkpoint_policy()) and call.mistake is None:
         if not has_kernels:
             _warn_once()
@@ -136,6 +138,7 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     check_arity(args.mask_mod, "mask_mod")
     scale, options = prepare(args.query, args.key, args.value, args.blocks, call)
     mask_tensors = closed_over(args.mask_mod)
+    # A mask needs its query side only for gradients, so forward passes may lack it.
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*args[:3], *mask_tensors)):
         check_gradients(mask_tensors, options)
     for kind, mod in (("score_mod", args.score_mod), ("mask_mod", args.mask_mod)):
@@ -158,6 +161,7 @@ def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
     """The mod, with checks of its result and of what it does."""
     name = getattr(mod, "__name__", type(mod).__name__)
     held = [tensor for tensor in closed_over(mod) if not tensor.is_inference()]
+    # A version counts writes to a tensor and its views. Inference tensors have none.
     versions = [tensor._version for tensor in held]
     run = private(mod)
 
@@ -199,14 +203,8 @@ def closed_over(mod: Any) -> tuple[Tensor, ...]:
         held = (*mod.args, *mod.keywords.values())
         return (*closed_over(mod.func), *(t for t in held if isinstance(t, Tensor)))
     cells = getattr(mod, "__closure__", None) or ()
-    found: list[Tensor] = []
-    for cell in cells:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # a name that is assigned later
-            continue
-        if isinstance(value, Tensor):
-            found.append(value)
+    filled = (cell.cell_contents for cell in cells if is_filled(cell))
+    found = [value for value in filled if isinstance(value, Tensor)]
     names = getattr(getattr(mod, "__code__", None), "co_names", ())
     of_module = getattr(mod, "__globals__", {})
     return (*found, *(of_module[n] for n in names if isinstance(of_module.get(n), Tensor)))

@@ -15,7 +15,7 @@ LAW: dict[str, set[str]] = {
     "compat": {"errors", "debug", "templates"},
     "primitives": set(),
     "options": {"errors"},
-    "mods": {"errors", "primitives"},
+    "mods": {"errors", "primitives", "compat"},
     "masks": {"mods", "errors"},
     "analysis": {"compat"},
     "block_mask": {"analysis", "mods", "errors", "compat"},
