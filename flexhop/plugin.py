@@ -42,6 +42,9 @@ def install(*, lowering: bool = False, workers: bool = False) -> None:
     _install_operators()
     if workers:
         # First: they start while this process imports the rest.
+        from flexhop.compat.early_workers import begin
+
+        begin()
         from flexhop.compat.warm_workers import start_workers
 
         start_workers()
@@ -55,10 +58,17 @@ def _install_operators() -> None:
     compat.check_torch_version()
     debug.wanted()  # a wrong name raises at import, not inside the compiler
     SLOT.attend_dtensors = _attend_dtensors
-    after_import("torch._dynamo", _install_trackers)
+    after_import("torch._dynamo", _install_trackers, before=_begin_workers)
     after_import("torch._inductor.codegen.cpp", _repair_cpp)
     after_import("torch._inductor.codegen.triton_split_scan", _repair_triton)
     after_import("torch._inductor.codegen.cuda.device_op_overrides", _repair_packages)
+
+
+def _begin_workers() -> None:
+    if torch.cuda.is_initialized():  # this program probably compiles for a GPU
+        from flexhop.compat.early_workers import begin
+
+        begin()
 
 
 def _repair_cpp() -> None:

@@ -27,7 +27,7 @@ from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
-from flexhop.compat import shared_graphs
+from flexhop.compat import chained_jobs, shared_graphs
 from flexhop.compat.machine_code import compile_by_worker, compile_here
 
 __all__ = [
@@ -40,11 +40,13 @@ __all__ = [
     "origin",
     "placeholders",
     "start",
+    "start_soon",
     "traced",
 ]
 
 # Workers may be few, and Python waits for them at exit: at most this much work at a time.
 _MOST = 3
+_MANY_NODES = 40  # Inductor takes at least 5 ms for each: to lower, to fuse and to write
 
 
 class _Jobs(dict[str, Future[None]]):
@@ -146,6 +148,34 @@ def start(choice: Any) -> None:
     running = [job for job in _jobs.values() if not job.done()]
     if choice.bmreq.module_cache_key not in _jobs and len(running) < _MOST:
         _begin(choice)
+
+
+def start_soon(choice: Any) -> None:
+    """Start compiling a choice that this graph will launch.
+
+    Inductor asks for it only when it has lowered and written the whole graph. A worker then finds
+    it in Triton's cache, which takes a tenth of a second, so much of the graph must be left.
+    """
+    is_other = config.cpp_wrapper or V.graph.aot_mode
+    if is_other or not (_may_compile() and get_compile_threads() > _MOST and _much_follows()):
+        return
+    if not AsyncCompile.use_process_pool():
+        return
+    start(choice)
+    request = choice.bmreq
+    job = _jobs.get(request.module_cache_key)
+    if job is not None and not job.done():
+        chained_jobs.announce(request.kernel_name, Path(request.module_path).read_text(), job)
+
+
+def _much_follows() -> bool:
+    """Whether many nodes of the graph are still to be lowered."""
+    node = V.graph.current_node
+    for _ in range(_MANY_NODES):
+        node = node.next
+        if node.op == "output":
+            return False
+    return True
 
 
 def begin(choice: Any) -> bool:

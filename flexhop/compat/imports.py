@@ -1,4 +1,4 @@
-"""Call back when a module is imported, so that `import flexhop` need not import it.
+"""Call back around the import of a module, so that `import flexhop` need not import it.
 
 torch 2.11 to 2.15: `torch._dynamo` takes two seconds, and `import torch` does not import it.
 """
@@ -15,19 +15,26 @@ from types import ModuleType
 __all__ = ["after_import"]
 
 
-def after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` once the module is imported: now, if it already is."""
+def after_import(
+    name: str, callback: Callable[[], None], before: Callable[[], None] = lambda: None
+) -> None:
+    """Call `callback` once the module is imported: now, if it already is.
+
+    before: called when its import begins, if it does.
+    """
     if name in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _Watch(name, callback))
+        sys.meta_path.insert(0, _Watch(name, callback, before))
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds one module like other finders, and calls back after its loader."""
+    """Finds one module like other finders, and calls back around its loader."""
 
-    def __init__(self, name: str, callback: Callable[[], None]) -> None:
-        self.name, self.callback = name, callback
+    def __init__(
+        self, name: str, callback: Callable[[], None], before: Callable[[], None]
+    ) -> None:
+        self.name, self.callback, self.before = name, callback, before
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -37,20 +44,26 @@ class _Watch(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.callback)
+            spec.loader = _Loader(spec.loader, self.callback, self.before)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """The real loader, then the callback."""
+    """The real loader between both callbacks."""
 
-    def __init__(self, loader: importlib.abc.Loader, callback: Callable[[], None]) -> None:
-        self.loader, self.callback = loader, callback
+    def __init__(
+        self,
+        loader: importlib.abc.Loader,
+        callback: Callable[[], None],
+        before: Callable[[], None],
+    ) -> None:
+        self.loader, self.callback, self.before = loader, callback, before
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        self.before()
         # The module must look untouched.
         module.__loader__ = self.loader
         if module.__spec__ is not None:

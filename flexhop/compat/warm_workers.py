@@ -22,14 +22,10 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
 from flexhop.compat import launcher, worker
+from flexhop.compat.early_workers import NEEDED
 
 __all__ = ["register_patterns", "start_pool", "start_workers", "warm_workers"]
 
-_NEEDED = (
-    "triton.compiler.code_generator",
-    "torch._inductor.runtime.triton_heuristics",
-    "flexhop.compat.gluon_runtime",
-)
 _last: list[float] = []  # when workers were last warmed
 
 
@@ -44,7 +40,7 @@ def start_workers() -> None:
         return
     if HAS_TRITON:
         triton_key()
-        for module in _NEEDED:
+        for module in NEEDED:
             import_module(module)
     if torch.cuda.is_available():
         register_patterns(torch.device("cuda", torch.cuda.current_device()))
@@ -53,7 +49,7 @@ def start_workers() -> None:
 def start_pool(*modules: str) -> bool:
     """Start Inductor's workers if they do not run, and may; whether they may.
 
-    modules: what kernels import besides _NEEDED.
+    modules: what kernels import besides NEEDED.
     """
     if not _may_start():
         return False
@@ -76,7 +72,7 @@ def _has_started() -> bool:
 def _create_pool(modules: tuple[str, ...]) -> None:
     """Have Inductor create its pool; the workers' parent imports before it forks them."""
     pool_class, pickler = async_compile.SubprocPool, worker.Pickler()
-    os.environ[worker.MODULES] = ",".join((*_NEEDED, *modules))
+    os.environ[worker.MODULES] = ",".join((*NEEDED, *modules))
     async_compile.SubprocPool = partial(pool_class, pickler=pickler)  # type: ignore[misc]
     try:
         AsyncCompile.process_pool()
@@ -114,4 +110,4 @@ def warm_workers(*modules: str) -> None:
 
 def prepare_worker(modules: tuple[str, ...]) -> None:
     """Import in a worker that has a parent without the imports."""
-    worker.prepare([*_NEEDED, *modules])
+    worker.prepare([*NEEDED, *modules])

@@ -1,5 +1,6 @@
 """The backward kernel of Hopper GPUs: what one worker compiles ahead, the others find."""
 
+import functools
 import importlib
 import os
 import threading
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.codecache import PyCodeCache, _load_triton_kernel_from_source
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 from torch._inductor.utils import fresh_cache
 
 import flexhop
-from flexhop.compat import ahead, launcher
+from flexhop.compat import ahead, chained_jobs, launcher
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
-from flexhop.offline import Kernel, generate_code
+from flexhop.offline import Generated, Kernel, generate_code
+from flexhop.offline.kernel import read_kernel
 from tests.processes import new_processes
 
 
@@ -40,15 +44,25 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return handed
 
 
-def _generate(mask: flexhop.BlockMask | None = None, *, is_deterministic: bool = False) -> Kernel:
+def _generate_both(
+    mask: flexhop.BlockMask | None = None, *, is_deterministic: bool = False, following: int = 0
+) -> Generated:
     inputs = [
         torch.randn(1, 1, 128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
     options = flexhop.KernelOptions(backend="hopper", deterministic=is_deterministic)
-    generated = generate_code(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
-        *inputs, grad=True,
-    )  # fmt: skip
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+        for _ in range(following):
+            out = out.sin()
+        return out
+
+    return generate_code(attend, *inputs, grad=True)
+
+
+def _generate(mask: flexhop.BlockMask | None = None, *, is_deterministic: bool = False) -> Kernel:
+    generated = _generate_both(mask, is_deterministic=is_deterministic)
     return generated.kernel_with("differentiate")
 
 
@@ -56,7 +70,6 @@ def _compile(name: str, source: str, cache: str) -> str:
     """Compile as Inductor's workers do: "hit" or "miss", as Triton's cache had it or not."""
     os.environ["TRITON_CACHE_DIR"] = cache
     import triton
-    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime import triton_helpers
 
     found: list[str] = []
@@ -236,10 +249,9 @@ def test_launcher_is_built_for_the_kernel(
     """What the thread builds is what Triton asks its cache for when the kernel is there."""
     if not launcher.is_needed():
         pytest.skip("this Triton has one launcher for all kernels")
-    kernels: list[Any] = []
+    choices: list[Any] = []
     texts: list[str] = []
-    note = kernels.append
-    monkeypatch.setattr(launcher, "build", lambda choice: note(launcher.kernel_of(choice)))
+    monkeypatch.setattr(launcher, "build", choices.append)
     driver = launcher._driver()
 
     def build(*, src: str, **_: Any) -> Any:
@@ -249,15 +261,90 @@ def test_launcher_is_built_for_the_kernel(
     monkeypatch.setattr(driver, "compile_module_from_src", build)
     monkeypatch.setattr(driver, "library_dirs", list)  # there is no libcuda
     _generate()
-    assert len(kernels) == 3  # the foretold one is filled twice
-    for kernel in kernels:
+    assert len(choices) == 3  # the foretold one is filled twice
+    for choice in choices:
+        request = choice.bmreq
+        module = PyCodeCache.load_by_key_path(request.module_cache_key, request.module_path)
+        kernel = getattr(module, request.kernel_name)
         (config,) = kernel.configs
         meta = kernel._create_compile_meta(config)
         gluon = importlib.import_module("triton.experimental.gluon._runtime")
         source = gluon.GluonASTSource(
             kernel.fn, meta["signature"], meta["constants"], meta["configs"][0]
         )
-        launcher._build(kernel)
+        launcher._build_for(request.module_path)
         driver.CudaLauncher(source, launcher._METADATA)
         early, asked = texts[-2:]
         assert early == asked
+
+
+def test_filling_a_template_executes_nothing(begun: list[tuple[str, str]]) -> None:
+    """Only whoever compiles a kernel needs its functions."""
+    with fresh_cache():
+        _generate()
+        assert begun
+        assert PyCodeCache.modules == []
+
+
+@pytest.mark.parametrize(("following", "is_begun"), [(0, False), (50, True)])
+def test_forward_kernel_is_compiled_while_its_graph_is_lowered(
+    following: int,
+    is_begun: bool,
+    begun: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If much follows. Inductor's job for it waits: its text is the same for Triton's cache."""
+    announced: list[tuple[str, str]] = []
+
+    def submit(name: str, source: str) -> Future[Any]:
+        begun.append((name, source))
+        return Future()
+
+    monkeypatch.setattr(ahead, "_submit", submit)
+    monkeypatch.setattr(ahead, "_may_compile", lambda: True)
+    monkeypatch.setattr(ahead, "get_compile_threads", lambda: 8)
+    monkeypatch.setattr(ahead, "AsyncCompile", _Pool(is_ready=True))
+    monkeypatch.setattr(ahead, "wait", lambda jobs: None)
+    monkeypatch.setattr(
+        chained_jobs, "announce", lambda name, source, job: announced.append((name, source))
+    )
+    mask = flexhop.create_block_mask(causal, None, None, 128, 128, "cpu")
+    generated = _generate_both(mask, following=following)
+    asked = [generated.kernel_with(name) for name in ("differentiate", "attend_steps")]
+    asked = asked[: 1 + is_begun]
+    assert [chained_jobs._functions(*k) for k in begun] == [
+        chained_jobs._functions(k.name, k.source) for k in asked
+    ]
+    assert [read_kernel(*k).meta["signature"] for k in begun] == [
+        k.meta["signature"] for k in asked
+    ]
+    assert announced == begun[1:]  # the backward kernel is begun first
+
+
+def test_a_job_waits_for_another_that_compiles_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other job is submitted at once."""
+    submitted: list[Any] = []
+
+    def submit(job: Any, *args: Any) -> Future[str]:
+        submitted.append(args)
+        done: Future[str] = Future()
+        done.set_result("compiled")
+        return done
+
+    pool = SimpleNamespace(submit=submit)
+    monkeypatch.setattr(chained_jobs, "AsyncCompile", SimpleNamespace(process_pool=lambda: pool))
+    monkeypatch.setattr(chained_jobs, "_early", {})
+    early: Future[int] = Future()
+    text = "# {} \n@gluon.jit\ndef kernel(): pass\n{} = kernel\n"
+    chained_jobs.announce("triton_a", text.format("a", "triton_a"), early)
+    loads = [
+        functools.partial(_load_triton_kernel_from_source, f"triton_{n}", body)
+        for n, body in (("b", text.format("b", "triton_b")), ("c", "@gluon.jit\ndef f(): pass"))
+    ]
+    waits, other = (pool.submit(_worker_compile_triton, load, {}, {}) for load in loads)
+    assert other.result(1) == "compiled"
+    assert not waits.done()
+    assert [args[0] for args in submitted] == [loads[1]]
+    early.set_exception(RuntimeError("no compiler"))  # then Inductor compiles as ever
+    assert waits.result(30) == "compiled"
+    assert submitted[-1][0] is loads[0]

@@ -120,6 +120,7 @@ def emit_kernel(
     if needed is not None and most is not None and needed > most:
         _show_refusal(name, needed, most)
         return None
+    ahead.start_soon(choice)
     added_to = output.written if subgraphs.sites else ()
     operands = [*inputs, *call.captures, *added_to]
     full = f"flexhop_hopper_{name}"

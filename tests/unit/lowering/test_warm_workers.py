@@ -1,8 +1,11 @@
 """Inductor's workers import what Hopper kernels need while Dynamo traces."""
 
+import dataclasses
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop import lowering
-from flexhop.compat import launcher, warm_workers, worker
+from flexhop.compat import early_workers, launcher, warm_workers, worker, worker_orders
 from flexhop.lowering.hopper import versions
 from flexhop.templates import hopper
 
@@ -85,28 +88,111 @@ def test_workers_whose_parent_has_imported_do_not(
     assert workers.modules == hopper.MODULES
 
 
-# A job of builtins alone: it imports nothing.
+# A job of builtins alone: it imports nothing. Where a GPU was used, the workers' parent starts
+# when the import of Dynamo begins.
 _LOOK = """
+import os, sys, torch, flexhop
 from functools import partial
+from flexhop.compat import early_workers
+os.sched_getaffinity = lambda pid: range(early_workers._FEWEST_CORES)
+torch.cuda.is_initialized = lambda: {is_early}
+begin = early_workers.begin
+early_workers.begin = lambda: (print("torch._dynamo.convert_frame" in sys.modules), begin())
+import torch._dynamo
+torch.cuda.is_initialized = lambda: False
+os.environ["LATE"] = "1"
 from torch._inductor.async_compile import AsyncCompile
 from flexhop.compat import warm_workers, worker
 records = "flexhop.templates.hopper.records"
 assert warm_workers.start_pool(records, "there_is.none")
-has = f"[n in __import__('sys').modules for n in {[records, *warm_workers._NEEDED]}]"
+has = "[n in __import__('sys').modules for n in " + str([records, *warm_workers.NEEDED]) + "]"
 frozen = "__import__('gc').get_freeze_count() > 0"
-alone = f"{worker.MODULES!r} not in __import__('os').environ"
-print(AsyncCompile.process_pool().submit(partial(eval, f"[*{has}, {frozen}, {alone}]")).result())
+alone = repr(worker.MODULES) + " not in __import__('os').environ"
+late = "__import__('os').environ['LATE'] == '1'"
+pool = AsyncCompile.process_pool()
+print(pool.submit(partial(eval, f"[*{{has}}, {{frozen}}, {{alone}}, {{late}}]")).result())
+print([started.process is pool.process for started in early_workers._started])
 """
 
 
-def test_workers_have_what_their_parent_imported() -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_workers_have_what_their_parent_imported(is_early: bool) -> None:
     if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     result = subprocess.run(
-        [sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", _LOOK.format(is_early=is_early)],
+        capture_output=True, text=True, check=False,
         env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"},
     )  # fmt: skip
-    assert result.stdout.strip() == str([True] * 6), result.stderr
+    begun, adopted = (["False"], [True]) if is_early else ([], [])
+    assert result.stdout.splitlines() == [*begun, str([True] * 7), str(adopted)], result.stderr
+
+
+class _Process:
+    """An early parent, which takes no orders."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+def _ended() -> dict[str, Any]:
+    return {"process": _Process(1)}
+
+
+def _waited_too_long() -> dict[str, Any]:
+    return {"started": time.monotonic() - 2 * early_workers.PATIENCE}
+
+
+def _of_another_process() -> dict[str, Any]:
+    return {"owner": -1}
+
+
+@pytest.mark.parametrize("change", [dict, _ended, _waited_too_long, _of_another_process])
+def test_an_early_parent_is_used_if_it_lives(
+    change: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise Inductor starts its own."""
+    ours, theirs = socket.socketpair()
+    found = early_workers._Early(
+        _Process(None), ours, {"A": "1", "B": "1"}, time.monotonic(), os.getpid()
+    )  # type: ignore[arg-type]
+    found = dataclasses.replace(found, **change())
+    monkeypatch.setattr(early_workers, "_started", [found])
+    command = [sys.executable, "main.py", "--workers=2", f"--read-fd={ours.fileno()}"]
+    with theirs, ours:
+        pipes = [os.dup(theirs.fileno())]
+        command[-1] = f"--read-fd={pipes[0]}"
+        process = early_workers._hand_over(
+            command, env={"A": "2"}, pass_fds=pipes, stdout=None, stderr=None
+        )
+        if change is not dict:
+            assert process is None
+            return
+        assert process is found.process
+        _, descriptors, *_ = socket.recv_fds(theirs, 1, 8)
+        order = worker_orders._read(theirs)
+        monkeypatch.setenv("A", "1")
+        monkeypatch.setenv("B", "1")
+        arguments = worker_orders._prepared(order, descriptors)
+        assert arguments == ["main.py", "--workers=2", f"--read-fd={descriptors[0]}"]
+        assert (os.environ["A"], "B" in os.environ) == ("2", False)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "is_begun"),
+    [("", 8, True), ("8", 8, True), ("1", 8, False), ("8", 2, False)],
+)
+def test_no_early_parent_without_workers_or_cores(
+    threads: str, cores: int, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", threads)
+    assert early_workers._may_begin() is is_begun
 
 
 def test_workers_that_inductor_may_have_ended_import_again(
