@@ -355,13 +355,16 @@ def gpu_code(
 
 
 def _strided_like(fake: Any, given: torch.Tensor) -> Any:
-    """A tensor on the GPU with the strides that it will have.
+    """A tensor on the GPU with the strides and the alignment that it will have.
 
     The graph has the trace's strides; Inductor may pad rows that the forward graph saves.
     """
     if not isinstance(fake, FakeTensor) or fake.device.type != "cuda":
         return fake
+    size, stride, offset = given.size(), given.stride(), given.storage_offset()
     with fake.fake_mode:
-        return torch.empty_strided(
-            given.size(), given.stride(), dtype=fake.dtype, device=fake.device
-        )
+        if isinstance(offset, int) and offset == 0:
+            return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device)
+        end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        base = torch.empty(end, dtype=fake.dtype, device=fake.device)
+        return base.as_strided(size, stride, offset)

@@ -57,6 +57,7 @@ class Cubin:
         stack: bytes of local memory per thread: arrays that do not fit in registers, and spills.
         local: bytes of local memory per thread that the loader reserves besides the stack.
         shared: bytes of shared memory per program.
+        scratch: bytes of global memory per program, for descriptors of tensors.
         spills: register spills: loads from and stores to local memory in the machine code.
         mma: warp-level matrix products in the PTX (sm_80 and later).
         wgmma: warpgroup-level matrix products (sm_90).
@@ -73,6 +74,7 @@ class Cubin:
     stack: int
     local: int
     shared: int
+    scratch: int
     spills: int
     mma: int
     wgmma: int
@@ -217,6 +219,7 @@ def _inspect(compiled: CompiledKernel, architecture: int, log: str) -> Cubin:
         stack=counts["STACK"],
         local=counts["LOCAL"],
         shared=compiled.metadata.shared,
+        scratch=compiled.metadata.global_scratch_size,
         spills=local_accesses(_sass(binary)) if has_local else 0,
         ir=compiled.asm["ttgir"],
         ptx=ptx,

@@ -1,5 +1,8 @@
 """Run generated GPU code on CPU tensors: template kernels and Inductor's own kernels around
-them."""
+them.
+
+Triton kernels run in Triton's interpreter, Gluon kernels in an emulator of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ from flexhop.offline.codegen import (
     differentiate,
     trace,
 )
+from flexhop.offline.emulate import GLUON, Deadlock, Emulator, Schedule
 from flexhop.offline.kernel import Kernel, read_kernel
 from flexhop.offline.memory import Memory, OutOfBoundsError
 
-__all__ = ["Memory", "OutOfBoundsError", "interpret", "load", "run_kernel"]
+__all__ = [
+    "Deadlock", "Emulator", "Memory", "OutOfBoundsError", "Schedule", "interpret", "load",
+    "run_kernel",
+]  # fmt: skip
 
 # A numpy operation costs about the same for few elements and many, so blocks are large.
 _BLOCK_ELEMENTS = 1 << 15
@@ -34,29 +41,32 @@ def interpret(
     *args: Any,
     grad: bool | Loss = False,
     memory: Memory | None = None,
+    emulator: Emulator = GLUON,
     **generation: Any,
 ) -> Generated:
-    """Compile a function for a GPU and run the kernels in Triton's interpreter.
+    """Compile a function for a GPU and run its kernels on the CPU.
 
     Args:
         function: as in `generate`.
         *args: its arguments, with tensors on the CPU.
         grad: as in `generate`: the backward kernels then fill `.grad`.
         memory: what to watch; see `Memory`.
+        emulator: which kernels it runs, and how; see `Emulator`.
         **generation: `capability`, `options`, `dynamic` as in `generate`.
 
     Returns:
         The generated code, and the result that the kernels computed.
 
     Raises:
-        NotImplementedError: a Gluon kernel, or an instruction without a numpy counterpart.
-        OutOfBoundsError: if `memory` checks bounds.
+        NotImplementedError: an instruction without a numpy counterpart.
+        OutOfBoundsError: if `memory` checks bounds, and in emulated kernels.
+        Deadlock: all threads of an emulated program wait.
     """
     graphs: list[Graph] = []
 
     def run_kernels(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
         graphs.append(graph)
-        return load(graph.code, memory)
+        return load(graph.code, memory, emulator=emulator)
 
     compiled = trace(function, run_kernels, generation.pop("capability", (9, 0)), **generation)
     result = compiled(*args)
@@ -70,6 +80,7 @@ def load(
     code: str,
     memory: Memory | None = None,
     gluon: Callable[[Kernel, dict[str, Any]], None] | None = None,
+    emulator: Emulator = GLUON,
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Make generated code callable on CPU tensors.
 
@@ -77,6 +88,7 @@ def load(
         code: `Generated.forward` or `Generated.backward`.
         memory: what to watch.
         gluon: called instead of Gluon kernels, with their arguments by name.
+        emulator: as in `interpret`.
 
     Returns:
         A function of the list of graph inputs that returns the graph outputs.
@@ -88,27 +100,30 @@ def load(
         stand_in = gluon if kernel.is_gluon else None
         if stand_in is not None:
             return lambda *args: stand_in(kernel, _named(kernel, args))
-        return lambda *args: _launch(kernel, args, watched)
+        return lambda *args: _launch(kernel, args, watched, emulator)
 
     return load_wrapper(code, make_kernel, watched.allocate)
 
 
 def run_kernel(
-    kernel: Kernel, grid: tuple[int, ...], arguments: dict[str, Any], memory: Memory | None = None
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    memory: Memory | None = None,
+    emulator: Emulator = GLUON,
 ) -> None:
-    """Run one kernel in Triton's interpreter.
+    """Run one kernel.
 
     Args:
-        kernel: a Triton (not Gluon) kernel.
+        kernel: a Triton or Gluon kernel.
         grid: number of programs along up to three axes.
         arguments: by name: CPU tensors for pointers, numbers, and constants such as XBLOCK.
-        memory: what to watch.
+        memory: what the interpreter watches.
+        emulator: which kernels it runs, and how.
     """
-    if kernel.is_gluon:
-        raise NotImplementedError(
-            f"{kernel.name} is a Gluon kernel, which Triton cannot interpret; "
-            "kernel_options=KernelOptions(backend='triton') makes one that it can."
-        )
+    if emulator.takes(kernel):
+        emulator.run(kernel, grid, arguments)
+        return
     watched = memory or Memory()
     with interpreter.interpreting(watched):
         module = kernel.module()
@@ -124,14 +139,14 @@ def _named(kernel: Kernel, args: Sequence[Any]) -> dict[str, Any]:
     return dict(zip([*kernel.parameters, *extra], args, strict=True))
 
 
-def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory) -> None:
+def _launch(kernel: Kernel, args: Sequence[Any], memory: Memory, emulator: Emulator) -> None:
     named = _named(kernel, args)
     blocks = _blocks(kernel, named)
     grid = launch_grid(kernel.inductor_meta, named, blocks)
     types = kernel.meta.get("signature", {})
     given = {name: _as_declared(named[name], types.get(name, "")) for name in kernel.parameters}
     arguments = given | blocks
-    run_kernel(kernel, grid, arguments, memory)
+    run_kernel(kernel, grid, arguments, memory, emulator)
 
 
 def _as_declared(value: Any, declared: str) -> Any:

@@ -22,15 +22,18 @@ from collections.abc import Iterator
 import torch
 
 from flexhop.errors import FlexhopError, KernelFallbackWarning
+from flexhop.offline.emulate import Emulator, Schedule, When
 from tests.fuzz.checks import check_results, compile_offline
-from tests.fuzz.draw import draw
+from tests.fuzz.draw import draw, for_hopper
 from tests.fuzz.plan import Plan, simpler
 from tests.fuzz.settings import compile_quickly
 
 BACKENDS = {
     "eager": "eager", "traced": "aot_eager", "compiled": "inductor", "interpreted": "interpreter",
+    "emulated": "interpreter",
 }  # fmt: skip
 MODES = (*BACKENDS, "offline")
+WHEN: tuple[When, ...] = ("random", "late", "early")  # of what is asynchronous in an emulator
 # Lines that one of several processes prints for the first: a problem, and what came of it.
 STARTED, DONE = "started ", "done "
 BROKEN = 3  # exit status of a process whose GPU answers no more: another one goes on
@@ -43,7 +46,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mode", choices=MODES,
         help="eager; traced (aot_eager); compiled (inductor), the default on cuda; interpreted: "
-        "GPU kernels on a CPU; offline: generate kernels and compile them for --arch",
+        "portable kernels on a CPU; emulated: the machine code of --arch, with Hopper kernels on "
+        "90; offline: generate kernels and compile them for --arch",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--count", type=int, default=0, help="at most so many problems")
@@ -71,13 +75,18 @@ def arguments() -> argparse.Namespace:
 
 def check(args: argparse.Namespace, seed: int, plan: Plan) -> str:
     """One problem as the arguments say: what is lucky about it, or ""."""
+    # One architecture for each problem: others come with other numbers.
+    architecture, how = args.arch[seed % len(args.arch)], {}
     if args.mode == "offline":
-        # One architecture for each problem: others come with other numbers.
-        compile_offline(plan, (args.arch[seed % len(args.arch)],), args.level)
+        compile_offline(plan, (architecture,), args.level)
         return ""
-    if args.mode == "interpreted" and plan.dtype == torch.float64:  # which has no kernel
-        plan = dataclasses.replace(plan, dtype=torch.float32)
-    return check_results(plan, seed, args.device, BACKENDS[args.mode])
+    if args.mode == "emulated":
+        plan = for_hopper(plan, seed) if architecture == 90 else plan
+        emulator = Emulator(architecture, True, Schedule(WHEN[seed % len(WHEN)], seed))
+        how = {"emulator": emulator, "capability": divmod(architecture, 10)}
+    if BACKENDS[args.mode] == "interpreter" and plan.dtype == torch.float64:
+        plan = dataclasses.replace(plan, dtype=torch.float32)  # which has kernels
+    return check_results(plan, seed, args.device, BACKENDS[args.mode], **how)
 
 
 def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:

@@ -36,7 +36,9 @@ Run = Callable[[], Results]
 Oracle = Callable[..., Results]  # of a problem, as oracle.compute
 
 
-def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "eager") -> str:
+def check_results(
+    plan: Plan, seed: int, device: str = "cpu", backend: str = "eager", **how: Any
+) -> str:
     """Forward and backward against fp64.
 
     Args:
@@ -44,7 +46,8 @@ def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "ea
         seed: of its tensors.
         device: of its tensors.
         backend: "eager"; "aot_eager" or "inductor" of torch.compile; "interpreter", for the
-            portable kernels of GPUs on a CPU.
+            kernels of GPUs on a CPU.
+        **how: of "interpreter": arguments of `interpret`.
 
     Returns:
         What this filling of the operands exceeds, though the same call does not over several, or
@@ -56,12 +59,12 @@ def check_results(plan: Plan, seed: int, device: str = "cpu", backend: str = "ea
     torch._dynamo.reset()
     problem = make_problem(plan, seed % 1000, device)
     problem.is_for_gpu = device == "cuda" or backend == "interpreter"
-    lucky = _check(problem, seed % 1000, runner(problem, backend), compute)
+    lucky = _check(problem, seed % 1000, runner(problem, backend, how), compute)
     if plan.derivative:
         torch._dynamo.reset()
         problem = make_problem(plan, seed % 1000, device)
         problem.is_for_gpu = device == "cuda" or backend == "interpreter"
-        run = derivative_runner(problem, backend)
+        run = derivative_runner(problem, backend, how)
         with leaving_forward_mode():
             lucky = _check(problem, seed % 1000, run, compute_derivative) or lucky
     return lucky
@@ -103,7 +106,7 @@ def is_unstable(problem: Problem) -> bool:
     return False
 
 
-def derivative_runner(problem: Problem, backend: str) -> Run:
+def derivative_runner(problem: Problem, backend: str, how: dict[str, Any] | None = None) -> Run:
     """A function that computes the problem's derivative of what its leaves are now."""
     plan = problem.plan
     function = make_derivative(problem, by_autograd=backend == "eager")
@@ -114,7 +117,9 @@ def derivative_runner(problem: Problem, backend: str) -> Run:
         inputs = inputs_of(problem)
         if backend == "interpreter":
             memory = Memory(poison=True, check_bounds=True)
-            found = interpret(function, *inputs, memory=memory, dynamic=plan.dynamic).result
+            found = interpret(
+                function, *inputs, memory=memory, dynamic=plan.dynamic, **(how or {})
+            ).result
         else:
             found = function(*inputs)
         return named_results(problem, [t.detach() for t in found])
@@ -122,7 +127,7 @@ def derivative_runner(problem: Problem, backend: str) -> Run:
     return run
 
 
-def runner(problem: Problem, backend: str) -> Run:
+def runner(problem: Problem, backend: str, how: dict[str, Any] | None = None) -> Run:
     """A function that computes what the operands give now."""
     plan, loss, call = problem.plan, loss_of(problem), make_call(problem)
     if backend == "interpreter":
@@ -137,8 +142,9 @@ def runner(problem: Problem, backend: str) -> Run:
             memory = Memory(poison=True, check_bounds=True)
             grad = loss if plan.is_differentiated else False
             result = interpret(
-                call, *problem.operands, grad=grad, memory=memory, dynamic=plan.dynamic
-            ).result
+                call, *problem.operands, grad=grad, memory=memory, dynamic=plan.dynamic,
+                **(how or {}),
+            ).result  # fmt: skip
         else:
             result = call(*problem.operands)
             if plan.is_differentiated:

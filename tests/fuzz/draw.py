@@ -69,6 +69,26 @@ def draw(seed: int, *, large: bool = False) -> Plan:
     return dataclasses.replace(plan, derivative=_derivative(r, plan))
 
 
+def for_hopper(plan: Plan, seed: int) -> Plan:
+    """The same problem, as small as it is, for Hopper kernels; or as it is, if it has none."""
+    if plan.family not in ("dense", "packed") or plan.dropout or plan.reads_cache:
+        return plan
+    r = random.Random(f"hopper {seed}")
+    width = r.choice([64, 64, 80, 96, 128, 128, 192, 256])
+    longer = r.choice([1, 3, 7]) if plan.family == "dense" else 1
+    shape = dataclasses.replace(
+        plan.shape, head_dim=width, value_head_dim=r.choice([width, width, width, 64]),
+        q_len=min(600, plan.shape.q_len * longer), kv_len=min(600, plan.shape.kv_len * longer),
+    )  # fmt: skip
+    blocks = r.choice([(128, 128)] * 4 + [(64, 64), (32, 32), (16, 16)])
+    options = tuple(one for one in plan.options if one[0] == "deterministic")
+    return dataclasses.replace(
+        plan, shape=shape, dtype=r.choice([torch.bfloat16, torch.float16]),
+        block_size=blocks if plan.family == "dense" else (128, 128), layouts=("contiguous",) * 3,
+        options=(*options, ("backend", "hopper")), derivative="",
+    )  # fmt: skip
+
+
 def _around(r: random.Random, plan: Plan) -> Around:
     """What the call stands in, if that takes it."""
     chosen: Around = r.choice(["autocast"] * 8 + ["checkpoint"] * 4 + ["vmap"] * 4 + [""] * 84)

@@ -186,15 +186,6 @@ def test_tf32_products_truncate(precision):
     torch.testing.assert_close(out, read @ read, rtol=1e-6, atol=0.0)
 
 
-def test_gluon_is_refused():
-    written = kernel(POINTERS, _block(""))
-    gluon = written.__class__(
-        **{**vars(written), "source": written.source.replace("@triton.jit", "@gluon.jit")}
-    )
-    with pytest.raises(NotImplementedError, match="Gluon"):
-        run_kernel(gluon, (1,), {})
-
-
 def test_triton_is_left_as_it_was():
     import triton.language as tl
     from triton.runtime.jit import JITFunction

@@ -1,0 +1,95 @@
+"""Loads, stores and atomic operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flexhop.offline.ptx.common import Found, Maker, addresses_of, simple, space_of
+from flexhop.offline.ptx.memory import combine
+from flexhop.offline.ptx.parse import Address, Instruction, Symbol, Vector
+from flexhop.offline.ptx.state import Threads, widths
+
+if TYPE_CHECKING:
+    from flexhop.offline.ptx.machine import Machine
+
+__all__ = ["MAKERS"]
+
+
+def _load(instruction: Instruction, machine: Machine) -> Found:
+    target, source = instruction.operands[:2]  # a policy of caches may follow
+    kind, space = widths(instruction.opcode)[-1], space_of(instruction.opcode)
+    targets = target.parts if isinstance(target, Vector) else (target,)
+    writes = [machine.registers.writer(one, kind) for one in targets]
+    if space == "param":
+        assert isinstance(source, Address) and isinstance(source.base, Symbol)
+        read = machine.registers.reader(source.base, kind)
+        return simple(lambda threads: writes[0](threads, read(threads)))
+    places = addresses_of(source, machine)
+    memory = machine.shared if space == "shared" else machine.memory
+    size = np.dtype(np.uint8).itemsize * _bytes(kind)
+
+    def run(threads: Threads) -> None:
+        addresses = places(threads)
+        for number, write in enumerate(writes):
+            write(threads, memory.load(addresses + number * size, kind))
+
+    return simple(run)
+
+
+def _bytes(kind: str) -> int:
+    return int("".join(c for c in kind if c.isdigit())) // 8
+
+
+def _store(instruction: Instruction, machine: Machine) -> Found:
+    target, source = instruction.operands[:2]
+    kind, space = widths(instruction.opcode)[-1], space_of(instruction.opcode)
+    if space == "param":  # arguments of a call, which ends the run
+        return simple(lambda threads: None)
+    sources = source.parts if isinstance(source, Vector) else (source,)
+    reads = [machine.registers.reader(one, kind) for one in sources]
+    places = addresses_of(target, machine)
+    memory = machine.shared if space == "shared" else machine.memory
+    size = _bytes(kind)
+
+    def run(threads: Threads) -> None:
+        addresses = places(threads)
+        for number, read in enumerate(reads):
+            memory.store(addresses + number * size, kind, read(threads))
+
+    return simple(run)
+
+
+def _atomic(instruction: Instruction, machine: Machine) -> Found:
+    """atom and red: thread by thread."""
+    operands = list(instruction.operands)
+    target = operands.pop(0) if instruction.opcode.startswith("atom") else None
+    place, *values = operands
+    kind = widths(instruction.opcode)[-1]
+    parts = instruction.opcode.split(".")
+    names = ("add", "min", "max", "and", "or", "xor", "exch", "cas")
+    name = next(part for part in parts if part in names)
+    places, registers = addresses_of(place, machine), machine.registers
+    reads = [registers.reader(one, kind) for one in values]
+    write = registers.writer(target, kind) if target is not None else None
+    memory = machine.shared if space_of(instruction.opcode) == "shared" else machine.memory
+
+    def run(threads: Threads) -> None:
+        count = len(registers.threads[threads])
+        addresses = np.broadcast_to(places(threads), (count,))
+        given = [np.broadcast_to(read(threads), (count,)) for read in reads]
+        old = np.empty(count, given[0].dtype)
+        for number in range(count):
+            here = addresses[number : number + 1]
+            old[number] = memory.load(
+                here, kind, *(() if memory is machine.shared else ("atomic",))
+            )[0]
+            memory.store(here, kind, combine(old[number], name, [v[number] for v in given]))
+        if write is not None:
+            write(threads, old)
+
+    return simple(run)
+
+
+MAKERS: dict[str, Maker] = {"ld": _load, "st": _store, "atom": _atomic, "red": _atomic}

@@ -1,0 +1,96 @@
+"""When asynchronous work happens: copies and products run at any time before somebody waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+__all__ = ["ANY_ORDER", "Asynchronous", "Pending", "Schedule", "When", "finish_groups"]
+
+_SHARE = 0.3  # of what was begun, each time that something may happen
+
+
+When = Literal["early", "late", "random"]
+
+
+class Schedule(NamedTuple):
+    """When things happen that a GPU may do at any time.
+
+    when: asynchronous copies and products run "early" (at once), "late" (not before somebody
+        waits) or at "random" times.
+    seed: of the order of threads and of random times.
+    """
+
+    when: When = "random"
+    seed: int = 0
+
+
+ANY_ORDER = Schedule()
+
+
+@dataclasses.dataclass
+class Pending:
+    """Work that was started.
+
+    Args:
+        run: does it.
+        done: whether it was done.
+    """
+
+    run: Callable[[], None]
+    done: bool = False
+
+    def finish(self) -> None:
+        """Do it, unless it was done."""
+        if not self.done:
+            self.done = True
+            self.run()
+
+
+class Asynchronous:
+    """Work under way.
+
+    Args:
+        schedule: when it is done.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.when = schedule.when
+        self._random = random.Random(schedule.seed)
+        self._pending: list[Pending] = []
+
+    def start(self, run: Callable[[], None]) -> Pending:
+        """Begin work."""
+        one = Pending(run)
+        if self.when == "early" or (self.when == "random" and self._random.random() < _SHARE):
+            one.finish()
+        else:
+            self._pending.append(one)
+        return one
+
+    def some(self) -> None:
+        """Let time pass."""
+        if self.when == "random" and self._pending and self._random.random() < _SHARE:
+            self.one()
+
+    def one(self) -> bool:
+        """Do something that was begun; False: there is nothing."""
+        self._pending = [one for one in self._pending if not one.done]
+        if not self._pending:
+            return False
+        number = self._random.randrange(len(self._pending)) if self.when == "random" else 0
+        self._pending[number].finish()
+        return True
+
+
+def finish_groups(groups: list[list[Pending]] | None, kept: int) -> None:
+    """Do what all but the last `kept` closed groups have begun. The last of the list is open."""
+    if groups is None:
+        return
+    number = max(len(groups) - 1 - kept, 0)
+    for group in groups[:number]:
+        for pending in group:
+            pending.finish()
+    del groups[:number]

@@ -1,0 +1,216 @@
+"""Barriers in memory, tensor maps, and asynchronous copies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexhop.offline.ptx.common import (
+    Found,
+    Maker,
+    addresses_of,
+    concerns_groups,
+    simple,
+    unsigned,
+)
+from flexhop.offline.ptx.copies import Box, TensorMap, add_box, load_box, store_box
+from flexhop.offline.ptx.groups import Wait
+from flexhop.offline.ptx.order import finish_groups
+from flexhop.offline.ptx.parse import Address, Instruction, Symbol
+from flexhop.offline.ptx.state import Threads
+
+if TYPE_CHECKING:
+    from flexhop.offline.ptx.groups import Group
+    from flexhop.offline.ptx.machine import Machine
+
+__all__ = ["MAKERS"]
+
+
+def _mbarrier(instruction: Instruction, machine: Machine) -> Found:
+    parts = instruction.opcode.split(".")
+    registers, barriers = machine.registers, machine.barriers
+    if parts[1] in ("try_wait", "test_wait"):
+        return _wait_for_phase(instruction, machine)
+    operands = [one for one in instruction.operands if one != Symbol("_")]
+    at = next(n for n, one in enumerate(operands) if isinstance(one, Address))
+    places = addresses_of(operands[at], machine)
+    values = [registers.reader(one, "u32") for one in operands[at + 1 :]]
+
+    def run(threads: Threads) -> None:
+        numbers = registers.threads[threads]
+        addresses = np.broadcast_to(places(threads), numbers.shape)
+        given = [np.broadcast_to(read(threads), numbers.shape) for read in values]
+        for number, address in enumerate(addresses.tolist()):
+            first = int(given[0][number]) if given else 1
+            if parts[1] == "init":
+                barriers.init(address, first)
+            elif parts[1] == "inval":
+                barriers.invalidate(address)
+            elif "expect_tx" in parts:
+                barriers.expect(address, first)
+                if parts[1] == "arrive":
+                    barriers.arrive(address)
+            else:
+                barriers.arrive(address, first)
+
+    return simple(run)
+
+
+def _wait_for_phase(instruction: Instruction, machine: Machine) -> Found:
+    """A thread that must wait does so here, and not in the loop around it."""
+    target, place, parity = instruction.operands[:3]
+    places = addresses_of(place, machine)
+    read = machine.registers.reader(parity, "u32")
+    write = machine.registers.writer(target, "pred")
+    barriers = machine.barriers
+
+    def choose(group: Group, active: Threads) -> Any:
+        addresses, parities = np.broadcast_arrays(places(active), read(active))
+        asked = set(zip(addresses.tolist(), parities.tolist(), strict=True))
+
+        def is_over() -> bool:
+            return all(barriers.is_over(*one) for one in asked)
+
+        if not is_over():
+            return Wait(
+                ("phase", group.place),
+                lambda: ", ".join(f"{a}, {p}: {barriers.show(a)}" for a, p in asked),
+                is_over,
+            )
+        write(active, np.True_)
+        return None
+
+    return concerns_groups(choose)
+
+
+def _tensor_map(instruction: Instruction, machine: Machine) -> Found:
+    """tensormap.replace and tensormap.cp_fenceproxy."""
+    parts = instruction.opcode.split(".")
+    if parts[1] == "cp_fenceproxy":
+        goal, source = (addresses_of(one, machine) for one in instruction.operands[:2])
+
+        def copy(threads: Threads) -> None:
+            machine.maps[int(goal(threads)[0])] = machine.maps[int(source(threads)[0])].copy()
+
+        return simple(copy)
+    place, *values = instruction.operands
+    places = addresses_of(place, machine)
+    reads = [machine.registers.reader(one, unsigned(one)) for one in values]
+
+    def replace(threads: Threads) -> None:
+        given = [int(np.atleast_1d(read(threads))[0]) for read in reads]
+        tensor = machine.maps.setdefault(int(places(threads)[0]), TensorMap())
+        tensor.put(parts[3], given[0] if len(given) > 1 else 0, given[-1])
+
+    return simple(replace)
+
+
+def _bulk_copy(instruction: Instruction, machine: Machine) -> Found:
+    """cp.async.bulk.tensor and cp.reduce.async.bulk.tensor, of one thread."""
+    first, second, *more = instruction.operands
+    is_load = isinstance(second, Address) and second.coordinates is not None
+    tensor, shared = (second, first) if is_load else (first, second)
+    assert isinstance(tensor, Address) and tensor.coordinates is not None
+    registers = machine.registers
+    maps, places = addresses_of(tensor, machine), addresses_of(shared, machine)
+    reads = [registers.reader(one, "s32") for one in tensor.coordinates.parts]
+    barrier = addresses_of(more[0], machine) if is_load else None
+    give = add_box if instruction.opcode.startswith("cp.reduce") else store_box
+
+    def run(threads: Threads) -> None:
+        for thread in registers.threads[threads].tolist():
+            one = slice(thread, thread + 1)
+            start = [int(np.atleast_1d(read(one))[0]) for read in reads]
+            tensor_map, address = machine.maps[int(maps(one)[0])], int(places(one)[0])
+            box = Box(tensor_map, start, machine.memory, machine.shared, address)
+            if barrier is None:
+                pending = machine.later.start(partial(give, box))
+                machine.stores.setdefault(thread, [[]])[-1].append(pending)
+            else:
+                machine.later.start(partial(_deliver, machine, box, int(barrier(one)[0])))
+
+    return simple(run)
+
+
+def _deliver(machine: Machine, box: Box, barrier: int) -> None:
+    load_box(box)
+    machine.barriers.deliver(barrier, box.tensor.bytes)
+
+
+def _bulk_group(instruction: Instruction, machine: Machine) -> Found:
+    """cp.async.bulk.commit_group and wait_group."""
+    numbers = machine.registers.threads
+    if "commit_group" in instruction.opcode:
+
+        def commit(threads: Threads) -> None:
+            for thread in numbers[threads].tolist():
+                if thread in machine.stores:
+                    machine.stores[thread].append([])
+
+        return simple(commit)
+    (kept,) = instruction.operands
+    assert isinstance(kept, int)
+
+    def wait(threads: Threads) -> None:
+        for thread in numbers[threads].tolist():
+            finish_groups(machine.stores.get(thread), kept)
+
+    return simple(wait)
+
+
+def _copy(instruction: Instruction, machine: Machine) -> Found:
+    """cp.async: a few bytes of each thread; what lies behind those of the source is 0."""
+    target, source, size, *rest = instruction.operands
+    assert isinstance(size, int)
+    goals, places = addresses_of(target, machine), addresses_of(source, machine)
+    count = machine.registers.reader(rest[0] if rest else size, "u32")
+
+    def run(threads: Threads) -> None:
+        numbers = machine.registers.threads[threads]
+        addresses = np.broadcast_to(places(threads), numbers.shape)
+        exists = np.broadcast_to(count(threads), numbers.shape)
+        if not np.isin(exists, (0, size)).all():
+            raise NotImplementedError("the emulator copies all bytes, or none")
+        words = np.zeros((len(numbers), size // 4), np.uint32)
+        is_read = exists > 0
+
+        def copy() -> None:
+            for word in range(size // 4):
+                if is_read.any():
+                    words[is_read, word] = machine.memory.load(
+                        addresses[is_read] + 4 * word, "b32"
+                    )
+                machine.shared.store(to + 4 * word, "b32", words[:, word])
+
+        to = np.broadcast_to(goals(threads), numbers.shape)
+        pending = machine.later.start(copy)
+        for warp in np.unique(numbers // 32).tolist():
+            machine.copies.setdefault(warp, [[]])[-1].append(pending)
+
+    return simple(run)
+
+
+def _copy_group(instruction: Instruction, machine: Machine) -> Found:
+    """cp.async.commit_group and wait_group, of warps."""
+    kept = instruction.operands[0] if instruction.operands else 0
+    assert isinstance(kept, int)
+
+    def run(threads: Threads) -> None:
+        for warp in np.unique(machine.registers.threads[threads] // 32).tolist():
+            groups = machine.copies.setdefault(warp, [[]])
+            if "wait_group" in instruction.opcode:
+                finish_groups(groups, kept)
+            else:
+                groups.append([])
+
+    return simple(run)
+
+
+MAKERS: dict[str, Maker] = {
+    "mbarrier": _mbarrier, "tensormap": _tensor_map, "cp.async.bulk.tensor": _bulk_copy,
+    "cp.reduce.async.bulk.tensor": _bulk_copy, "cp.async.bulk.commit_group": _bulk_group,
+    "cp.async.bulk.wait_group": _bulk_group, "cp.async.ca": _copy, "cp.async.cg": _copy,
+    "cp.async.commit_group": _copy_group, "cp.async.wait_group": _copy_group,
+}  # fmt: skip
