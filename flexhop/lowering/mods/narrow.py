@@ -95,7 +95,8 @@ class _Narrow:
 
     def _write(self, node: fx.Node) -> fx.Node:
         copy, example = self.copies[node], node.meta["val"].to(torch.int32)
-        target, operands, options = convert, (copy, torch.int32), {}
+        target: Any = convert
+        operands, options = (copy, torch.int32), {}
         if name_of(node) in _CONVERSIONS and dtype_of(node.args[0]) == torch.int32:
             return self._narrow(node.args[0])
         if name_of(node) in _OPERATORS and not self._is_half(node):
