@@ -39,6 +39,7 @@ from flexhop.compat.dynamo_scale import with_scale_in_mod
 from flexhop.compat.location import users_line
 from flexhop.compat.mod_graphs import reads_on_host, refuse_by_running, refuse_reads_on_host
 from flexhop.compat.numbers import as_captures
+from flexhop.compat.own_backward import note_own_backward
 from flexhop.compat.subgraph import speculate
 from flexhop.compat.vmapped import is_mapped
 from flexhop.compat.written_graphs import without_writes
@@ -218,6 +219,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         except (GuardOnDataDependentSymNode, SyntaxError):
             # 2.11 to 2.15: at a branch, Dynamo prints the graph so far, and cannot print none.
             raise reads_on_host(kind) from None
+        note_own_backward(graph)
         refuse_reads_on_host(graph, kind)
         with self.rules.index_mode():
             refuse_by_running(tx, graph, kind)

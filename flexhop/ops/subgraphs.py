@@ -22,6 +22,7 @@ from flexhop.compat.grad_modes import DetachMode
 from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
 from flexhop.compat.indexing import IndexMode
 from flexhop.compat.kept import is_marked, keeping, mark
+from flexhop.compat.own_backward import deriving
 from flexhop.ops.args import Capture
 from flexhop.ops.examples import (
     index_examples,
@@ -168,7 +169,8 @@ def joint_of(
     """
 
     def make() -> tuple[fx.GraphModule, tuple[int, ...]]:
-        graph = trace_score(score_mod, query, captures)
+        with deriving():
+            graph = trace_score(score_mod, query, captures)
         compose_reads(graph)
         with isolated_trace(query, *captures), IndexMode():
             return _differentiate(graph, query, list(map(capture_like, captures)), wanted)
@@ -246,7 +248,8 @@ def _hoisted(
     score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
     needs: Sequence[bool], *, is_pushed: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:  # fmt: skip
-    graph = trace_score(score_mod, query, captures, is_pushed=is_pushed)
+    with deriving():
+        graph = trace_score(score_mod, query, captures, is_pushed=is_pushed)
     compose_reads(graph)
     main, before, kept = _hoist(graph, needs)
     return (mark(main) if is_marked(score_mod) else main), before, kept

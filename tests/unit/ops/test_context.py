@@ -127,6 +127,47 @@ def test_no_grad_inside_a_mod_stops_gradients(style):
     torch.testing.assert_close(found[2], found[0])
 
 
+class Rounded(torch.autograd.Function):
+    """Its own gradient: that of the identity."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_function_with_its_own_backward_is_not_differentiated_as_its_forward(backend):
+    """Gradients of compiled calls were silently 0."""
+    inputs = [t.requires_grad_() for t in operands()]
+    call = torch.compile(flexhop.flex_attention, backend=backend, fullgraph=True)
+
+    def own(score, b, h, q_idx, kv_idx):
+        return Rounded.apply(score * 2) + q_idx * 0.01
+
+    def written(score, b, h, q_idx, kv_idx):
+        score = score * 2
+        return score + (score.round() - score).detach() + q_idx * 0.01
+
+    expected = flexhop.flex_attention(*inputs, own)
+    with torch.no_grad():
+        torch.testing.assert_close(call(*inputs, own), expected)
+    with pytest.raises(errors.UnsupportedFeatureError, match=r"Function at .*test_context\.py"):
+        call(*inputs, own)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    found = torch.autograd.grad(call(*inputs, written).square().sum(), inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_forward_mode_goes_through_no_grad_inside_a_mod():
     """As PyTorch's does; also if the mod reads what needs a gradient."""
     table = torch.randn(4, dtype=torch.float64, requires_grad=True)
