@@ -385,8 +385,10 @@ def capture_like(value: Any) -> Any:
 
 def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """FX graph of `function`; call inside `isolated_trace`."""
-    # An interpreter keeps the user's lines that Dynamo recorded on nodes.
-    return make_fx(_maybe_run_with_interpreter(function), tracing_mode="real")(*inputs)
+    # An interpreter keeps the user's lines that Dynamo recorded on nodes. Without a table, make_fx
+    # of 2.15 would replace `detach`, which later derivatives need, by an alias.
+    run = _maybe_run_with_interpreter(function)
+    return make_fx(run, tracing_mode="real", decomposition_table={})(*inputs)
 
 
 def is_fake(tensor: object) -> bool:

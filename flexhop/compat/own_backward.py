@@ -44,6 +44,6 @@ def _apply(*operands: Any, location: str, **keywords: Any) -> Any:
         raise UnsupportedFeatureError(
             feature=f"A gradient through the torch.autograd.Function at {location}",
             reason="kernels differentiate operators, and would ignore its backward",
-            mend="Write g(x) + (f(x) - g(x)).detach(), with f's value and g's gradient",
+            hint="Write g(x) + (f(x) - g(x)).detach(), with f's value and g's gradient",
         )  # fmt: skip
     return autograd_function_apply(*operands, **keywords)
