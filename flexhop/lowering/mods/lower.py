@@ -21,6 +21,7 @@ from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.instructions import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.lines import key_line, zero
+from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
 from flexhop.ops.reads import NUM_SCORE_INPUTS
@@ -68,7 +69,8 @@ def lower_mods(
     fast_score = cheaper(fold_caps(score_graph, cap_scale).graph, SCORE)
     safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
     (score_buffer,) = pointwise.lower(safe_score, [*inputs, *captures[0]], "score_mod")
-    safe_mask = wrap_reads(cheaper(mask_graph, INDICES), INDICES, position_sizes(sizes))
+    fast_mask = cheaper(separated(mask_graph), INDICES)
+    safe_mask = wrap_reads(fast_mask, INDICES, position_sizes(sizes))
     (mask_buffer,) = pointwise.lower(safe_mask, [*inputs[1:], *captures[1]], "mask_mod")
     facts = read_mods(score_graph, mask_graph, cap_scale=cap_scale)
     again = functools.partial(_lower_by_distance, safe_score, inputs, captures[0])
