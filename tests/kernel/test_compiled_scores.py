@@ -13,7 +13,7 @@ import flexhop
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import generate_code
-from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
+from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 
 pytestmark = [
     pytest.mark.slow,
@@ -194,3 +194,33 @@ def test_a_function_of_the_distance_is_computed_once_for_a_diagonal(
         assert len(instructions(loop)) - len(instructions(plain)) <= most * SCORES
         # Besides: the next block of the list.
         assert loop.count("LDG") - plain.count("LDG") <= SCORES // 2 * reads + 4
+
+
+STARTS, REACH = torch.zeros(1, 512, dtype=torch.int64), torch.tensor([100, 300])
+
+
+def within_documents(score, b, h, q_idx, kv_idx):
+    distance = (q_idx - STARTS[b, q_idx]) - (kv_idx - STARTS[b, kv_idx])
+    return score - SLOPES[h] * distance.abs()
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < REACH[h])
+
+
+def test_integers_of_64_bits_and_windows_of_heads():
+    """A magnitude in 64 bits took seven instructions a score, and spilled; a window took nine."""
+    inputs = [torch.zeros(1, 2, 512, 128, dtype=torch.bfloat16) for _ in range(3)]
+    mask = flexhop.create_block_mask(near, None, 2, 512, 512, "cpu")
+    options = flexhop.KernelOptions(backend="hopper")
+    generated = generate_code(
+        lambda q, k, v: flexhop.flex_attention(
+            q, k, v, within_documents, mask, kernel_options=options
+        ),
+        *inputs,
+    )
+    cubin = compile_kernel(generated.kernel_with("consume"), 90)
+    *full, masked, other = [len(instructions(x)) for x in loops_of(cubin, 128)[:4]]
+    assert max(full) < 990
+    assert max(masked, other) - max(full) < 5 * SCORES
+    assert local_accesses("\n".join(full_loops(cubin, 128))) < 16

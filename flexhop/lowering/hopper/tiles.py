@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flexhop.lowering.hopper import bits
 from flexhop.lowering.hopper.constants import block_sizes
 from flexhop.lowering.problem import MaskBlocks, Problem
 
@@ -25,6 +26,10 @@ _SPLIT_KEYS = {64: 128, 128: 64, 256: 32}
 # Instructions of score_mod per score above which steps of 64 keys are faster than of 128: half as
 # much text in a step. Measured with 14 and 10 instructions; a folded soft cap has 7.
 _LONG_SCORE = 10
+# Instructions of a mask_mod that is asked about every score. Dilations by head, `(q_idx - kv_idx) %
+# dilations[h]`: a masked step had 2,965 instructions, 374 of them for spills; half a step has 1,166
+# and 17. Not measured. With 16 there are no spills.
+_LONG_MASK = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,13 +102,19 @@ def _whole_tile(problem: Problem) -> HopperTile:
     is_dense = problem.blocks is None and not problem.mods.has_score_mod
     queries = problem.query_len
     pads_little = _padded(queries, 3 * ROWS) <= _MOST_PADDING * _padded(queries, 2 * ROWS)
-    is_long = problem.mods.score_cost > _LONG_SCORE
+    is_long = problem.mods.score_cost > _LONG_SCORE or _asks_much(problem)
     tile = HopperTile(
         block_n=64 if width > 128 or is_long else 128,
         num_consumers=3 if width == 64 and is_dense and pads_little else 2,
         num_slots=6 if width == 64 and is_long else 4,
     )
     return _fit(problem, tile)
+
+
+def _asks_much(problem: Problem) -> bool:
+    """Whether a step evaluates a long mask_mod, because the mask does not become bits."""
+    is_asked = not (problem.has_spans or bits.of_queries(problem).blocks)
+    return is_asked and problem.mods.mask_cost > _LONG_MASK
 
 
 def _small_tile(problem: Problem, blocks: MaskBlocks) -> HopperTile:

@@ -123,3 +123,14 @@ def test_words_of_small_tiles():
         "2 tiles of 64 queries x 64 keys, 10 warps (2 loads), 3 slots",
         "32 queries of 4 heads x 128 keys, 9 warps (1 loads), 3 slots",
     ]
+
+
+@pytest.mark.parametrize(
+    ("cost", "by_head", "keys"), [(30.0, True, 64), (16.0, True, 128), (30.0, False, 128)]
+)
+def test_a_long_mask_that_is_asked_has_short_steps(cost, by_head, keys):
+    call = problem(
+        head_dim=128, query_len=8192, blocks=MaskBlocks(128, 128, True, kv_columns=8),
+        has_mask_mod=True, mask_cost=cost, mask_uses_head=by_head,
+    )  # fmt: skip
+    assert tiles.table_tile(call).block_n == keys
