@@ -26,9 +26,9 @@ _SPLIT_KEYS = {64: 128, 128: 64, 256: 32}
 # Instructions of score_mod per score above which steps of 64 keys are faster than of 128: half as
 # much text in a step. Measured with 14 and 10 instructions; a folded soft cap has 7.
 _LONG_SCORE = 10
-# Instructions of a mask_mod that is asked about every score. Dilations by head, `(q_idx - kv_idx) %
-# dilations[h]`: a masked step had 2,965 instructions, 374 of them for spills; half a step has 1,166
-# and 17. Not measured. With 16 there are no spills.
+# Instructions of a mask_mod that is asked about every score. Dilations by head, a remainder by
+# `dilations[h]`: a masked step had 2,965 instructions, 374 of them for spills; half a step has
+# 1,166, 17 for spills. Not measured. With 16 there are no spills.
 _LONG_MASK = 20
 
 

@@ -71,7 +71,9 @@ def test_what_is_no_small_sum_of_both_stays(name):
 
 
 def test_comparisons_that_are_separate_stay():
-    mask = lambda b, h, q, k: (q >= k) & (q // 3 == k // 3)
+    def mask(b, h, q, k):
+        return (q >= k) & (q // 3 == k // 3)
+
     graph = trace_mask(mask, torch.zeros(1, 1, 2, 64), ())
     assert [n.target for n in separated(graph).graph.nodes] == [
         n.target for n in graph.graph.nodes
