@@ -1,25 +1,24 @@
 """Comparisons of a mask_mod with the query on one side and the key on the other.
 
-`q_idx - kv_idx < width[h]` subtracts for every score, and a magnitude takes one more instruction.
-`kv_idx > q_idx - width[h]` subtracts once for each query, and says the same. So does every
-comparison whose linear form adds a part of the query and a part of the key.
+`q_idx - kv_idx < width[h]` subtracts for every score. `kv_idx > q_idx - width[h]` subtracts once
+for each query, and says the same. So does every comparison of the distance with what heads and
+batches have. Magnitudes stay: two comparisons are longer in the backward kernel. So do distances
+of rows of an image: their numbers for each key take registers, and a forward step spilled.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
 from flexhop.analysis import (
     INDICES,
-    All,
     Analysis,
     AtLeast,
     Equals,
     Form,
-    Some,
     Writer,
     analyse,
     copied,
@@ -32,7 +31,6 @@ from flexhop.lowering.mods.graphs import convert
 aten = torch.ops.aten
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)  # bounds on positions, as in arithmetic.py
-_MOST = 2  # comparisons that one may become: a magnitude has two sides
 # A captured number from here on outweighs a sum below it, and may as well be this. The sum of both
 # has 32 bits.
 _FAR = 2**30
@@ -65,6 +63,7 @@ class _Comparisons:
     def __init__(self, found: Analysis, copies: dict[fx.Node, fx.Node]) -> None:
         self.found, self.copies = found, copies
         self.writer = Writer(found, copies)
+        self.query, self.key = (found.mod.inputs[name] for name in "qk")
         self._bounded = set[fx.Node]()
 
     def compare(self, node: fx.Node) -> fx.Node | None:
@@ -72,51 +71,41 @@ class _Comparisons:
         if not any(self._sees_both(operand) for operand in node.all_input_nodes):
             return None
         truth = truth_of(self.found.forms, self.found.known[node])
-        parts = truth.parts if isinstance(truth, (All, Some)) else (truth,)
-        if len(parts) > _MOST or not all(map(self._is_separable, parts)):
-            return None
-        copy = self.copies[node]
-        new, *others = [self._write(copy, part) for part in parts]
-        join = aten.bitwise_and.Tensor if isinstance(truth, All) else aten.bitwise_or.Tensor
-        for other in others:
-            new = self.writer.call(copy, join, new, other)
-        return new
+        return self._write(self.copies[node], truth) if self._is_separable(truth) else None
 
     def _sees_both(self, node: fx.Node) -> bool:
         return {"q", "k"} <= self.found[node].depends
 
-    def _is_separable(self, truth: Any) -> bool:
-        """Whether a condition is about a part of the query and a part of the key, both small."""
+    def _is_separable(self, truth: Any) -> TypeGuard[AtLeast | Equals]:
+        """Whether a condition is about the distance, and small numbers besides."""
         if not isinstance(truth, (AtLeast, Equals)):
             return False
-        forms, total, far = self.found.forms, abs(truth.form.offset), 0
-        seen = frozenset[str]()
-        for atom, factor in truth.form.terms.items():
-            depends = forms.depends_on(atom)
+        terms = dict(truth.form.terms)
+        of_query, of_key = terms.pop(self.query, 0), terms.pop(self.key, 0)
+        if abs(of_query) != 1 or of_key != -of_query:
+            return False
+        total, far = 2 * _SIZES["q"] + abs(truth.form.offset), 0
+        for atom, factor in terms.items():
             is_integer = dtype_of(atom) in (torch.int32, torch.int64)
-            if {"q", "k"} <= depends or not is_integer or atom not in self.writer.copies:
+            if {"q", "k"} & self.found.forms.depends_on(atom) or not is_integer:
                 return False
-            seen, most = seen | depends, self._most(atom)
-            far += most >= _FAR
-            if most >= _FAR and abs(factor) != 1:
+            is_far = self._most(atom) >= _FAR
+            if atom not in self.writer.copies or (is_far and abs(factor) != 1):
                 return False
-            total += 0 if most >= _FAR else abs(factor) * most
-        return {"q", "k"} <= seen and far <= 1 and total < _FAR
+            far, total = far + is_far, total + (0 if is_far else abs(factor) * self._most(atom))
+        return far <= 1 and total < _FAR
 
     def _write(self, copy: fx.Node, truth: AtLeast | Equals) -> fx.Node:
-        terms, depends = truth.form.terms, self.found.forms.depends_on
-        for atom in terms:
+        rest = dict(truth.form.terms)
+        for atom in rest:
             self._bound(copy, atom)
-        of_key = {atom: factor for atom, factor in terms.items() if "k" in depends(atom)}
-        rest = {atom: factor for atom, factor in terms.items() if atom not in of_key}
-        sign = 1 if next(iter(of_key.values())) > 0 else -1
-        key = self.writer.write(copy, Form(of_key, 0).times(sign))
+        sign = rest.pop(self.key)
         query = self.writer.write(copy, Form(rest, truth.form.offset).times(-sign))
         if isinstance(truth, Equals):
             kind = aten.eq.Tensor if truth.is_equal else aten.ne.Tensor
         else:
             kind = aten.ge.Tensor if sign > 0 else aten.le.Tensor
-        return self.writer.call(copy, kind, key, query)
+        return self.writer.call(copy, kind, self.writer.copies[self.key], query)
 
     def _bound(self, copy: fx.Node, atom: fx.Node) -> None:
         """Let an integer that may be anything be at most _FAR, and of 32 bits."""

@@ -37,12 +37,8 @@ MASKS = {
     "of a head": lambda b, h, q, k: q - k < 64 * (h + 1),
     "captured": lambda b, h, q, k: q - k < WIDTHS[h],
     "captured, long": lambda b, h, q, k: k - q + 7 >= LONG[h],
-    "by key": lambda b, h, q, k: k - WIDTHS[k % 6] <= q,
-    "both": lambda b, h, q, k: (q - k).abs() <= WIDTHS[h],
-    "outside": lambda b, h, q, k: (q - k).abs() > 5,
-    "rows": lambda b, h, q, k: (q // 8 - k // 8).abs() <= h,
-    "quotients": lambda b, h, q, k: q // 8 - k // 8 == 1,
-    "not": lambda b, h, q, k: ~(2 * q - 3 * k != h),
+    "equal": lambda b, h, q, k: q - k == 1 + h,
+    "not": lambda b, h, q, k: ~(2 * q - 2 * k != 2 * h),
     "long": lambda b, h, q, k: q.long() - k.long() >= h.long(),
     "clamped": lambda b, h, q, k: (q - k).clamp(min=3) < 64,
 }
@@ -59,14 +55,17 @@ KEPT = {
     "remainder": lambda b, h, q, k: (q - k) % 3 == 0,
     "product": lambda b, h, q, k: q * k > 100,
     "circle": lambda b, h, q, k: (q - k) * (q - k) < 100,
-    "two captured": lambda b, h, q, k: q - k - WIDTHS[h] < WIDTHS[q % 6],
+    "magnitude": lambda b, h, q, k: (q - k).abs() <= WIDTHS[h],
+    "rows": lambda b, h, q, k: q // 8 - k // 8 == 1,
+    "by key": lambda b, h, q, k: q - k < WIDTHS[k % 6],
+    "two captured": lambda b, h, q, k: q - k - WIDTHS[h] < LONG[h],
     "factor": lambda b, h, q, k: q - k < 3 * LONG[h],
     "wraps": lambda b, h, q, k: q * 300 - k < 5,
 }
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_no_small_sum_of_both_stays(name):
+def test_what_is_no_distance_and_small_numbers_stays(name):
     assert {"sub", "mul", "remainder"} & set(check(KEPT[name]))
 
 
