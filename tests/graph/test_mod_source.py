@@ -167,9 +167,9 @@ def mask_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDI
     tmp1 = (q_idx)
     tmp2 = (kv_idx)
     tmp3 = tmp1 >= tmp2
-    tmp4 = tmp1 - tmp2
-    tmp5 = tl.full([1], 7, tl.int32)
-    tmp6 = tmp4 <= tmp5
+    tmp4 = tl.full([1], -7, tl.int32)
+    tmp5 = tmp1 + tmp4
+    tmp6 = tmp2 >= tmp5
     tmp7 = tmp3 & tmp6
     result = tmp7
 

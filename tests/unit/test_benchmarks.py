@@ -19,6 +19,7 @@ from benchmarks import (
     derivatives,
     derivatives_worker,
     report,
+    steps,
     varlen,
     varlen_worker,
 )
@@ -307,3 +308,12 @@ def test_the_program_of_derivatives_runs_on_a_cpu(tmp_path: Path):
     numbers = json.loads(path.read_text())
     assert numbers["4k-64 tangent flexhop"]["ours"] < 1e-5
     assert 0 < numbers["slopes host flexhop"]["code, grad"]
+
+
+def test_steps_are_innermost_loops_with_products():
+    step = ".L_1:\n HGMMA R0 ;\n MUFU.EX2 R1 ;\n MUFU.EX2 R2 ;\n FADD R1 ;\n BRA .L_1 ;"
+    tiles = f".L_0:\n MOV R2 ;\n{step}\n BRA .L_0 ;"
+    wait = ".L_2:\n HGMMA R0 ;\n SYNCS ;\n BRA .L_2 ;"
+    masked = step.replace("FADD", "FSEL R3 ;\n FADD").replace("L_1", "L_3")
+    assert steps.innermost([tiles, masked, step, wait]) == [step, masked]
+    assert list(map(steps.count, (step, masked))) == [5, 6]
