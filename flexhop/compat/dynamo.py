@@ -37,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from flexhop.compat.dynamo_scale import with_scale_in_mod
 from flexhop.compat.location import users_line
+from flexhop.compat.made import make_before, spell_numbers
 from flexhop.compat.mod_graphs import reads_on_host, refuse_by_running, refuse_reads_on_host
 from flexhop.compat.numbers import as_captures
 from flexhop.compat.own_backward import note_own_backward
@@ -213,7 +214,9 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
                 graph = without_writes(tx, graph, len(inputs), kind)
             name = getattr(function, "__name__", type(function).__name__ if function else kind)
             self.rules.check_result(_result_of(graph), kind, name)
-            graph, lifted = as_captures(tx, graph, lifted, fake_of(query.as_proxy()).device)
+            device = fake_of(query.as_proxy()).device
+            spell_numbers(graph)
+            graph, lifted = as_captures(tx, graph, lifted, device)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _cause(error) or _untraceable(kind, error) from None
         except (GuardOnDataDependentSymNode, SyntaxError):
@@ -223,6 +226,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         refuse_reads_on_host(graph, kind)
         with self.rules.index_mode():
             refuse_by_running(tx, graph, kind)
+        graph, lifted = make_before(tx, graph, lifted, device)
         _forget_batched_inputs(graph)
         attribute = tx.output.install_subgraph(kind, GraphModule(tx.output.nn_modules, graph))
         return hops.make_attr(tx, attribute), tuple(lifted)

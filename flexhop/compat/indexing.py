@@ -4,6 +4,7 @@
 turns into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and
 autograd all support; a graph that is run again already contains it. Slices, `...` and `None` may
 be mixed in. `torch.take` and `nn.Embedding` (without `padding_idx`) are such reads, too.
+`torch.isin`, `bucketize`, `searchsorted` and `one_hot` of one number become reads and comparisons.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexhop.compat import vmapped
+from flexhop.compat.places import is_in, place_among
 
 WHOLE = slice(None)
 
@@ -162,7 +164,7 @@ def _without_symbol(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 
 
 def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-    """The result of a read at one place, by `tensor[...]`, F.embedding or torch.take; or None."""
+    """The result of a read or write at one place, or of `out=`; or None."""
     if func is torch.Tensor.__getitem__:
         tensor, items = args
         items = items if isinstance(items, tuple) else (items,)
@@ -179,11 +181,67 @@ def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Ten
         # 2.11 to 2.15: refused if a gradient is needed.
         found = func(*args, **{name: v for name, v in options.items() if name != "out"})
         return options["out"].copy_(found)
-    elif func is torch.nn.functional.embedding and _is_plain_embedding(args, options):
-        return _read(args[1], [args[0]])
-    elif (func is torch.take or func is torch.Tensor.take) and _is_place(args[1]):
-        return _read(args[0].reshape(-1), [args[1]])
+    elif func is torch.isin or func is torch.bucketize or func is torch.searchsorted:
+        return _placed(func, args, options)
+    else:
+        return _read_by_name(func, args, options)
     return None
+
+
+def _read_by_name(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """What functions with names read at one place; None for other functions."""
+    if func is torch.nn.functional.embedding and _is_plain_embedding(args, options):
+        return _read(args[1], [args[0]])
+    if (func is torch.take or func is torch.Tensor.take) and _is_place(args[1]):
+        return _read(args[0].reshape(-1), [args[1]])
+    if func is torch.index_select or func is torch.Tensor.index_select:
+        return _selected(*_three(args, options, "input", "dim", "index"))
+    if func is torch.gather or func is torch.Tensor.gather:
+        table, dim, place = _three(args, options, "input", "dim", "index")
+        return _selected(table, dim, place) if table.dim() == 1 else None
+    if func is torch.nn.functional.one_hot and _is_place(args[0]):
+        number, classes = args[0], args[1] if len(args) > 1 else options.get("num_classes", -1)
+        if classes >= 0:  # its own check of the number has no batching rule
+            return (torch.arange(classes, device=number.device) == number).to(torch.int64)
+    return None
+
+
+def _placed(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """Where a number stands among others; None if more is asked than of one number."""
+    if func is torch.isin:
+        number, others = _named(args, options, "elements", "test_elements")
+        is_one = isinstance(number, Tensor) and number.dim() == 0
+        return is_in(number, others, invert=options.get("invert", False)) if is_one else None
+    if func is torch.bucketize:
+        number, others = _named(args, options, "input", "boundaries")
+    else:
+        others, number = _named(args, options, "sorted_sequence", "input")
+    is_one = isinstance(number, Tensor) and number.dim() == 0 and others.dim() == 1
+    if not is_one or options.get("sorter") is not None:
+        return None
+    right = options.get("right", False) or options.get("side") == "right"
+    place = place_among(others, number, right=right)
+    return place.to(torch.int32) if options.get("out_int32", False) else place
+
+
+def _selected(table: Tensor, dim: int, place: Tensor) -> Tensor | None:
+    """torch.index_select of one entry, and gather from a row; None of several entries."""
+    if not _is_index_tensor(place) or place.numel() != 1:
+        return None
+    items = [WHOLE] * (dim % table.dim()) + [place.reshape(())]
+    read = _read(table, _spell_out((*items, ...), table.dim()))
+    return read.unsqueeze(dim % table.dim()) if place.dim() else read
+
+
+def _three(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    """Arguments of a function, given by position or by name."""
+    return (*args, *(options[name] for name in names[len(args) :]))
+
+
+def _named(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple[Any, Any]:
+    """The first two arguments of a function, given by position or by name."""
+    first = args[0] if args else options[names[0]]
+    return first, args[1] if len(args) > 1 else options[names[1]]
 
 
 # What mods do with a few numbers that they put together.

@@ -232,7 +232,7 @@ def _realize(value: Any) -> Any:
     value = realize_inputs(value)
     if not isinstance(value.maybe_get_layout(), ir.FixedLayout):
         value.freeze_layout()
-    return views.with_dense_strides(value)
+    return views.without_inlining(views.with_dense_strides(value))
 
 
 def alone(value: Any) -> Any:

@@ -99,7 +99,10 @@ def move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]
 
     for module in graph.modules():
         if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
+            for node in list(module.graph.nodes):
+                if _is_constant(node, module):
+                    _put(node, move_tensor, device)
+                    continue
                 shared_graphs.move(node, move_copy)
                 node.args = torch.fx.node.map_aggregate(node.args, move_device)
                 node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move_device)
@@ -107,3 +110,21 @@ def move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]
                     node.meta[key] = pytree.tree_map(move_tensor, node.meta[key])
             module.recompile()
     return values_of(graph)
+
+
+def _is_constant(node: torch.fx.Node, module: GraphModule) -> bool:
+    """Whether a node is a tensor of numbers in the program: it stays on the host, also on GPUs."""
+    if node.target is torch.ops.aten.lift_fresh_copy.default:
+        return node.args[0].op == "get_attr"  # pyright: ignore
+    value = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return isinstance(value, torch.Tensor)
+
+
+def _put(node: torch.fx.Node, move: Callable[[Any], Any], device: torch.device) -> None:
+    """Copy a constant to the device, as `torch.tensor(numbers, device=...)` does."""
+    if node.op == "get_attr":
+        return
+    with node.graph.inserting_after(node):
+        copied = node.graph.call_function(torch.ops.prims.device_put.default, (node, device))
+    copied.meta = {**node.meta, "val": move(node.meta["val"])}
+    node.replace_all_uses_with(copied, lambda user: user is not copied)

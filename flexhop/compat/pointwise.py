@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch._inductor import config, ir
 from torch._inductor.exc import SubgraphLoweringException
-from torch._inductor.lowering import pointwise_cat, to_dtype
+from torch._inductor.lowering import mean, pointwise_cat, to_dtype, var_mean_sum_
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
@@ -62,6 +62,8 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
         additional_lowerings={
             aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis],
             aten.cat.default: _concatenate,
+            aten.var.correction: functools.partial(_variance, with_mean=False),
+            aten.var_mean.correction: functools.partial(_variance, with_mean=True),
         },
     )
     try:
@@ -72,7 +74,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
             mock.patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *a, **k: False),
             V.set_graph_handler(lowering),
         ):
-            lowering.run(*(ir.TensorBox(x) if isinstance(x, ir.StorageBox) else x for x in inputs))
+            lowering.run(*map(_boxed, inputs))
     except SubgraphLoweringException as error:
         node = lowering.current
         raise ModLoweringError(
@@ -85,6 +87,11 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     return [_scalar_buffer(output) for output in outputs]
+
+
+def _boxed(value: Any) -> Any:
+    """A lowered input as Inductor's rules want it, or a view would not broadcast."""
+    return ir.TensorBox(value) if isinstance(value, (ir.StorageBox, ir.BaseView)) else value
 
 
 def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
@@ -106,6 +113,14 @@ def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
     return ir.Pointwise.create(
         device=whole.get_device(), dtype=dtype, inner_fn=load, ranges=whole.get_size()
     )
+
+
+def _variance(
+    row: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False, with_mean: bool
+) -> Any:
+    """Of a short row, by two sums. Inductor's rule would update a state, which is not unrolled."""
+    (spread,) = var_mean_sum_(row, dim, correction, keepdim, return_mean=False)
+    return (spread, mean(row, dim, keepdim)) if with_mean else spread
 
 
 def _scalar_buffer(output: Any) -> Any:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from torch._dynamo import config
 from torch._dynamo.variables import higher_order_ops as hops
 from torch._dynamo.variables.base import VariableTracker
 from torch.fx import Graph
@@ -22,12 +23,20 @@ def speculate(
     # writes to inputs, which we do ourselves to name the line.
     known = inspect.signature(hops.speculate_subgraph).parameters
     permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
-    with _same_side_effects(tx):
+    with _same_side_effects(tx), _guarded_defaults():
         (_, _), graph, lifted = hops.speculate_subgraph(
             tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
             set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
         )  # fmt: skip
     return graph, lifted
+
+
+def _guarded_defaults() -> contextlib.AbstractContextManager[Any]:
+    """2.11 and 2.12: Dynamo takes the defaults of a function that has another default in a later
+    call for the first ones. Mods are recreated in each call: `lambda s, *_, rate=rate: s * rate`.
+    """
+    name = "skip_guards_on_constant_func_defaults"
+    return config.patch(**{name: False}) if hasattr(config, name) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._inductor import ir
 
-__all__ = ["hold_strides", "with_dense_strides"]
+__all__ = ["hold_strides", "with_dense_strides", "without_inlining"]
 
 
 def hold_strides() -> None:
@@ -63,3 +63,17 @@ def with_dense_strides(value: Any) -> Any:
         data=value.data,
         layout=ir.FixedLayout(layout.device, layout.dtype, layout.size, strides, layout.offset),
     )
+
+
+def without_inlining(value: Any) -> Any:
+    """`value`, which kernels read.
+
+    2.11 to 2.15: a loader of a buffer that reads nothing, such as `torch.arange(8) % 3`, computes
+    it again. A mod would do so for every score, and cannot if it was concatenated.
+    """
+    data = value
+    while isinstance(data, (ir.TensorBox, ir.StorageBox)):
+        data = data.data
+    if isinstance(data, ir.ComputedBuffer) and data.num_reads() == 0:
+        return ir.ReinterpretView(data=ir.StorageBox(data), layout=data.get_layout())
+    return value

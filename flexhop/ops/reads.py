@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from flexhop.compat import hop
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.ops.examples import NUM_INDICES
 
@@ -78,6 +79,47 @@ def part_of(
 
 def _ready(node: fx.Node, known: dict[fx.Node, fx.Node]) -> bool:
     return all(source in known for source in node.all_input_nodes)
+
+
+def rows_of_numbers(node: fx.Node, per_element: set[fx.Node]) -> dict[fx.Node, bool]:
+    """Let a mod that computes with all of a short tensor compute with its numbers, side by side.
+
+    Numbers have gradients. `bias` in `score + bias`, of one number, is such a tensor.
+
+    Args:
+        node: a differentiable tensor that depends on no score.
+        per_element: the nodes that depend on the score or its indices.
+
+    Returns:
+        New nodes, and whether each belongs to those that depend on the score.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.dim() or not value.is_floating_point():
+        return {}
+    users = [u for u in node.users if u in per_element and _elements_read(u) is None]
+    users = [user for user in users if user.target is not aten.detach.default]
+    if not users or not all(isinstance(size, int) for size in value.shape):
+        return {}
+    if not 0 < value.numel() <= MAX_ROW:
+        return {}
+    graph, made = node.graph, dict[fx.Node, bool]()
+
+    def call(target: Any, *args: Any, is_per_element: bool) -> fx.Node:
+        new = graph.call_function(target, args)
+        with hop.without_modes():
+            new.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
+        made[new] = is_per_element
+        return new
+
+    with graph.inserting_before(next(n for n in graph.nodes if n in users)):
+        flat = call(aten.reshape.default, node, [-1], is_per_element=False)
+        count = range(value.numel())
+        parts = [call(aten.select.int, flat, 0, i, is_per_element=False) for i in count]
+        row = call(aten.stack.default, parts, is_per_element=True)
+        row = call(aten.view.default, row, list(value.shape), is_per_element=True)
+    for user in users:
+        user.replace_input_with(node, row)
+    return made
 
 
 class Read(NamedTuple):

@@ -31,7 +31,13 @@ from flexhop.ops.examples import (
     score_dtype,
     score_examples,
 )
-from flexhop.ops.reads import NUM_SCORE_INPUTS, compose_reads, part_of, split_reads
+from flexhop.ops.reads import (
+    NUM_SCORE_INPUTS,
+    compose_reads,
+    part_of,
+    rows_of_numbers,
+    split_reads,
+)
 from flexhop.ops.smooth import smooth
 
 aten = torch.ops.aten
@@ -271,6 +277,10 @@ def _hoist(
     differentiable = _dependents(
         graph, [c for c, want in zip(captures, wanted, strict=True) if want]
     )
+    for node in list(differentiable - per_element):
+        made = rows_of_numbers(node, per_element)
+        differentiable |= made.keys()
+        per_element |= {new for new, is_per_element in made.items() if is_per_element}
     border = [
         node
         for node in graph.graph.nodes

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
+from tests.fuzz import made, masks, scores
+from tests.fuzz.masks import BY_BATCH, BY_HEAD
 from tests.fuzz.plan import Around, Derivative, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
 
@@ -45,21 +46,23 @@ def draw(seed: int, *, large: bool = False) -> Plan:
     dtype = r.choice(DTYPES)
     if large and dtype == torch.float64:  # which has no kernel
         dtype = torch.bfloat16
-    masks = tuple(r.sample(sorted(MASKS), r.choice([0, 1, 1, 2, 3])))
-    scores = _scores(r)
+    mask_names = tuple(r.sample(sorted(masks.OLDER), r.choice([0, 1, 1, 2, 3])))
+    score_names = _scores(r)
     plan = Plan(
-        family=family, shape=_shape(r, large), dtype=dtype, masks=masks,
-        how=r.choice(["and", "and", "or", "not", "where", "product"]), scores=scores,
-        learned=tuple(n for s in scores for n in SCORES[s].learned if r.random() < 0.6),
+        family=family, shape=_shape(r, large), dtype=dtype, masks=mask_names,
+        how=r.choice(["and", "and", "or", "not", "where", "product"]), scores=score_names,
+        learned=tuple(n for s in score_names for n in SCORES[s].learned if r.random() < 0.6),
         train=r.choice(["qkv"] * 8 + ["q", "k", "v", "qk", "kv", "qv", ""]),
         block_size=r.choice(BLOCKS),
         listed=r.random() < 0.1,
-        by_batch=r.random() < 0.8 or bool(BY_BATCH & {*masks}),
-        by_head=r.random() < 0.8 or bool(BY_HEAD & {*masks}),
+        by_batch=r.random() < 0.8 or bool(BY_BATCH & {*mask_names}),
+        by_head=r.random() < 0.8 or bool(BY_HEAD & {*mask_names}),
         scale=r.choice([None] * 5 + [0.3, 1.0, -0.2]), layouts=_layouts(r),
         lse=r.random() < 0.4, max_scores=r.random() < 0.15, sinks=r.random() < 0.1,
         dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
+    if seed >= made.FIRST:  # problems keep their numbers
+        plan = _with_more(random.Random(f"made {seed}"), plan)
     plan = dataclasses.replace(plan, **_of_family(r, plan))
     plan = dataclasses.replace(plan, options=_options(r, plan, large))
     plan = _consistent(plan)
@@ -86,6 +89,20 @@ def for_hopper(plan: Plan, seed: int) -> Plan:
         plan, shape=shape, dtype=r.choice([torch.bfloat16, torch.float16]),
         block_size=blocks if plan.family == "dense" else (128, 128), layouts=("contiguous",) * 3,
         options=(*options, ("backend", "hopper")), derivative="",
+    )  # fmt: skip
+
+
+def _with_more(r: random.Random, plan: Plan) -> Plan:
+    """The plan with functions of the newer vocabulary."""
+    more_masks, more = (
+        tuple(r.sample(sorted(names), r.choice([0, 1]))) for names in (made.MASKS, made.SCORES)
+    )
+    learned = tuple(n for s in more for n in made.SCORES[s].learned if r.random() < 0.6)
+    hiding = [name for name in plan.scores if name in HIDING]
+    others = [name for name in plan.scores if name not in HIDING]
+    return dataclasses.replace(
+        plan, masks=(*plan.masks, *more_masks), scores=(*others, *more, *hiding),
+        learned=(*plan.learned, *learned), by_batch=plan.by_batch or "ends_of_batch" in more_masks,
     )  # fmt: skip
 
 
@@ -129,7 +146,7 @@ def _scores(r: random.Random) -> tuple[str, ...]:
 
     Those that hide keys come last: others would make NaN of an infinity.
     """
-    names = r.sample(sorted(SCORES), r.choice([0, 1, 1, 2, 3]))
+    names = r.sample(sorted(scores.OLDER), r.choice([0, 1, 1, 2, 3]))
     ignoring = [n for n in names if n in IGNORING][:1]
     names = [n for n in names if n not in IGNORING]
     return (*ignoring, *sorted(names, key=lambda name: name in HIDING))

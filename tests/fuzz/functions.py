@@ -22,6 +22,11 @@ class Entry(NamedTuple):
     ignores_score: bool = False
 
 
+def span(s: Any) -> int:
+    """The larger one of both lengths of a shape."""
+    return max(s.q_len, s.kv_len)
+
+
 def combine_masks(entries: list[Entry], how: str) -> Callable[[Any], Callable[..., Any]]:
     """One mask_mod of several.
 

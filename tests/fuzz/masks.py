@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.functions import Entry
-
-
-def span(s):
-    return max(s.q_len, s.kv_len)
-
+from tests.fuzz import made
+from tests.fuzz.functions import Entry, span
 
 POSITIONS: dict[str, Entry] = {
     "causal": Entry(lambda c: lambda b, h, q, k: q >= k),
@@ -223,7 +219,8 @@ CAPTURES: dict[str, Entry] = {
     ),
 }  # fmt: skip
 
-MASKS = POSITIONS | CAPTURES
+OLDER = POSITIONS | CAPTURES
+MASKS = OLDER | made.MASKS
 BY_BATCH = frozenset(
     {
         "lengths",

@@ -11,8 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.fuzz.functions import Entry
-from tests.fuzz.masks import span
+from tests.fuzz import made
+from tests.fuzz.functions import Entry, span
 
 
 def log_bucket(distance):
@@ -296,6 +296,7 @@ IGNORING: dict[str, Entry] = {
     ),
 }  # fmt: skip
 
-SCORES = BIASES | FUNCTIONS | IGNORING
+OLDER = BIASES | FUNCTIONS | IGNORING
+SCORES = OLDER | made.SCORES
 # They come last: others would make NaN of an infinity, or overflow.
 HIDING = frozenset({"hidden", "attended_keys", "added_mask"})
