@@ -87,6 +87,7 @@ class Program:
 _KINDS = {
     "pred": "p", "b16": "16", "b32": "32", "b64": "64", "f32": "32", "f64": "64",
     **{f"{sign}{bits}": str(bits) for sign in "us" for bits in (16, 32, 64)},
+    **dict.fromkeys(("b8", "u8", "s8"), "16"),  # the upper half of it is nobody's
 }  # fmt: skip
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([%\w]+)(?:<(\d+)>)?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
@@ -220,7 +221,7 @@ class _Parser:
             return int(number[1] or number[2], 16)
         if _NUMBER.fullmatch(text):
             return int(text.rstrip("U"), 0)
-        register = re.fullmatch(r"(%[a-z]+)(\d+)", text)
+        register = re.fullmatch(r"(%?[a-z]+)(\d+)", text)
         if register is not None and register[1] in self._families:
             kind, first = self._families[register[1]]
             return Register(kind, first + int(register[2]))

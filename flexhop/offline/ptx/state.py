@@ -121,7 +121,8 @@ class Registers:
             row = self.whole(operand, kind)
             return row.__setitem__
         if isinstance(operand, Symbol):
-            assert operand.name == "_", operand
+            if operand.name != "_":
+                raise NotImplementedError(f"the emulator has no register {operand.name}")
             return lambda threads, values: None
         assert isinstance(operand, Vector), operand
         bits = np.dtype(DTYPES[kind]).itemsize * 8 // len(operand.parts)

@@ -124,8 +124,10 @@ def test_labels_of_inline_assembly_belong_to_their_block():
     wait = """
 	{ .reg .pred done;
 	mov.b32 	%r4, 0;
+	.reg .b32 a<2>;
+	mov.b32 	a0, 1;
 	again:
-	add.s32 	%r4, %r4, 1;
+	add.s32 	%r4, %r4, a0;
 	setp.eq.b32 	done, %r4, COUNT;
 	@!done bra.uni again; }
 	add.s32 	%r2, %r2, %r4;
