@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from flexhop.offline.ptx import bits
 from flexhop.offline.ptx.parse import Instruction
@@ -257,6 +258,10 @@ def _compare(instruction: Instruction, registers: Registers) -> Run:
 def _convert(instruction: Instruction, registers: Registers) -> Run:
     """cvt[.rounding].to.from d, a[, b]; two sources give the halves of a register."""
     parts = instruction.opcode.split(".")
+    if parts[-1] in _BYTES and parts[-2] == "f16x2":
+        return _widen_bytes(instruction, registers, _BYTES[parts[-1]])
+    if len(widths(instruction.opcode)) != 2:
+        raise NotImplementedError(f"the emulator has no {instruction.opcode}")
     to, source = widths(instruction.opcode)
     target, *sources = instruction.operands
     reads = [registers.reader(one, source) for one in sources]
@@ -283,6 +288,21 @@ def _convert(instruction: Instruction, registers: Registers) -> Run:
     return lambda threads: write(threads, convert(np.asarray(read(threads))))
 
 
+_BYTES = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+
+
+def _widen_bytes(instruction: Instruction, registers: Registers, dtype: torch.dtype) -> Run:
+    """Two floats of 8 bits to the halves of a register."""
+    target, source = instruction.operands
+    read, write = registers.reader(source, "b16"), registers.writer(target, "b32")
+
+    def run(threads: Threads) -> None:
+        bits = torch.from_numpy(np.ascontiguousarray(read(threads)).view(np.uint8))
+        write(threads, bits.view(dtype).half().numpy().view(np.uint32))
+
+    return run
+
+
 _ROUNDINGS: dict[str, Function] = {
     "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil,
 }  # fmt: skip
@@ -291,8 +311,6 @@ _ROUNDINGS: dict[str, Function] = {
 def _to(kind: str, parts: list[str]) -> Function:
     if kind == "bf16":
         return narrow_bf16
-    if kind.startswith("e"):
-        raise NotImplementedError(f"the emulator does not convert to {kind}")
     dtype = DTYPES[kind]
     rounding = next((_ROUNDINGS[part] for part in parts if part in _ROUNDINGS), None)
 
