@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexhop.offline.ptx.common import Found, Maker, addresses_of, simple, space_of
-from flexhop.offline.ptx.memory import combine
-from flexhop.offline.ptx.parse import Address, Instruction, Symbol, Vector
+from flexhop.offline.ptx.memory import GlobalMemory, SharedMemory, combine
+from flexhop.offline.ptx.parse import Address, Instruction, Operand, Symbol, Vector
 from flexhop.offline.ptx.state import Threads, widths
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ def _load(instruction: Instruction, machine: Machine) -> Found:
         assert isinstance(source, Address) and isinstance(source.base, Symbol)
         read = machine.registers.reader(source.base, kind)
         return simple(lambda threads: writes[0](threads, read(threads)))
-    places = addresses_of(source, machine)
-    memory = machine.shared if space == "shared" else machine.memory
-    size = np.dtype(np.uint8).itemsize * _bytes(kind)
+    places, memory = _memory(source, space, machine)
+    size = _bytes(kind)
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
@@ -36,6 +36,17 @@ def _load(instruction: Instruction, machine: Machine) -> Found:
             write(threads, memory.load(addresses + number * size, kind))
 
     return simple(run)
+
+
+def _memory(
+    operand: Operand, space: str, machine: Machine
+) -> tuple[Callable[[Threads], np.ndarray], GlobalMemory | SharedMemory]:
+    """Addresses of threads, and what has them."""
+    places = addresses_of(operand, machine)
+    if space == "local":
+        own = machine.registers.threads * sum(machine.program.local.values())
+        return lambda threads: places(threads) + own[threads], machine.local
+    return places, machine.shared if space == "shared" else machine.memory
 
 
 def _bytes(kind: str) -> int:
@@ -49,8 +60,7 @@ def _store(instruction: Instruction, machine: Machine) -> Found:
         return simple(lambda threads: None)
     sources = source.parts if isinstance(source, Vector) else (source,)
     reads = [machine.registers.reader(one, kind) for one in sources]
-    places = addresses_of(target, machine)
-    memory = machine.shared if space == "shared" else machine.memory
+    places, memory = _memory(target, space, machine)
     size = _bytes(kind)
 
     def run(threads: Threads) -> None:

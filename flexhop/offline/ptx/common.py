@@ -56,6 +56,6 @@ def addresses_of(operand: Operand, machine: Machine) -> Callable[[Threads], np.n
 def space_of(opcode: str) -> str:
     """The memory that an opcode names, or global memory."""
     for part in opcode.replace("::", ".").split("."):
-        if part in ("global", "shared", "param"):
+        if part in ("global", "shared", "local", "param"):
             return part
     return "global"

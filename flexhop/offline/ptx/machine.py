@@ -82,7 +82,9 @@ class Machine:
     ) -> None:
         self.program, self.memory = program, memory
         self.shared = SharedMemory(shared)
-        self.registers = Registers(program, symbols)
+        self.registers = Registers(program, symbols | dict.fromkeys(program.local, 0))
+        # Of all threads, one behind the other.
+        self.local = SharedMemory(program.threads * sum(program.local.values()))
         self.barriers = Barriers()
         self.later = Asynchronous(schedule)
         self.maps: dict[int, TensorMap] = {}

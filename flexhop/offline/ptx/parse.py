@@ -72,6 +72,7 @@ class Program:
         threads: of one program of the grid.
         registers: how many there are of each kind.
         arrays: bytes in global memory that the file holds, such as names in assertions.
+        local: bytes of each thread's own memory, by the array's name.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Program:
     threads: int
     registers: dict[str, int]
     arrays: dict[str, bytes]
+    local: dict[str, int]
 
 
 _KINDS = {
@@ -93,6 +95,7 @@ _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([%\w]+)(?:<(\d+)>)?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
 _NUMBER = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|\d+)U?")
 _ARRAY = re.compile(r"\.global .*?\.b8 (\S+)\[\d+\] = \{([^}]*)\}")
+_LOCAL = re.compile(r"\.local .*?\.b8\s+(\w+)\[(\d+)\]")
 _COMMENT = re.compile(r"//[^\n]*")
 _DIRECTIVE = re.compile(r"(?m)^\s*\.(?:loc|file|section)\b.*$")
 _MARK = re.compile(r"[;{}:]")
@@ -124,6 +127,7 @@ class _Parser:
         self._instructions: list[Instruction] = []
         self._labels: dict[str, int] = {}
         self._tables: dict[str, list[str]] = {}
+        self._local: dict[str, int] = {}
 
     def program(self) -> Program:
         for statement in self._statements():
@@ -135,7 +139,7 @@ class _Parser:
         }
         return Program(
             self._name, self._instructions, self._labels, self._tables, parameters,
-            self._threads, self._counts, arrays,
+            self._threads, self._counts, arrays, self._local,
         )  # fmt: skip
 
     def _statements(self) -> Iterator[str]:
@@ -165,6 +169,8 @@ class _Parser:
                 self._blocks.pop()
         elif statement.startswith(".reg"):
             self._declare(statement)
+        elif (local := _LOCAL.match(statement)) is not None:
+            self._local[local[1]] = int(local[2])
         elif statement.endswith(":"):
             self._labels[self._label(statement[:-1])] = len(self._instructions)
         elif ".branchtargets" in statement:

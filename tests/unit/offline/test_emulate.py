@@ -170,6 +170,17 @@ def test_barriers_in_memory_count_arrivals():
         _run(body.replace("b64 [%r5], 64", "b64 [%r5], 65"))
 
 
+def test_memory_of_each_thread():
+    body = """
+	.local .align 16 .b8 __local_depot0[16];
+	mov.b64 	%rd2, __local_depot0;
+	st.local.b32 	[%rd2+8], %r1;
+	bar.sync 	0;
+	ld.local.b32 	%r2, [%rd2+8];
+	"""
+    assert _run(body) == list(range(64))
+
+
 def test_unknown_instructions_are_named():
     with pytest.raises(NotImplementedError, match=r"no tcgen05\.mma"):
         _run("tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1;")
