@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.mode = args.mode or ("compiled" if args.device == "cuda" else "eager")
     given = args.seed if args.seed is not None else os.environ.get("FLEXHOP_FUZZ_SEED")
-    args.seed = random.SystemRandom().randrange(10**9) if given is None else int(given)
+    args.seed = random.SystemRandom().randrange(2 * 10**9) if given is None else int(given)
     args.until = args.until or time.time() + 60 * args.minutes
     return args
 

@@ -97,6 +97,8 @@ def _with_more(r: random.Random, plan: Plan) -> Plan:
     more_masks, more = (
         tuple(r.sample(sorted(names), r.choice([0, 1]))) for names in (made.MASKS, made.SCORES)
     )
+    if any(name in IGNORING for name in plan.scores):  # a number per head cannot hold all scores
+        more = tuple(name for name in more if name not in made.IN_PLACE)
     learned = tuple(n for s in more for n in made.SCORES[s].learned if r.random() < 0.6)
     hiding = [name for name in plan.scores if name in HIDING]
     others = [name for name in plan.scores if name not in HIDING]

@@ -145,6 +145,9 @@ SCORES: dict[str, Entry] = {
 }  # fmt: skip
 
 
+IN_PLACE = frozenset({"written", "masked_in_place"})  # these write to the score that they get
+
+
 def _joined_in_place(c):
     def mod(b, h, q, k):
         keep = q >= k
