@@ -33,10 +33,24 @@ class Slices(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Intercept indexing of tensors on the GPU."""
+        """Intercept reads and writes of parts of tensors on the GPU, and `new_tensor`."""
         if function is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
             return _getitem(*args)
+        if function is torch.Tensor.__setitem__ and args[0].device.type == "cuda":
+            return _setitem(*args)
+        if function is torch.Tensor.new_tensor and args[0].device.type == "cuda":
+            form = {"dtype": args[0].dtype, "device": args[0].device, **(kwargs or {})}
+            return torch.tensor(*args[1:], **form)
         return function(*args, **(kwargs or {}))
+
+
+def _setitem(values: torch.Tensor, items: Any, source: Any) -> None:
+    """Write to a view."""
+    part = _getitem(values, items)
+    if isinstance(source, torch.Tensor):
+        torch.ops.aten.copy_.default(part, source)
+    else:
+        torch.ops.aten.fill_.Scalar(part, source)
 
 
 def _getitem(values: torch.Tensor, items: Any) -> torch.Tensor:

@@ -131,7 +131,8 @@ def lower_formula(
             _hide_scatter_indices(part)
             _hide_dividends(part)
     _adopt_attributes(graph)
-    boxed = [ir.TensorBox(v) if isinstance(v, ir.StorageBox) else v for v in values]
+    boxes = (ir.StorageBox, ir.BaseView)
+    boxed = [ir.TensorBox(v) if isinstance(v, boxes) else v for v in values]
     results = list(process_subgraph_nodes(graph, boxed))
     _keep_loop_memory()
     return results

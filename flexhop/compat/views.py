@@ -65,15 +65,21 @@ def with_dense_strides(value: Any) -> Any:
     )
 
 
+def _has_branches(buffer: Any) -> bool:
+    loops = buffer.data
+    return isinstance(loops, ir.Loops) and "masked" in loops.inner_fn_opcount().used_ops
+
+
 def without_inlining(value: Any) -> Any:
     """`value`, which kernels read.
 
-    2.11 to 2.15: a loader of a buffer that reads nothing, such as `torch.arange(8) % 3`, computes
-    it again. A mod would do so for every score, and cannot if it was concatenated.
+    2.11 to 2.15: a loader of a buffer that reads nothing computes it again, for every score in a
+    mod. Arithmetic may: a function of the distance is then computed once for a diagonal. What was
+    concatenated has branches, which a mod cannot have.
     """
     data = value
     while isinstance(data, (ir.TensorBox, ir.StorageBox)):
         data = data.data
-    if isinstance(data, ir.ComputedBuffer) and data.num_reads() == 0:
+    if isinstance(data, ir.ComputedBuffer) and data.num_reads() == 0 and _has_branches(data):
         return ir.ReinterpretView(data=ir.StorageBox(data), layout=data.get_layout())
     return value
