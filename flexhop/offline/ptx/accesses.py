@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexhop.offline.ptx.common import Found, Maker, addresses_of, simple, space_of
+from flexhop.offline.ptx.common import Found, Maker, addresses_of, parts_of, simple, space_of
 from flexhop.offline.ptx.memory import GlobalMemory, SharedMemory, combine
-from flexhop.offline.ptx.parse import Address, Instruction, Operand, Symbol, Vector
-from flexhop.offline.ptx.state import Threads, widths
+from flexhop.offline.ptx.parse import Address, Instruction, Operand, Symbol
+from flexhop.offline.ptx.state import DTYPES, Threads, widths
 
 if TYPE_CHECKING:
     from flexhop.offline.ptx.machine import Machine
@@ -21,14 +21,13 @@ __all__ = ["MAKERS"]
 def _load(instruction: Instruction, machine: Machine) -> Found:
     target, source = instruction.operands[:2]  # a policy of caches may follow
     kind, space = widths(instruction.opcode)[-1], space_of(instruction.opcode)
-    targets = target.parts if isinstance(target, Vector) else (target,)
-    writes = [machine.registers.writer(one, kind) for one in targets]
+    writes = [machine.registers.writer(one, kind) for one in parts_of(target)]
     if space == "param":
         assert isinstance(source, Address) and isinstance(source.base, Symbol)
         read = machine.registers.reader(source.base, kind)
         return simple(lambda threads: writes[0](threads, read(threads)))
     places, memory = _memory(source, space, machine)
-    size = _bytes(kind)
+    size = np.dtype(DTYPES[kind]).itemsize
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
@@ -49,19 +48,14 @@ def _memory(
     return places, machine.shared if space == "shared" else machine.memory
 
 
-def _bytes(kind: str) -> int:
-    return int("".join(c for c in kind if c.isdigit())) // 8
-
-
 def _store(instruction: Instruction, machine: Machine) -> Found:
     target, source = instruction.operands[:2]
     kind, space = widths(instruction.opcode)[-1], space_of(instruction.opcode)
     if space == "param":  # arguments of a call, which ends the run
         return simple(lambda threads: None)
-    sources = source.parts if isinstance(source, Vector) else (source,)
-    reads = [machine.registers.reader(one, kind) for one in sources]
+    reads = [machine.registers.reader(one, kind) for one in parts_of(source)]
     places, memory = _memory(target, space, machine)
-    size = _bytes(kind)
+    size = np.dtype(DTYPES[kind]).itemsize
 
     def run(threads: Threads) -> None:
         addresses = places(threads)

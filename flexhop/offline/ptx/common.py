@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexhop.offline.ptx.parse import Address, Instruction, Operand, Register
+from flexhop.offline.ptx.order import Pending, finish_groups
+from flexhop.offline.ptx.parse import Address, Instruction, Operand, Register, Vector
 from flexhop.offline.ptx.state import Threads
 
 if TYPE_CHECKING:
     from flexhop.offline.ptx.machine import Machine
 
 __all__ = [
-    "Found", "Maker", "addresses_of", "by_warps", "concerns_groups", "simple", "space_of",
+    "Found", "Maker", "addresses_of", "by_warps", "concerns_groups", "ends_group", "parts_of",
+    "simple", "space_of",
     "unsigned",
 ]  # fmt: skip
 
@@ -51,6 +53,34 @@ def addresses_of(operand: Operand, machine: Machine) -> Callable[[Threads], np.n
     offset = operand.offset
     read = machine.registers.reader(operand.base, unsigned(operand.base))
     return lambda threads: np.atleast_1d(read(threads)).astype(np.int64) + offset
+
+
+def parts_of(operand: Operand) -> tuple[Operand, ...]:
+    """The parts of a vector, or the operand alone."""
+    return operand.parts if isinstance(operand, Vector) else (operand,)
+
+
+def ends_group(
+    instruction: Instruction, machine: Machine, begun: dict[int, list[list[Pending]]], size: int
+) -> Callable[[Threads], None]:
+    """commit_group, or wait_group for all but the last few groups.
+
+    begun: what every `size` threads have begun, by their number.
+    """
+    numbers, operands = machine.registers.threads, instruction.operands
+    kept = operands[0] if operands else 0
+    assert isinstance(kept, int)
+
+    def run(threads: Threads) -> None:
+        for owner in np.unique(numbers[threads] // size).tolist():
+            if owner not in begun:
+                continue
+            if "commit_group" in instruction.opcode:
+                begun[owner].append([])
+            else:
+                finish_groups(begun[owner], kept)
+
+    return run
 
 
 def space_of(opcode: str) -> str:

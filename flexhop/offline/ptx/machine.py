@@ -127,7 +127,11 @@ class Machine:
             elif not self.later.one():
                 where = [f"{g} before {self._step(g.place).text}" for g in self._groups]
                 raise Deadlock(f"{self.program.name}: all threads wait: " + "; ".join(where))
-        return not self._groups
+        if self._groups:
+            return False
+        while self.later.one():  # also what nobody waited for is done, and not by a later program
+            pass
+        return True
 
     def meet(self, group: Group, name: int, count: int) -> Wait | str:
         """A group comes to a barrier of `count` threads; when all are there, they go on."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from flexhop.offline.ptx import products
-from flexhop.offline.ptx.common import Found, Maker, addresses_of, by_warps
+from flexhop.offline.ptx.common import Found, Maker, addresses_of, by_warps, ends_group, parts_of
+from flexhop.offline.ptx.groups import SIZES
 from flexhop.offline.ptx.memory import SharedMemory
-from flexhop.offline.ptx.order import Pending, finish_groups
+from flexhop.offline.ptx.order import Pending
 from flexhop.offline.ptx.parse import Instruction, Register, Vector
 from flexhop.offline.ptx.state import Read, Threads
 
@@ -21,7 +22,7 @@ __all__ = ["MAKERS"]
 
 def _load_matrix(instruction: Instruction, machine: Machine) -> Found:
     target, source = instruction.operands
-    parts = target.parts if isinstance(target, Vector) else (target,)
+    parts = parts_of(target)
     writes = [machine.registers.writer(one, "b32") for one in parts]
     places, is_transposed = addresses_of(source, machine), ".trans" in instruction.opcode
 
@@ -35,7 +36,7 @@ def _load_matrix(instruction: Instruction, machine: Machine) -> Found:
 
 def _store_matrix(instruction: Instruction, machine: Machine) -> Found:
     target, source = instruction.operands
-    parts = source.parts if isinstance(source, Vector) else (source,)
+    parts = parts_of(source)
     reads = [machine.registers.reader(one, "b32") for one in parts]
     places, is_transposed = addresses_of(target, machine), ".trans" in instruction.opcode
 
@@ -91,9 +92,8 @@ def _product(instruction: Instruction, machine: Machine) -> Found:
     registers = machine.registers
     assert isinstance(result, Vector)
     rows = [registers.view(one, "f32") for one in result.parts if isinstance(one, Register)]
-    lefts = left.parts if isinstance(left, Vector) else (left,)
     left_kind = "b32" if isinstance(left, Vector) else "u64"
-    reads = [registers.reader(one, left_kind) for one in lefts]
+    reads = [registers.reader(one, left_kind) for one in parts_of(left)]
     place, adds = registers.reader(right, "u64"), registers.reader(scale, "pred")
 
     def run(threads: Threads) -> None:
@@ -114,25 +114,14 @@ def _product(instruction: Instruction, machine: Machine) -> Found:
 def _begin(machine: Machine, first: int, product: _Product) -> None:
     """Products of a warpgroup run one after the other."""
     pending = Pending(product.run)
-    machine.products.setdefault(first, [[]])[-1].append(pending)
+    machine.products.setdefault(first // SIZES["warpgroup"], [[]])[-1].append(pending)
     if machine.later.when == "early":
         pending.finish()
 
 
 def _product_group(instruction: Instruction, machine: Machine) -> Found:
-    numbers = machine.registers.threads
-
-    def commit(threads: Threads) -> None:
-        for first in numbers[threads][::128].tolist():
-            machine.products.setdefault(first, [[]]).append([])
-
-    def wait(threads: Threads) -> None:
-        kept = instruction.operands[0]
-        assert isinstance(kept, int)
-        for first in numbers[threads][::128].tolist():
-            finish_groups(machine.products.get(first), kept)
-
-    return by_warps(commit if "commit" in instruction.opcode else wait, "warpgroup")
+    run = ends_group(instruction, machine, machine.products, SIZES["warpgroup"])
+    return by_warps(run, "warpgroup")
 
 
 def _warp_product(instruction: Instruction, machine: Machine) -> Found:

@@ -85,10 +85,8 @@ class Asynchronous:
         return True
 
 
-def finish_groups(groups: list[list[Pending]] | None, kept: int) -> None:
+def finish_groups(groups: list[list[Pending]], kept: int) -> None:
     """Do what all but the last `kept` closed groups have begun. The last of the list is open."""
-    if groups is None:
-        return
     number = max(len(groups) - 1 - kept, 0)
     for group in groups[:number]:
         for pending in group:

@@ -12,12 +12,12 @@ from flexhop.offline.ptx.common import (
     Maker,
     addresses_of,
     concerns_groups,
+    ends_group,
     simple,
     unsigned,
 )
 from flexhop.offline.ptx.copies import Box, TensorMap, add_box, load_box, store_box
-from flexhop.offline.ptx.groups import Wait
-from flexhop.offline.ptx.order import finish_groups
+from flexhop.offline.ptx.groups import SIZES, Wait
 from flexhop.offline.ptx.parse import Address, Instruction, Symbol
 from flexhop.offline.ptx.state import Threads
 
@@ -141,23 +141,7 @@ def _deliver(machine: Machine, box: Box, barrier: int) -> None:
 
 def _bulk_group(instruction: Instruction, machine: Machine) -> Found:
     """cp.async.bulk.commit_group and wait_group."""
-    numbers = machine.registers.threads
-    if "commit_group" in instruction.opcode:
-
-        def commit(threads: Threads) -> None:
-            for thread in numbers[threads].tolist():
-                if thread in machine.stores:
-                    machine.stores[thread].append([])
-
-        return simple(commit)
-    (kept,) = instruction.operands
-    assert isinstance(kept, int)
-
-    def wait(threads: Threads) -> None:
-        for thread in numbers[threads].tolist():
-            finish_groups(machine.stores.get(thread), kept)
-
-    return simple(wait)
+    return simple(ends_group(instruction, machine, machine.stores, 1))
 
 
 def _copy(instruction: Instruction, machine: Machine) -> Found:
@@ -186,7 +170,7 @@ def _copy(instruction: Instruction, machine: Machine) -> Found:
 
         to = np.broadcast_to(goals(threads), numbers.shape)
         pending = machine.later.start(copy)
-        for warp in np.unique(numbers // 32).tolist():
+        for warp in np.unique(numbers // SIZES["warp"]).tolist():
             machine.copies.setdefault(warp, [[]])[-1].append(pending)
 
     return simple(run)
@@ -194,18 +178,7 @@ def _copy(instruction: Instruction, machine: Machine) -> Found:
 
 def _copy_group(instruction: Instruction, machine: Machine) -> Found:
     """cp.async.commit_group and wait_group, of warps."""
-    kept = instruction.operands[0] if instruction.operands else 0
-    assert isinstance(kept, int)
-
-    def run(threads: Threads) -> None:
-        for warp in np.unique(machine.registers.threads[threads] // 32).tolist():
-            groups = machine.copies.setdefault(warp, [[]])
-            if "wait_group" in instruction.opcode:
-                finish_groups(groups, kept)
-            else:
-                groups.append([])
-
-    return simple(run)
+    return simple(ends_group(instruction, machine, machine.copies, SIZES["warp"]))
 
 
 MAKERS: dict[str, Maker] = {
