@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -150,6 +151,9 @@ def test_the_formula_of_kernels_is_centered(derivative, precision):
     assert online < 1.1 * plain
 
 
+_CHANGES = itertools.count()
+
+
 def change_kernels(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
     """Kernels that are generated from now on have another text."""
     source, make = emit.portable.source, emit.inductor.make_template
@@ -160,7 +164,7 @@ def change_kernels(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> 
         return text.replace(before, after)
 
     def make_anew(name: str, *rest: Any) -> Any:  # Inductor takes every name once
-        return make(f"{name}_{id(replace):x}", *rest)
+        return make(f"{name}_{next(_CHANGES)}", *rest)
 
     monkeypatch.setattr(emit.portable, "source", replace)
     monkeypatch.setattr(emit.inductor, "make_template", make_anew)
