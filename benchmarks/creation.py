@@ -28,7 +28,7 @@ from torch.nn.attention import flex_attention as intree
 import flexhop
 from flexhop import masks, mods
 from flexhop.block_mask import remembered
-from flexhop.compat.stand_in import Watch
+from flexhop.compat.mods.stand_in import Watch
 
 LARGEST_COMPARED = 1 << 14  # PyTorch holds the whole mask eagerly
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")

@@ -19,11 +19,11 @@ from benchmarks.derivatives import PROBLEMS, Problem, Step
 from benchmarks.timing import Stopwatch
 from benchmarks.turns import answer, wait_for_turn
 from flexhop import KernelOptions, create_block_mask, flex_attention
-from flexhop.compat.alone import Alone
+from flexhop.compat.operators.alone import Alone
 from flexhop.lowering import tangents
 from flexhop.masks import causal
 from flexhop.mods import alibi
-from flexhop.ops.repeats import forget
+from flexhop.ops.uncompiled.repeats import forget
 
 Attend = Callable[..., torch.Tensor]
 REPEATS = 10

@@ -11,10 +11,10 @@ from flexhop.cache.paged import PagedAttention
 from flexhop.cache.pages import PageTable
 from flexhop.errors import FlexhopError
 from flexhop.mods.functions import and_masks, noop_mask, or_masks
-from flexhop.ops.certified import verified
-from flexhop.ops.checking import Verification
 from flexhop.ops.dropout_seed import dropout_mask, dropout_seed
-from flexhop.ops.eager_kernels import eager_kernels
+from flexhop.ops.uncompiled.option import eager_kernels
+from flexhop.ops.verification.certified import verified
+from flexhop.ops.verification.checking import Verification
 from flexhop.options import FlexKernelOptions, KernelOptions, Tile, TileRequest
 from flexhop.plugin import install
 from flexhop.reports.explain import Report, explain

@@ -22,10 +22,10 @@ from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake, note_wrong_
 from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout import place
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
-from flexhop.ops.repeats import ask
 from flexhop.ops.replicated import shared_seed
 from flexhop.ops.sharding import SLOT, view_of
 from flexhop.ops.sinks import add_sinks, sinks_mistake
+from flexhop.ops.uncompiled.repeats import ask
 from flexhop.options import FlexKernelOptions, KernelOptions
 from flexhop.sequences.nested import has_nested, pack, unpack
 from flexhop.sequences.ranges import RangeMask

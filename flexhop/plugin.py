@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop import compat, debug, mods
+from flexhop import compat, mods
 from flexhop.block_mask.operator import block_lists
+from flexhop.compat.dynamo.trackers import announce
 from flexhop.compat.imports import after_import
-from flexhop.compat.indexing import IndexMode
-from flexhop.compat.trackers import announce
-from flexhop.debug.progress import PROGRESS
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import NoTritonError
 from flexhop.ops import call
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.cached_call import prepare_cached
-from flexhop.ops.derivative import attention_derivative
+from flexhop.ops.derivatives.operator import attention_derivative
 from flexhop.ops.forward import attention
 from flexhop.ops.sharding import SLOT
+from flexhop.options import debug
+from flexhop.options.progress import PROGRESS
 
 
 def install(*, lowering: bool = False, workers: bool = False) -> None:
@@ -42,10 +43,10 @@ def install(*, lowering: bool = False, workers: bool = False) -> None:
     _install_operators()
     if workers:
         # First: they start while this process imports the rest.
-        from flexhop.compat.early_workers import begin
+        from flexhop.compat.workers.early import begin
 
         begin()
-        from flexhop.compat.warm_workers import start_workers
+        from flexhop.compat.workers.warm import start_workers
 
         start_workers()
         _load_trackers()
@@ -66,26 +67,26 @@ def _install_operators() -> None:
 
 def _begin_workers() -> None:
     if torch.cuda.is_initialized():  # this program probably compiles for a GPU
-        from flexhop.compat.early_workers import begin
+        from flexhop.compat.workers.early import begin
 
         begin()
 
 
 def _repair_cpp() -> None:
-    from flexhop.compat.cpp_checks import keep_rows_apart, place_checks
+    from flexhop.compat.kernels.cpp_checks import keep_rows_apart, place_checks
 
     place_checks()
     keep_rows_apart()
 
 
 def _repair_triton() -> None:
-    from flexhop.compat.split_scan import repair_split_scans
+    from flexhop.compat.graphs.split_scan import repair_split_scans
 
     repair_split_scans()
 
 
 def _repair_packages() -> None:
-    from flexhop.compat.scratch import repair_scratch
+    from flexhop.compat.graphs.scratch import repair_scratch
 
     repair_scratch()
 
@@ -104,7 +105,9 @@ def _install_trackers() -> None:
 @functools.cache
 def _load_trackers() -> dict[str, type]:
     # They import Dynamo, which takes seconds, so only once something compiles.
-    from flexhop.compat import dynamo, dynamo_cached, dynamo_masks
+    from flexhop.compat.dynamo import cached as dynamo_cached
+    from flexhop.compat.dynamo import calls as dynamo
+    from flexhop.compat.dynamo import masks as dynamo_masks
 
     dynamo.AttentionVariable.rules = dynamo.ModRules(
         prepare=_prepare,
@@ -182,7 +185,7 @@ def _attend_dtensors(*operands: Any, **more: Any) -> Any:
 
 @functools.cache
 def _watched() -> Callable[[], None]:
-    from flexhop.compat.compiling import watch_compilations
+    from flexhop.compat.dynamo.compiling import watch_compilations
 
     return watch_compilations(PROGRESS.start, PROGRESS.end)
 
@@ -193,7 +196,7 @@ def _expect_graph() -> None:
     PROGRESS.enter("tracing a model with attention")
     if torch.cuda.is_initialized():
         # Before the lowerings: workers start while this process imports Inductor.
-        from flexhop.compat.warm_workers import start_pool
+        from flexhop.compat.workers.warm import start_pool
 
         start_pool()
     _install_lowerings()

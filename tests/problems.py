@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import Device, GradFacts, ModFacts, Problem

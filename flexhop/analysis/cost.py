@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import fx
 
-# One instruction unless listed. The functions of compat/functions.py are branch-free. Functions of
-# CUDA's library have branches, and their text is repeated for every score that a thread holds.
+# One instruction unless listed. The functions of compat/kernels/functions.py are branch-free.
+# Functions of CUDA's library have branches, and their text is repeated for every score that a
+# thread holds.
 _INSTRUCTIONS: dict[str, float] = {
     "clone": 0, "alias": 0, "detach": 0, "lift_fresh_copy": 0, "view": 0, "expand": 0,
     "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from flexhop.analysis.operators import TRANSPARENT, Trait, packet_of, traits_of
 from flexhop.analysis.rows import Rows, dtype_of, is_number
-from flexhop.compat.stand_in import is_traced
+from flexhop.compat.mods.stand_in import is_traced
 
 aten = torch.ops.aten
 _ONES = {aten.ones, aten.ones_like, aten.new_ones}

@@ -17,10 +17,8 @@ from torch import Tensor, fx
 from flexhop.analysis.graph import Builder, Mod
 from flexhop.analysis.interval import INDICES
 from flexhop.analysis.operators import packet_of
-from flexhop.compat.hop import without_modes
-from flexhop.compat.indexing import IndexMode
-from flexhop.compat.sizes import bound_of
-from flexhop.compat.stand_in import (
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.mods.stand_in import (
     StandIn,
     Watch,
     is_plain,
@@ -28,7 +26,9 @@ from flexhop.compat.stand_in import (
     is_traced,
     reads_or_writes,
 )
-from flexhop.compat.vmapped import is_mapped
+from flexhop.compat.operators.hop import without_modes
+from flexhop.compat.operators.vmapped import is_mapped
+from flexhop.compat.sizes import bound_of
 
 aten = torch.ops.aten
 _CONSTANTS = (aten.full, aten.zeros, aten.ones)

@@ -29,7 +29,7 @@ from flexhop.block_mask.scores import (
     count_up,
     coverage_by_chunks,
 )
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.sizes import broadcast
 from flexhop.errors import VmapError
 from flexhop.mods.functions import MaskMod

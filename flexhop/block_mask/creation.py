@@ -34,8 +34,8 @@ from flexhop.block_mask.scores import (
     evaluate_mod,
     whole_blocks,
 )
-from flexhop.compat.mod_errors import refused
-from flexhop.compat.private import private
+from flexhop.compat.mods.errors import refused
+from flexhop.compat.mods.private import private
 from flexhop.compat.symbols import is_exporting, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexhop.block_mask.lists import LISTED_AT_ONCE, dense_to_lists
 from flexhop.block_mask.scores import Grid, whole_blocks
-from flexhop.compat.recorded import copies
+from flexhop.compat.mods.recorded import copies
 
 
 def listed(

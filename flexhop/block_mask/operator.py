@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flexhop.block_mask.graphed import Mask
 from flexhop.block_mask.scores import Grid
-from flexhop.compat import hop, transforms
-from flexhop.compat.composite import register_composite
+from flexhop.compat.operators import hop, transforms
+from flexhop.compat.operators.composite import register_composite
 from flexhop.mods.functions import MaskMod
 
 

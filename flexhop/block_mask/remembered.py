@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexhop.block_mask.coverage import Look
 from flexhop.block_mask.scores import Grid
-from flexhop.compat.recorded import Program, Recorder, can_record, surroundings
+from flexhop.compat.mods.recorded import Program, Recorder, can_record, surroundings
 from flexhop.mods.closures import Described, describe
 from flexhop.mods.functions import MaskMod
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.lists import block_count, listed_count
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.symbols import is_symbolic
 from flexhop.mods.functions import MaskMod
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.scores import CHUNK_ELEMENTS, MAPPED
-from flexhop.compat import hop
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import hop
 
 NONE, SOME, EVERY, UNKNOWN = range(4)  # states of a block
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flexhop.block_mask.unknown import unknown_blocks
-from flexhop.compat import inductor, tanh, views
-from flexhop.compat.refusal import raised_by_graph
-from flexhop.debug.progress import PROGRESS
+from flexhop.compat.graphs import views
+from flexhop.compat.graphs.refusal import raised_by_graph
+from flexhop.compat.kernels import inductor, tanh
 from flexhop.lowering import fallback
 from flexhop.lowering.backward import lower_attention_backward
 from flexhop.lowering.cached import lower_cached_attention
@@ -21,12 +21,13 @@ from flexhop.lowering.dialect import dialects
 from flexhop.lowering.forward import lower_attention
 from flexhop.lowering.mods.packed_distances import lower_bounded
 from flexhop.lowering.open_blocks import lower_unknown_blocks
+from flexhop.mods.bounded import BOUNDED
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.backward import attention_backward
 from flexhop.ops.cached import cached_attention
-from flexhop.ops.derivative import attention_derivative
+from flexhop.ops.derivatives.operator import attention_derivative
 from flexhop.ops.forward import attention
-from flexhop.primitives.bounded import BOUNDED
+from flexhop.options.progress import PROGRESS
 
 
 def register() -> None:

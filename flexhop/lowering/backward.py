@@ -6,7 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from flexhop.compat import inductor, inline
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import inductor
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import Captured, KernelCall

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import gluon, guards, inductor, inline, pointwise, tanh
-from flexhop.compat.hop import capture_like, isolated_trace, trace_callable
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.graphs import guards, inline
+from flexhop.compat.kernels import gluon, inductor, pointwise, tanh
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
 from flexhop.lowering import chunked, cpu
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward
@@ -32,8 +33,8 @@ from flexhop.lowering.operands import (
 from flexhop.lowering.problem import Cache, Device, ModFacts, Problem, read_device
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import CachedArgs
-from flexhop.ops.examples import index_examples
-from flexhop.ops.subgraphs import trace_key
+from flexhop.ops.graphs.examples import index_examples
+from flexhop.ops.graphs.subgraphs import trace_key
 
 aten = torch.ops.aten
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor, inline
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import inductor
 from flexhop.ops.args import BackwardArgs, learned_captures
-from flexhop.ops.certified import OPTION, add_site
+from flexhop.ops.verification.certified import OPTION, add_site
 
 
 def certifying(kind: type[Any], lower: Callable[..., Any]) -> Callable[..., Any]:

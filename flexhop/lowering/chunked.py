@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.compat import inductor, inline
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import inductor
 from flexhop.lowering import fallback
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.cached_eager import lengths_of, ordered_args

@@ -11,9 +11,15 @@ from flexhop.lowering import chunked
 from flexhop.lowering.chunked import Rowwise, lower_definition, over_chunks
 from flexhop.lowering.tangents import emit_second, emit_tangent
 from flexhop.ops.args import DerivativeArgs
-from flexhop.ops.derive import derive_rows, result_like, signature_of, widened, zero_sums
+from flexhop.ops.derivatives.program import ROWS, read_step
+from flexhop.ops.derivatives.reference import (
+    derive_rows,
+    result_like,
+    signature_of,
+    widened,
+    zero_sums,
+)
 from flexhop.ops.eager import Chunk, Grids, accumulate_dtype
-from flexhop.ops.program import ROWS, read_step
 
 Tensors = tuple[Tensor, ...]
 

@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Literal, TypeVar
 
-from flexhop.compat import machine_code, retry
+from flexhop.compat.graphs import retry
+from flexhop.compat.kernels import machine_code
 from flexhop.errors import FlexhopError, KernelFallbackWarning
 from flexhop.lowering.problem import UNREAD, Problem
 

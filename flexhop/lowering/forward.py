@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import ahead, guards, inductor, tanh
+from flexhop.compat.graphs import ahead, guards
+from flexhop.compat.kernels import inductor, tanh
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output

@@ -23,7 +23,8 @@ from flexhop.block_mask.unknown import (
     keep_of,
     states_of,
 )
-from flexhop.compat import inductor, inline, pointwise
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import inductor, pointwise
 from flexhop.lowering.emission.kernel import Output, fill, select
 from flexhop.lowering.mods.analysed import kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads

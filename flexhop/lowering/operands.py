@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop import debug
-from flexhop.compat import gluon, inductor
+from flexhop.compat.kernels import gluon, inductor
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import (
     Device,
@@ -21,7 +20,7 @@ from flexhop.lowering.problem import (
     read_device,
 )
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, RangeTensors, read_blocks
-from flexhop.options import KernelOptions
+from flexhop.options import KernelOptions, debug
 
 # Options that flexhop itself adds on the wire (ops/call.py); the others are the user's.
 _OWN_OPTIONS = (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from flexhop import debug
+from flexhop.options import debug
 
 # Kernel names: "grad_query" comes with "grad_key_value", or with "grad_key" and "grad_value".
 # "backward" computes all of them. "jvp_forward" also pushes tangents, and "jvp_grad_*" are

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flexhop.compat.gluon_versions import triton_version
+from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.lowering.mods.bands import Band
 
 # Which scores read the same entry of a captured tensor: all of a head, those of a key, of a query,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor, rounding
+from flexhop.compat.kernels import inductor, rounding
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flexhop.ops.program import capture_name, capture_position, read_step
+from flexhop.ops.derivatives.program import capture_name, capture_position, read_step
 
 _NAMES = ("query", "key", "value")
 _RESULTS = ("out", "lse", "out_dot", "lse_dot")
@@ -45,7 +45,7 @@ _RESULTS = ("out", "lse", "out_dot", "lse_dot")
 class Wanted(NamedTuple):
     """A result: a gradient ("grad"), its tangent ("grad_dot"), or a tangent ("dot") of `name`.
 
-    Captured tensors have the names of ops/program.py.
+    Captured tensors have the names of ops/derivatives/program.py.
     """
 
     kind: str

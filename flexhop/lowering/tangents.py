@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat import guards, inductor, inline
+from flexhop.compat.graphs import guards, inline
+from flexhop.compat.kernels import inductor
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
@@ -32,7 +33,7 @@ from flexhop.lowering.problem import UNREAD, Problem
 from flexhop.lowering.products import convert, product
 from flexhop.lowering.second import Second, Wanted, read_second
 from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of
-from flexhop.ops.program import read_step
+from flexhop.ops.derivatives.program import read_step
 
 aten = torch.ops.aten
 OPERANDS = ("query", "key", "value")

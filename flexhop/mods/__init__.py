@@ -22,7 +22,7 @@ from flexhop.mods.library import (
     softcap,
     t5_buckets,
 )
-from flexhop.primitives.tanh import tanh_approx
+from flexhop.mods.tanh import tanh_approx
 
 __all__ = [
     "Dequantize",

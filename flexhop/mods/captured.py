@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from flexhop.compat.held import Held
+from flexhop.compat.mods.held import Held
 
 M = TypeVar("M")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexhop.errors import ModArgumentError
 from flexhop.mods.functions import ScoreMod
-from flexhop.primitives.tanh import tanh_approx
+from flexhop.mods.tanh import tanh_approx
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:

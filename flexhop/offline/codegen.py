@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat import fake_gpu
+from flexhop.compat.offline import fake_gpu
 from flexhop.offline.kernel import Kernel, kernels_of
 
 __all__ = ["Generated", "Graph", "generate", "generate_code", "trace"]
@@ -99,7 +99,8 @@ def generate(
     Args:
         function: traced without graph breaks; may call `flexhop.flex_attention`.
         *args: its arguments, with tensors on the CPU.
-        capability: compute capability of the GPU, e.g. (9, 0); see `flexhop.compat.fake_gpu.GPUS`.
+        capability: compute capability of the GPU, e.g. (9, 0); see `GPUS` in
+            `flexhop.compat.offline.fake_gpu`.
         grad: whether to run backward too, which fills `.grad` of the arguments. A function of the
             result returns the scalar to differentiate; True means the sum of its first tensor.
         options: Inductor configuration.

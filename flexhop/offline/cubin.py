@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from flexhop.compat.nvidia_tools import find_tool, resource_usage, run_tool
+from flexhop.compat.kernels.nvidia_tools import find_tool, resource_usage, run_tool
 from flexhop.offline.kernel import Kernel
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat.cpu_wrapper import launch_grid, load_wrapper
+from flexhop.compat.offline.cpu_wrapper import launch_grid, load_wrapper
 from flexhop.offline import interpreter
 from flexhop.offline.codegen import (
     Generated,

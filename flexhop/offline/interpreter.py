@@ -33,8 +33,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from flexhop.compat import triton_runtime
-from flexhop.compat.cpu_wrapper import triton_helpers
+from flexhop.compat.kernels import triton_runtime
+from flexhop.compat.offline.cpu_wrapper import triton_helpers
 from flexhop.offline.memory import Memory
 from flexhop.offline.numpy_functions import assembly_function, library_function
 from flexhop.offline.packed_assembly import run_packed

@@ -147,7 +147,7 @@ class BackwardArgs(NamedTuple):
 class DerivativeArgs(NamedTuple):
     """Operands of `flexhop_attention_derivative`: a derivative of attention, of any order.
 
-    The results are the outputs of ops/program.py's function, in its order.
+    The results are the outputs of ops/derivatives/program.py's function, in its order.
     """
 
     query: Tensor

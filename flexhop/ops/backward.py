@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop, transforms
-from flexhop.compat.autocast import cast
-from flexhop.compat.indexing import IndexMode
-from flexhop.compat.wrapped import is_bare
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.mods.wrapped import is_bare
+from flexhop.compat.operators import hop, transforms
+from flexhop.compat.operators.autocast import cast
 from flexhop.ops.args import BackwardArgs, learned_captures
-from flexhop.ops.derivative import (
+from flexhop.ops.derivatives.operator import (
     differentiate,
     of_backward,
     push_inputs,
@@ -22,11 +22,11 @@ from flexhop.ops.derivative import (
     save_derivative,
 )
 from flexhop.ops.eager import attend_backward
-from flexhop.ops.eager_kernels import OPTION, run_alone
-from flexhop.ops.examples import index_examples, joint_examples, score_dtype, score_examples
 from flexhop.ops.folding import fold_backward
+from flexhop.ops.graphs.examples import index_examples, joint_examples, score_dtype, score_examples
+from flexhop.ops.graphs.subgraphs import needs_grad
 from flexhop.ops.layout import empty_ordered, ordered
-from flexhop.ops.subgraphs import needs_grad
+from flexhop.ops.uncompiled.option import OPTION, run_alone
 
 attention_backward = hop.Operator(
     "flexhop_attention_backward", BackwardArgs, ("score_mod", "joint", "mask_mod"),

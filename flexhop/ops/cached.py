@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop
-from flexhop.compat.autocast import cast
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import hop
+from flexhop.compat.operators.autocast import cast
 from flexhop.errors import VmapError
 from flexhop.ops.args import CachedArgs, CachedDoor
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
-from flexhop.ops.eager_kernels import OPTION, run_alone
-from flexhop.ops.examples import index_examples, key_examples, score_dtype, score_examples
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
-from flexhop.ops.subgraphs import needs_grad
+from flexhop.ops.graphs.examples import index_examples, key_examples, score_dtype, score_examples
+from flexhop.ops.graphs.subgraphs import needs_grad
+from flexhop.ops.uncompiled.option import OPTION, run_alone
 
 MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
 cached_attention = hop.Operator("flexhop_cached_attention", CachedArgs, MODS, door=CachedDoor)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
 from flexhop.ops.eager import accumulate_dtype, attend
 

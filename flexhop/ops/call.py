@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
-from flexhop.compat.autocast import dtype_under, wanted_dtype
 from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.operators.autocast import dtype_under, wanted_dtype
 from flexhop.compat.sizes import is_empty
 from flexhop.ops.agreement import agree
-from flexhop.ops.certified import verify_option
+from flexhop.ops.verification.certified import verify_option
 from flexhop.options import KernelOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

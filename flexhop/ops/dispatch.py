@@ -15,13 +15,13 @@ from torch import Tensor
 
 import flexhop
 from flexhop import errors
-from flexhop.compat import hop
-from flexhop.compat.autocast import wanted_dtype, without_autocast
-from flexhop.compat.held import is_filled
-from flexhop.compat.mod_errors import refused
-from flexhop.compat.private import private
+from flexhop.compat.mods.errors import refused
+from flexhop.compat.mods.held import is_filled
+from flexhop.compat.mods.private import private
+from flexhop.compat.mods.wrapped import has_checkpoint_policy
+from flexhop.compat.operators import hop
+from flexhop.compat.operators.autocast import wanted_dtype, without_autocast
 from flexhop.compat.symbols import is_symbolic
-from flexhop.compat.wrapped import has_checkpoint_policy
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, AttentionDoor, CachedArgs, CachedDoor
@@ -37,11 +37,11 @@ from flexhop.ops.call import (
     prepare,
 )
 from flexhop.ops.eager import attend
-from flexhop.ops.eager_calls import run_cached_with_kernels, run_lifted
-from flexhop.ops.eager_kernels import wants_kernels
 from flexhop.ops.forward import attention, cast_operands
 from flexhop.ops.layout import ordered
 from flexhop.ops.replicated import with_summed_gradients
+from flexhop.ops.uncompiled.calls import run_cached_with_kernels, run_lifted
+from flexhop.ops.uncompiled.option import wants_kernels
 
 Args = TypeVar("Args", AttentionArgs, CachedArgs)
 

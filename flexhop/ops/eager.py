@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.lists import block_count, lists_to_dense, ranges_to_dense
-from flexhop.compat import hop, transforms
-from flexhop.compat.autograd import checkpointed
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import hop, transforms
+from flexhop.compat.operators.autograd import checkpointed
 from flexhop.ops.args import (
     AttentionArgs,
     BackwardArgs,

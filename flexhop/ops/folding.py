@@ -11,9 +11,9 @@ from torch import Tensor
 from flexhop.compat.kept import is_marked, keeping, mark
 from flexhop.errors import VmapError
 from flexhop.ops.args import BackwardArgs, DerivativeArgs
-from flexhop.ops.derive import signature_of
-from flexhop.ops.program import KEY, VALUE, capture_position
-from flexhop.ops.subgraphs import trace_joint
+from flexhop.ops.derivatives.program import KEY, VALUE, capture_position
+from flexhop.ops.derivatives.reference import signature_of
+from flexhop.ops.graphs.subgraphs import trace_joint
 
 Unfold = Callable[[Sequence[Tensor]], list[tuple[Tensor, bool]]]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop, transforms
-from flexhop.compat.autocast import cast
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import hop, transforms
+from flexhop.compat.operators.autocast import cast
 from flexhop.errors import VmapError
 from flexhop.ops.args import (
     AttentionArgs,
@@ -21,16 +21,16 @@ from flexhop.ops.args import (
 )
 from flexhop.ops.backward import backward_of_call
 from flexhop.ops.call import check_gradients
-from flexhop.ops.derivative import push_attention
+from flexhop.ops.derivatives.operator import push_attention
+from flexhop.ops.derivatives.saving import restore, save
 from flexhop.ops.eager import attend
-from flexhop.ops.eager_kernels import OPTION, run_alone
-from flexhop.ops.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
+from flexhop.ops.graphs.examples import index_examples, score_dtype, score_examples
+from flexhop.ops.graphs.subgraphs import hoist_tangents, needs_grad, trace_joint
+from flexhop.ops.graphs.tables import with_tables
 from flexhop.ops.replicated import sum_over_all
-from flexhop.ops.saving import restore, save
-from flexhop.ops.subgraphs import hoist_tangents, needs_grad, trace_joint
-from flexhop.ops.tables import with_tables
+from flexhop.ops.uncompiled.option import OPTION, run_alone
 
 attention = hop.Operator(
     "flexhop_attention", AttentionArgs, ("score_mod", "mask_mod"),

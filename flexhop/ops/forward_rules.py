@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import hop
 from flexhop.errors import CaptureMutationError
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.eager import accumulate_dtype

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexhop.compat import collectives, dtensors
-from flexhop.compat.hop import pytree
-from flexhop.compat.indexing import IndexMode
-from flexhop.ops.examples import score_examples
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators.hop import pytree
+from flexhop.ops.graphs.examples import score_examples
 
 
 class _SumGradient(torch.autograd.Function):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.compat import hop
-from flexhop.compat.fake_gpu import GPUS
-from flexhop.compat.inline import decompose
+from flexhop.compat.graphs.inline import decompose
+from flexhop.compat.offline.fake_gpu import GPUS
+from flexhop.compat.operators import hop
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
@@ -22,7 +22,7 @@ from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
 from flexhop.lowering.tangents import describe_second
 from flexhop.ops.args import AttentionArgs, CachedArgs
-from flexhop.ops.subgraphs import (
+from flexhop.ops.graphs.subgraphs import (
     Joint,
     needs_grad,
     trace_joint,
@@ -30,7 +30,7 @@ from flexhop.ops.subgraphs import (
     trace_mask,
     trace_score,
 )
-from flexhop.ops.tables import Tabulated, tabulate
+from flexhop.ops.graphs.tables import Tabulated, tabulate
 from flexhop.options import KernelOptions
 
 DEFAULT_CAPABILITY = (9, 0)

@@ -16,14 +16,14 @@ from flexhop.block_mask.creation import create_block_mask, create_mask
 from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.block_mask.mask import BlockMask
 from flexhop.cache.pages import PageTable
-from flexhop.compat import hop
+from flexhop.compat.operators import hop
 from flexhop.compat.storage import begins_with
-from flexhop.debug import mod_code
 from flexhop.mods.functions import ScoreMod
 from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
+from flexhop.options.debug import mod_code
 from flexhop.reports.report import Capture, Mask, Mod, Pass, Report
 from flexhop.sequences.nested import Operands, Packed, has_nested, pack
 from flexhop.sequences.ranges import RangeMask

@@ -19,11 +19,17 @@ from flexhop.ops.args import (
     operands_of,
 )
 from flexhop.ops.cached import cached_attention
-from flexhop.ops.checking import CallCheck, Verification, check_results, mod_texts, write_call
 from flexhop.ops.eager import accumulate_dtype
 from flexhop.ops.forward import attention
-from flexhop.ops.sampled import key_length, some_places, whole_sample
-from flexhop.ops.subgraphs import trace_joint
+from flexhop.ops.graphs.subgraphs import trace_joint
+from flexhop.ops.verification.checking import (
+    CallCheck,
+    Verification,
+    check_results,
+    mod_texts,
+    write_call,
+)
+from flexhop.ops.verification.sampled import key_length, some_places, whole_sample
 
 __all__ = ["verify"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.mods.bounded import bounded
 from flexhop.mods.functions import MaskMod, ScoreMod, and_masks
-from flexhop.primitives.bounded import bounded
 
 
 class Window(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat.fake_gpu import fake_gpu
+from flexhop.compat.offline.fake_gpu import fake_gpu
 from flexhop.ops.eager import over_elements
 from tests.fuzz.functions import chain_scores, combine_masks
 from tests.fuzz.masks import MASKS

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.codegen.triton import TritonScheduling
 
 import flexhop
-from flexhop.compat import ahead
+from flexhop.compat.graphs import ahead
 from flexhop.errors import ModLoweringError
 from flexhop.lowering.hopper import gradients as backward_hopper
 from flexhop.lowering.hopper import versions

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import flexhop
-from flexhop import debug
 from flexhop.masks import causal
 from flexhop.offline import generate_code
+from flexhop.options import debug
 
 
 @pytest.fixture

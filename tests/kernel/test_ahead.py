@@ -17,7 +17,9 @@ from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 from torch._inductor.utils import fresh_cache
 
 import flexhop
-from flexhop.compat import ahead, chained_jobs, launcher
+from flexhop.compat.graphs import ahead
+from flexhop.compat.kernels import launcher
+from flexhop.compat.workers import chained as chained_jobs
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, Kernel, generate_code

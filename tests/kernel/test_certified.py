@@ -5,7 +5,7 @@ import torch
 
 import flexhop
 from flexhop import PageTable, create_block_mask, errors, flex_attention
-from flexhop.ops import certified, checking
+from flexhop.ops.verification import certified, checking
 
 LENGTHS = (67, 45)
 

@@ -15,8 +15,8 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 import flexhop
-from flexhop.compat import ahead
-from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.graphs import ahead
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.hopper import tiles, versions

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import versions
 from flexhop.masks import causal

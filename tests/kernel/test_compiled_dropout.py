@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.offline import Kernel, generate_code
 from flexhop.offline.cubin import compile_kernel, wrong_products
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.masks import causal
 from flexhop.mods import dequantize
 from flexhop.offline import Generated, generate_code

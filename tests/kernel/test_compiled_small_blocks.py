@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.fake_gpu import GPUS
-from flexhop.compat.gluon_versions import triton_version
+from flexhop.compat.kernels.gluon_versions import triton_version
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.hopper import tiles, versions
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.offline import generate_code

@@ -8,7 +8,8 @@ import torch
 
 import flexhop
 from flexhop import KernelOptions, create_block_mask, errors, flex_attention
-from flexhop.compat import fake_gpu, machine_code
+from flexhop.compat.kernels import machine_code
+from flexhop.compat.offline import fake_gpu
 from flexhop.lowering import fallback
 from flexhop.lowering.hopper import emit as hopper
 from flexhop.offline import generate

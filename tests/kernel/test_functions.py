@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.functions import FUNCTIONS
+from flexhop.compat.kernels.functions import FUNCTIONS
 from flexhop.lowering.hopper import versions
 from flexhop.offline import generate_code
 from flexhop.offline.interpret import run_kernel
@@ -18,7 +18,7 @@ from flexhop.offline.packed_assembly import run_packed
 from tests.compiler_stages import compile_to_layouts
 from tests.unit.offline.kernels import POINTERS, kernel
 
-HELPER = "from flexhop.compat.triton_runtime import PTX_SIGMOID, run_1\n"
+HELPER = "from flexhop.compat.kernels.triton_runtime import PTX_SIGMOID, run_1\n"
 BODY = """
 i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
 tl.store(out + i, run_1(tl.load(x + i), PTX_SIGMOID))

@@ -14,13 +14,13 @@ import torch
 from torch._inductor.codecache import _load_triton_kernel_from_source
 
 import flexhop
-from flexhop import debug
-from flexhop.compat import ahead, machine_code
+from flexhop.compat.graphs import ahead
+from flexhop.compat.kernels import machine_code
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.hopper import versions
 from flexhop.offline import Generated, Kernel, generate_code
-from flexhop.options import KernelOptions
+from flexhop.options import KernelOptions, debug
 from tests.problems import problem
 from tests.processes import new_processes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexhop import create_block_mask, flex_attention
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import ModLoweringError
 from flexhop.offline.interpret import interpret
 

@@ -13,7 +13,7 @@ from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
-from flexhop.compat import signs
+from flexhop.compat.mods import signs
 from flexhop.lowering import chunked
 from flexhop.lowering import derivative as derivative_lowering
 from flexhop.masks import causal

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat import vmapped
+from flexhop.compat.operators import vmapped
 from flexhop.offline import generate_code
 
 

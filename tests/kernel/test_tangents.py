@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
-from flexhop.compat.fake_gpu import GPUS
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, local_accesses

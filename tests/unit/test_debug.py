@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flexhop import debug
 from flexhop.errors import OptionValueError
+from flexhop.options import debug
 
 
 @pytest.fixture

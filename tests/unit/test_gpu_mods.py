@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.ops.eager import over_elements
 from tests.fuzz.devices import evaluate_mods, imagined
 from tests.fuzz.masks import MASKS

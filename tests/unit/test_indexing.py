@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import ModResultError
 from tests.unit.ops.support import BATCH, HEADS, LENGTH, assert_same, compiled, operands, quiet
 

@@ -102,7 +102,7 @@ def all_numbers(mod, length):
     for number in (3, 2, 1, 0):
         run = torch.vmap(run, in_dims=tuple(0 if n == number else None for n in range(4)))
     sizes = {"b": 2, "h": 2, "q": length, "k": length}
-    from flexhop.compat.indexing import IndexMode
+    from flexhop.compat.mods.indexing import IndexMode
 
     try:
         with IndexMode(), torch.no_grad():

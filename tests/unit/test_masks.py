@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexhop import masks
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import ModArgumentError
 from flexhop.mods import and_masks, or_masks
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexhop import mods
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import ModArgumentError, ModArityError, ModNotCallableError, ModResultError
 
 BATCH, HEADS, Q_LEN, KV_LEN = 2, 4, 9, 9

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.debug import progress
+from flexhop.options import progress
 
 
 def slow(seconds):

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import flexhop
 from flexhop.compat.fingerprint import source_fingerprint
-from flexhop.compat.hop import Operator
+from flexhop.compat.operators.hop import Operator
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 PACKAGE = Path(flexhop.__file__).parent

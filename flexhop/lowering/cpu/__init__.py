@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.errors import ModLoweringError
 from flexhop.lowering import fallback
 from flexhop.lowering.cpu import backward, forward

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import cpp_kernel, inductor, inline
-from flexhop.compat.cpp_kernel import Printer
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import cpp_kernel, inductor
+from flexhop.compat.kernels.cpp_kernel import Printer
 from flexhop.lowering.cpu.joint import Joint, joint_functions, lower_joint
 from flexhop.lowering.cpu.mods import Mods, lower_mods, score_functions
 from flexhop.lowering.cpu.operands import (

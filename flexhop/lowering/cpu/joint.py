@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat import inductor, pointwise
-from flexhop.compat.cpp_kernel import Printer, Stored
-from flexhop.compat.inductor import ops
+from flexhop.compat.kernels import inductor, pointwise
+from flexhop.compat.kernels.cpp_kernel import Printer, Stored
+from flexhop.compat.kernels.inductor import ops
 from flexhop.lowering.cpu.mods import (
     PLACE,
     SIZES,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop.analysis import INDICES
-from flexhop.compat import cpp_kernel, inductor, pointwise
-from flexhop.compat.cpp_kernel import Printer, Stored
-from flexhop.compat.inductor import ops
+from flexhop.compat.kernels import cpp_kernel, inductor, pointwise
+from flexhop.compat.kernels.cpp_kernel import Printer, Stored
+from flexhop.compat.kernels.inductor import ops
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import (

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import inductor, inline
-from flexhop.compat.cpp_kernel import Printer
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import inductor
+from flexhop.compat.kernels.cpp_kernel import Printer
 from flexhop.lowering.cpu.mods import Mods
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.ops.dropout import threshold

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat import inductor, inline
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import inductor
 
 ROWS = 10  # the last row flags what is not finite: 1 for inf, 2 for -inf, 4 for NaN
 _BITS = 32

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering import fallback
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import Problem

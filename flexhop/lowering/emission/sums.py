@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.mods.captured import read_by, repeats
 from flexhop.ops.args import Site

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from flexhop.compat import warm_workers
+from flexhop.compat.workers import warm as warm_workers
 from flexhop.lowering.hopper import versions
 from flexhop.lowering.hopper.attention import ATTENTION
 from flexhop.lowering.hopper.gradients import GRADIENTS

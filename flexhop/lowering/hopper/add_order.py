@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import gluon, inductor
+from flexhop.compat.kernels import gluon, inductor
 from flexhop.lowering.emission.kernel import Output, emit_one
 from flexhop.lowering.hopper import backward
 from flexhop.lowering.problem import Problem

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.hopper import forward, latent
 from flexhop.lowering.hopper.emit import Attempt, emit_first, emit_kernel

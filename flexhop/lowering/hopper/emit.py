@@ -7,11 +7,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from flexhop import debug
-from flexhop.compat import ahead, gluon, inductor, launcher
+from flexhop.compat.graphs import ahead
+from flexhop.compat.kernels import gluon, inductor, launcher
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.portable.emit import decode_grid
+from flexhop.options import debug
 from flexhop.templates import hopper
 
 Name = Literal["forward", "latent", "latent_paged", "backward"]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from flexhop.compat import ahead, gluon, inductor
+from flexhop.compat.graphs import ahead
+from flexhop.compat.kernels import gluon, inductor
 from flexhop.errors import ModLoweringError
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, output_like
 from flexhop.lowering.hopper import backward, bits

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output, emit_one
 from flexhop.lowering.hopper import bits
 from flexhop.lowering.hopper.bits import StoredBits

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat import gluon, inductor
-from flexhop.compat.beside import beside
+from flexhop.compat.graphs.beside import beside
+from flexhop.compat.kernels import gluon, inductor
 from flexhop.lowering.hopper import backward
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem

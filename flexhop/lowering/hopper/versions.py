@@ -6,7 +6,7 @@ if tests/kernel/test_compiled.py finds neither spills nor serialised products.
 
 from __future__ import annotations
 
-from flexhop.compat import gluon_versions
+from flexhop.compat.kernels import gluon_versions
 
 CHECKED = ((3, 6), (3, 7))
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.packed_distances import without_bounded
 
 SCORE = ("score", *INDICES)

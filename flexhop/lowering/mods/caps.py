@@ -46,7 +46,7 @@ def foldable_scale(args: AttentionArgs | CachedArgs, *, has_texts: bool) -> floa
 
     Args:
         args: operands.
-        has_texts: whether kernels compute functions by the texts of compat/functions.py.
+        has_texts: whether kernels compute functions by the texts of compat/kernels/functions.py.
     """
     if not has_texts or args.options.get("return_max"):
         return None

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Cases, Form, analyse, copied, truth_of
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.ops.args import Site
 
 aten = torch.ops.aten

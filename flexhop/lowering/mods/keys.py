@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis, analyse, name_of
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.graphs import convert, returning
 
 KEY_INPUTS = ("x", "b", "h", "kv_idx")

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import INDICES
-from flexhop.compat import inductor, pointwise
+from flexhop.compat.kernels import inductor, pointwise
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
@@ -24,7 +24,7 @@ from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
-from flexhop.ops.reads import NUM_SCORE_INPUTS
+from flexhop.ops.graphs.reads import NUM_SCORE_INPUTS
 from flexhop.templates.printers.holes import DISTANCE
 
 aten = torch.ops.aten

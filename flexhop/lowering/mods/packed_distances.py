@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis, Form, Writer, analyse, copied
-from flexhop.compat import inductor
-from flexhop.primitives.bounded import BOUNDED
+from flexhop.compat.kernels import inductor
+from flexhop.mods.bounded import BOUNDED
 
 aten = torch.ops.aten
 _COMPARED = {getattr(aten, name).Tensor for name in ("sub", "gt", "ge", "lt", "le", "eq", "ne")}

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import inline, pointwise, transforms
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import pointwise
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import transforms
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
-from flexhop.ops.reads import NUM_SCORE_INPUTS
-from flexhop.ops.smooth import smooth
+from flexhop.ops.derivatives.smooth import smooth
+from flexhop.ops.graphs.reads import NUM_SCORE_INPUTS
 
 
 def lower_push(

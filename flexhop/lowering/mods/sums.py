@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat import inline, pointwise, transforms
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.graphs import inline
+from flexhop.compat.kernels import pointwise
+from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import transforms
 from flexhop.lowering.mods.analysed import JOINT, SCORE, kernel_graph
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
 from flexhop.ops.args import Site, unpack_sites
-from flexhop.ops.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
-from flexhop.ops.smooth import smooth
+from flexhop.ops.derivatives.smooth import smooth
+from flexhop.ops.graphs.reads import NUM_SCORE_INPUTS, SplitReads, compose_reads, split_reads
 
 
 class Sums(NamedTuple):
@@ -45,7 +47,7 @@ def lower_sums(
         moved: tangents of captured tensors, lowered, by position.
 
     Raises:
-        UnsupportedFeatureError: one is read in other ways than ops/reads.py says.
+        UnsupportedFeatureError: one is read in other ways than ops/graphs/reads.py says.
     """
     graph, sites = _trace_sums(kernel_graph(score, SCORE), wanted, sorted(moved))
     *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan

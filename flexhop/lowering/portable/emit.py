@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flexhop.compat import inductor
-from flexhop.compat.cache_template import CacheTemplate
+from flexhop.compat.kernels import inductor
+from flexhop.compat.kernels.cache_template import CacheTemplate
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.operands import benchmark_inputs

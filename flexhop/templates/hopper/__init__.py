@@ -57,7 +57,7 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
         extras: CAPTURED, or nothing.
     """
     # Shared files are Triton that Gluon accepts; the user's functions are printed for the kernel's
-    # dialect (flexhop/compat/gluon.py).
+    # dialect (flexhop/compat/kernels/gluon.py).
     return join((*KERNELS[kernel], *extras)).replace("@triton.jit", "@gluon.jit")
 
 

@@ -1,7 +1,8 @@
 """Inductor: the holes for gradients of captured tensors in Gluon kernels.
 
-`kernel` is a GluonKernel of compat/gluon.py. Tiles of scores are transposed, [64 keys, queries];
-the functions that are called here are in the files captured, sums and distances of the dialect.
+`kernel` is a GluonKernel of compat/kernels/gluon.py. Tiles of scores are transposed,
+[64 keys, queries]; the functions that are called here are in the files captured, sums and
+distances of the dialect.
 """
 
 from __future__ import annotations

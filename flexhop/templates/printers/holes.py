@@ -1,6 +1,7 @@
 """Inductor: the text of our own template holes.
 
-`kernel` is a TemplateKernel of compat/inductor.py, whose names are the same in torch 2.11 to 2.15.
+`kernel` is a TemplateKernel of compat/kernels/inductor.py, whose names are the same in torch
+2.11 to 2.15.
 """
 
 from __future__ import annotations

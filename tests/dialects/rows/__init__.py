@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexhop.compat import inductor
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, emit_one
 from flexhop.lowering.plan import KernelPlan, show_plan
 from flexhop.lowering.problem import Problem

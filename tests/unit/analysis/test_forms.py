@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexhop.analysis import Forms, analyse, find_span, trace
-from flexhop.compat.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode
 from tests.spellings import DISTANCES, LENGTH, WIDTH, WINDOWS
 
 CPU = torch.device("cpu")

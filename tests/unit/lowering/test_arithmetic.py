@@ -12,7 +12,7 @@ from flexhop.analysis import analyse
 from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.arithmetic import _ORDERED, cheaper
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.ops.subgraphs import trace_score
+from flexhop.ops.graphs.subgraphs import trace_score
 
 aten = torch.ops.aten
 TABLE = torch.tensor([0.5, -0.25])

@@ -10,7 +10,7 @@ import torch
 from flexhop import masks
 from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.problem import MaskBlocks
-from flexhop.ops.subgraphs import trace_mask
+from flexhop.ops.graphs.subgraphs import trace_mask
 from tests.problems import problem
 from tests.spellings import WIDTH, WINDOWS
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.functions import scaled_tanh
+from flexhop.compat.kernels.functions import scaled_tanh
 from flexhop.lowering.mods.caps import fold_caps, foldable_scale
 from flexhop.offline import generate_code
 from flexhop.offline.packed_assembly import run_packed
-from flexhop.ops.subgraphs import trace_score
+from flexhop.ops.graphs.subgraphs import trace_score
 
 TABLE = torch.tensor([3.0, 20.0])
 SCORES = torch.cat([torch.logspace(-20, 3, 999), -torch.logspace(-20, 3, 999), torch.zeros(1)])

@@ -7,7 +7,7 @@ import torch
 
 from flexhop.lowering.mods.captured import read_sites, repeats
 from flexhop.ops.args import unpack_sites
-from flexhop.ops.subgraphs import trace_joint
+from flexhop.ops.graphs.subgraphs import trace_joint
 from tests.spellings import DISTANCES, LENGTH
 
 READS = {

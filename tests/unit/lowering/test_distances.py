@@ -14,7 +14,7 @@ from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.ops.subgraphs import trace_score
+from flexhop.ops.graphs.subgraphs import trace_score
 
 aten = torch.ops.aten
 TABLE = torch.randn(255)

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.ops.subgraphs import trace_score
+from flexhop.ops.graphs.subgraphs import trace_score
 
 aten = torch.ops.aten
 LENGTH = 64

@@ -8,7 +8,7 @@ from flexhop.analysis import INDICES
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed
 from flexhop.lowering.mods.instructions import instructions, mask_instructions
 from flexhop.lowering.mods.lower import read_joint
-from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
+from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
 
 QUERY = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
 SLOPES, TABLE = torch.ones(2), torch.ones(64)

@@ -10,7 +10,7 @@ import torch
 import flexhop
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.lower import read_mods
-from flexhop.ops.subgraphs import trace_mask, trace_score
+from flexhop.ops.graphs.subgraphs import trace_mask, trace_score
 
 QUERY = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
 TABLE = torch.tensor([0.5, -0.25, 2.0, 0.125])

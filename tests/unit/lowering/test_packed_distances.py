@@ -11,9 +11,9 @@ from flexhop.lowering.mods.analysed import SCORE
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_mods
 from flexhop.lowering.mods.packed_distances import without_bounded
+from flexhop.mods.bounded import BOUNDED, bounded
 from flexhop.ops.args import unpack_sites
-from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
-from flexhop.primitives.bounded import BOUNDED, bounded
+from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
 from flexhop.sequences.row_tables import (
     RowTables,
     Window,

@@ -10,7 +10,7 @@ import torch
 
 from flexhop.analysis import INDICES, analyse, name_of
 from flexhop.lowering.mods.separate import separated
-from flexhop.ops.subgraphs import trace_mask
+from flexhop.ops.graphs.subgraphs import trace_mask
 
 aten = torch.ops.aten
 WIDTHS = torch.tensor([3, -1, 2**31 - 1, -(2**31), 0, 64], dtype=torch.int32)

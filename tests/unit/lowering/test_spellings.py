@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flexhop.compat.inline import decompose
+from flexhop.compat.graphs.inline import decompose
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.mods.functions import noop_mask
-from flexhop.ops.subgraphs import trace_joint, trace_mask, trace_score
+from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
 from tests.spellings import DISTANCES, DOCUMENTS, LENGTH, LINES, MAGNITUDES, WINDOWS
 
 QUERY = torch.zeros(1, 4, LENGTH, 64, dtype=torch.bfloat16)

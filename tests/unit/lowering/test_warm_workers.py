@@ -19,7 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop import lowering
-from flexhop.compat import early_workers, launcher, warm_workers, worker, worker_orders
+from flexhop.compat.kernels import launcher
+from flexhop.compat.workers import early as early_workers
+from flexhop.compat.workers import orders as worker_orders
+from flexhop.compat.workers import parent as worker
+from flexhop.compat.workers import warm as warm_workers
 from flexhop.lowering.hopper import versions
 from flexhop.templates import hopper
 
@@ -93,7 +97,7 @@ def test_workers_whose_parent_has_imported_do_not(
 _LOOK = """
 import os, sys, torch, flexhop
 from functools import partial
-from flexhop.compat import early_workers
+from flexhop.compat.workers import early as early_workers
 os.sched_getaffinity = lambda pid: range(early_workers._FEWEST_CORES)
 torch.cuda.is_initialized = lambda: {is_early}
 begin = early_workers.begin
@@ -102,7 +106,8 @@ import torch._dynamo
 torch.cuda.is_initialized = lambda: False
 os.environ["LATE"] = "1"
 from torch._inductor.async_compile import AsyncCompile
-from flexhop.compat import warm_workers, worker
+from flexhop.compat.workers import warm as warm_workers
+from flexhop.compat.workers import parent as worker
 records = "flexhop.templates.hopper.records"
 assert warm_workers.start_pool(records, "there_is.none")
 has = "[n in __import__('sys').modules for n in " + str([records, *warm_workers.NEEDED]) + "]"
@@ -239,7 +244,8 @@ def test_a_worker_has_what_a_kernel_imports() -> None:
     if obstacle := versions.obstacle():
         pytest.skip(obstacle)
     text = (
-        "import sys; from flexhop.compat import gluon, warm_workers; "
+        "import sys; from flexhop.compat.kernels import gluon; "
+        "from flexhop.compat.workers import warm as warm_workers; "
         "from flexhop.templates import hopper; "
         "warm_workers.prepare_worker(hopper.MODULES); before = set(sys.modules); "
         "exec(gluon._IMPORTS + hopper.IMPORTS); print(set(sys.modules) - before); "

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flexhop.compat.fake_gpu import GPUS, fake_gpu
+from flexhop.compat.offline.fake_gpu import GPUS, fake_gpu
 from flexhop.offline import generate
 
 

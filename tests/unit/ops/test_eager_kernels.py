@@ -13,12 +13,13 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexhop import KernelOptions, create_block_mask, eager_kernels, flex_attention
-from flexhop.compat import alone
+from flexhop.compat.operators import alone
 from flexhop.errors import MaskCaptureGradError, ModArityError, RankError
 from flexhop.masks import causal
 from flexhop.mods.closures import describe
-from flexhop.ops import bare, forward
+from flexhop.ops import forward
 from flexhop.ops.forward import attention
+from flexhop.ops.uncompiled import bare
 from tests.unit.ops.support import causal_mask, operands, quiet
 from tests.unit.ops.test_derivatives import DERIVATIVES, dense, flexible, inputs
 

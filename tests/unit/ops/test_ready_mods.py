@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from flexhop import AuxRequest, create_block_mask, flex_attention, masks, mods
-from flexhop.ops import dispatch, eager_calls
+from flexhop.ops import dispatch
+from flexhop.ops.uncompiled import calls as eager_calls
 from tests.unit.ops.support import quiet
 
 pytestmark = [

@@ -12,7 +12,8 @@ from flexhop import KernelOptions, create_block_mask, eager_kernels, flex_attent
 from flexhop.errors import HeadCountError, MaskCaptureGradError, SlicedMaskModError
 from flexhop.masks import causal
 from flexhop.mods import alibi
-from flexhop.ops import dispatch, repeats
+from flexhop.ops import dispatch
+from flexhop.ops.uncompiled import repeats
 from tests.unit.ops.support import quiet
 from tests.unit.ops.test_eager_kernels import compilations as compilations
 

@@ -6,8 +6,8 @@ import torch
 from flexhop import flex_attention
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.offline.interpret import Memory, interpret
-from flexhop.ops.reads import MAX_ROW
-from flexhop.ops.subgraphs import trace_joint
+from flexhop.ops.graphs.reads import MAX_ROW
+from flexhop.ops.graphs.subgraphs import trace_joint
 from tests.unit.ops.support import (
     BATCH,
     HEADS,

@@ -10,7 +10,7 @@ import torch
 import flexhop
 from benchmarks.unusual import t5_bucket
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.tables import tabulate
+from flexhop.ops.graphs.tables import tabulate
 
 HEADS, QUERIES, KEYS = 3, 48, 64
 SIDE = 8

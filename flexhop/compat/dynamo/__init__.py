@@ -1,0 +1,1 @@
+"""Rules by which Dynamo traces our operators, and its treatment of numbers and sizes."""

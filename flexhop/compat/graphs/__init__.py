@@ -1,0 +1,1 @@
+"""Graphs that Inductor lowers: formulas in place, shared parts, views, second attempts."""

@@ -1,0 +1,1 @@
+"""Kernels in Inductor: templates, printed functions, machine code, launchers."""

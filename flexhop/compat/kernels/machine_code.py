@@ -1,0 +1,52 @@
+"""Inductor: inspect a kernel's machine code before choosing it.
+
+ptxas silently spills to local memory. Names are the same in torch 2.11 to 2.15 and in Triton 3.6
+to 3.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.codecache import _load_triton_kernel_from_source
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+from flexhop.compat.kernels.nvidia_tools import resource_usage
+
+__all__ = ["compile_by_worker", "compile_here", "shared_memory"]
+
+
+def compile_by_worker(load: Callable[[], Any], environment: Mapping[str, str]) -> int:
+    """Compile a kernel as Inductor would, in a worker; returns local memory per thread in bytes.
+
+    Args:
+        load: creates Inductor's kernel from its text.
+        environment: variables that the worker needs.
+    """
+    kernel, _ = _worker_compile_triton(load, dict(environment), {})
+    return _largest(kernel)
+
+
+def compile_here(load: Callable[[], Any]) -> int:
+    """The same in this process, where Inductor will find the compiled kernel."""
+    kernel = load()
+    kernel.precompile(warm_cache_only=True)
+    return _largest(kernel)
+
+
+def shared_memory(choice: Any) -> int:
+    """Compile a template choice in this process; returns shared memory per program in bytes."""
+    request = choice.bmreq
+    text = Path(request.module_path).read_text()
+    kernel = _load_triton_kernel_from_source(request.kernel_name, text)
+    kernel.precompile(warm_cache_only=True)
+    kernels = [result.kernel for result in kernel.compile_results]
+    # Kernels launched from C++ have a number in place of Triton's metadata.
+    return max(getattr(kernel, "metadata", kernel).shared for kernel in kernels)
+
+
+def _largest(kernel: Any) -> int:
+    cubins = (result.kernel.asm["cubin"] for result in kernel.compile_results)
+    return max(resource_usage(cubin)["STACK"] for cubin in cubins)

@@ -1,0 +1,137 @@
+"""A user's function lowered by Inductor to scalars that a kernel computes per score."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch._inductor import config, ir
+from torch._inductor.exc import SubgraphLoweringException
+from torch._inductor.lowering import mean, pointwise_cat, to_dtype, var_mean_sum_
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.virtualized import V
+
+from flexhop.compat.kernels.inductor import hint
+from flexhop.compat.mods.location import line_of
+from flexhop.errors import ModLoweringError
+
+aten = torch.ops.aten
+_UNROLLED = 16  # most elements of a reduction; the longest row that gets gradients
+
+
+class _ModLowering(PointwiseSubgraphLowering):
+    """Records which node is being lowered, for the error; makes lengths of rows static."""
+
+    current: torch.fx.Node | None = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Lower one node."""
+        self.current = n
+        if torch.Tag.reduction in getattr(n.target, "tags", ()):
+            _settle(self.env[n.args[0]].get_size())
+        return super().run_node(n)
+
+
+def _settle(sizes: Sequence[Any]) -> None:
+    """Make the symbolic lengths of a short row static: its sum has as many terms."""
+    if math.prod(hint(size) for size in sizes) <= _UNROLLED:
+        V.graph.sizevars.guard_int_seq(sizes)
+
+
+def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:
+    """Lower a traced user function; one scalar buffer per output.
+
+    Args:
+        graph: the function.
+        inputs: its inputs, lowered.
+        mod: its name in an error.
+
+    Raises:
+        ModLoweringError: it needs an operation that a kernel cannot compute per score.
+    """
+    # Inductor's own rule for sizes reads the node of the whole graph being lowered: ours.
+    lowering = _ModLowering(
+        graph,
+        root_graph_lowering=V.graph,
+        additional_lowerings={
+            aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis],
+            aten.cat.default: _concatenate,
+            aten.var.correction: functools.partial(_variance, with_mean=False),
+            aten.var_mean.correction: functools.partial(_variance, with_mean=True),
+        },
+    )
+    try:
+        # Short reductions, such as over a position in space, become sums of terms.
+        with (
+            config.patch(unroll_reductions_threshold=_UNROLLED + 1),
+            # A broadcast of a long expression would ask for a buffer of its own.
+            mock.patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *a, **k: False),
+            V.set_graph_handler(lowering),
+        ):
+            lowering.run(*map(_boxed, inputs))
+    except SubgraphLoweringException as error:
+        node = lowering.current
+        raise ModLoweringError(
+            mod=mod,
+            operation=str(node.target) if node is not None else "an operation",
+            location=line_of(node),
+            reason="it is no pointwise operation",
+        ) from error
+    # A mod has one output, a joint graph several.
+    outputs = lowering.graph_outputs
+    outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    return [_scalar_buffer(output) for output in outputs]
+
+
+def _boxed(value: Any) -> Any:
+    """A lowered input as Inductor's rules want it, or a view would not broadcast."""
+    return ir.TensorBox(value) if isinstance(value, (ir.StorageBox, ir.BaseView)) else value
+
+
+def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
+    """A row of numbers. Inductor's rule asks for buffers of the whole graph, or makes one."""
+    dtype = functools.reduce(torch.promote_types, (value.get_dtype() for value in inputs))
+    parts = [to_dtype(value, dtype) for value in inputs]
+    whole, loaders = pointwise_cat(parts, dim), [part.make_loader() for part in parts]
+    ends = list(itertools.accumulate(part.get_size()[dim] for part in parts))
+
+    def load(index: Sequence[Any]) -> Any:
+        place = index[dim]
+        if not all(isinstance(value, (int, sympy.Integer)) for value in (place, *ends)):
+            return whole.make_loader()(index)
+        number = next(n for n, end in enumerate(ends) if place < end)
+        within = list(index)
+        within[dim] = place - (ends[number - 1] if number else 0)
+        return loaders[number](within)
+
+    return ir.Pointwise.create(
+        device=whole.get_device(), dtype=dtype, inner_fn=load, ranges=whole.get_size()
+    )
+
+
+def _variance(
+    row: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False, with_mean: bool
+) -> Any:
+    """Of a short row, by two sums. Inductor's rule would update a state, which is not unrolled."""
+    (spread,) = var_mean_sum_(row, dim, correction, keepdim, return_mean=False)
+    return (spread, mean(row, dim, keepdim)) if with_mean else spread
+
+
+def _scalar_buffer(output: Any) -> Any:
+    if isinstance(output, ir.ComputedBuffer):
+        return output
+    box = output.data
+    if isinstance(box, ir.BaseView):
+        # An element of a short row; the kernel must not compute the others.
+        box = ir.Pointwise.create(
+            device=box.get_device(), dtype=box.get_dtype(), inner_fn=box.make_loader(),
+            ranges=box.get_size(),
+        ).data  # fmt: skip
+    layout = ir.FlexibleLayout(device=box.get_device(), dtype=box.get_dtype(), size=box.get_size())
+    return ir.ComputedBuffer(name=None, data=box.data, layout=layout)

@@ -1,0 +1,1 @@
+"""A fake GPU, and Inductor's wrappers on CPU tensors."""

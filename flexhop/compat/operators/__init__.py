@@ -1,0 +1,1 @@
+"""Operators of our own: their class, dispatch, transforms, and calls compiled alone."""

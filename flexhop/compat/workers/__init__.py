@@ -1,0 +1,1 @@
+"""The processes in which Inductor compiles kernels."""

@@ -1,0 +1,1 @@
+"""Derivatives of any order, as an operator of their own."""

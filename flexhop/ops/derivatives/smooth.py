@@ -1,0 +1,73 @@
+"""Mods for derivatives of any order: replace operators that PyTorch differentiates only once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from flexhop.compat.mods.signs import TRACEABLE
+from flexhop.compat.operators.opnames import operator_name
+from flexhop.errors import UnsupportedFeatureError
+
+_PLAIN = {"flexhop::tanh_approx": torch.ops.aten.tanh.default}
+# Operators on positions, which have no derivative.
+_POSITIONS = ("flexhop::bounded",)
+_SPACES = ("aten", "prims")
+
+
+def smooth(mod: Any) -> Any:
+    """The same mod, made of operators that have derivatives of every order and mode.
+
+    A custom operator has at most a gradient; in forward mode, PyTorch silently returns a tangent
+    of 0 for it.
+
+    Raises:
+        UnsupportedFeatureError: the mod calls a third-party custom operator. If the mod is not a
+            graph, its result raises this when it is called.
+    """
+    if not isinstance(mod, fx.GraphModule):
+        return functools.partial(_run_smooth, mod)  # torch.vmap turns graphs into functions
+    replaced = [n for n in mod.graph.nodes if _is_custom(n.target) or n.target in TRACEABLE]
+    if not replaced:
+        return mod
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(mod.graph, known))
+    for node in replaced:
+        known[node].target = TRACEABLE.get(node.target) or _plain(node.target)
+    return fx.GraphModule(mod, graph)
+
+
+class _SmoothMode(TorchFunctionMode):
+    """Replaces custom operators as they are called."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return (_plain(func) if _is_custom(func) else func)(*args, **(kwargs or {}))
+
+
+def _run_smooth(mod: Any, *inputs: Any) -> Any:
+    with _SmoothMode():
+        return mod(*inputs)
+
+
+def _plain(target: Any) -> Any:
+    name = operator_name(target)
+    if name not in _PLAIN:
+        raise UnsupportedFeatureError(
+            feature=f"This derivative of a score_mod that calls {name}",
+            reason="a custom operator has only a first-order gradient",
+            hint="Write it with PyTorch's own operators instead",
+        )
+    return _PLAIN[name]
+
+
+def _is_custom(target: Any) -> bool:
+    space = operator_name(target).partition("::")[0]
+    return (
+        bool(space) and space not in _SPACES and not operator_name(target).startswith(_POSITIONS)
+    )

@@ -1,0 +1,1 @@
+"""User functions as FX graphs: traced, read, and split into tables."""

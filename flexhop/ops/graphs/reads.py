@@ -1,0 +1,260 @@
+"""Reads of captured tensors in a score_mod: the places that get the tensors' gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.compat.operators import hop
+from flexhop.errors import UnsupportedFeatureError
+from flexhop.ops.graphs.examples import NUM_INDICES
+
+aten = torch.ops.aten
+NUM_SCORE_INPUTS = 1 + NUM_INDICES
+MAX_ROW = 16  # elements of a row read at once, such as a position in space: each becomes a site
+
+
+def compose_reads(graph: fx.GraphModule) -> None:
+    """table[b][q] -> table[b, q]: merge a chain of reads of leading dimensions into one."""
+    for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        inner = node.args[0]
+        if (
+            inner.target is aten.select.int
+            and inner.args[1] == 0
+            and isinstance(inner.args[2], int)
+        ):
+            with graph.graph.inserting_before(node):
+                first = graph.graph.call_function(
+                    aten.full.default,
+                    ([], inner.args[2]),
+                    {"dtype": torch.int32, "device": _device(node)},
+                )
+            first.meta["val"] = node.args[1][0].meta["val"]
+            node.args = (inner.args[0], [first, *node.args[1]])
+        elif inner.target is aten.index.Tensor and _is_scalar_read(inner):
+            node.args = (inner.args[0], [*inner.args[1], *node.args[1]])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _device(node: fx.Node) -> torch.device:
+    return node.meta["val"].device
+
+
+def _is_scalar_read(node: fx.Node) -> bool:
+    indices = cast("Sequence[fx.Node | None]", node.args[1])
+    return all(index is not None and index.meta["val"].dim() == 0 for index in indices)
+
+
+def part_of(
+    graph: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    *,
+    single: bool = False,
+) -> fx.GraphModule:
+    """The part of `graph` that computes `outputs` from `inputs`."""
+    part = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(inputs):
+        known[node] = part.placeholder(
+            f"{node.name}" if node.op == "placeholder" else f"hoisted_{position}"
+        )
+        known[node].meta = dict(node.meta)
+    for node in graph.graph.nodes:
+        if node not in known and node.op not in ("placeholder", "output") and _ready(node, known):
+            known[node] = part.node_copy(node, known.__getitem__)
+    results = [known[o] if isinstance(o, fx.Node) else o for o in outputs]
+    part.output(results[0] if single else tuple(results))
+    module = fx.GraphModule(graph, part)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _ready(node: fx.Node, known: dict[fx.Node, fx.Node]) -> bool:
+    return all(source in known for source in node.all_input_nodes)
+
+
+def rows_of_numbers(node: fx.Node, per_element: set[fx.Node]) -> dict[fx.Node, bool]:
+    """Let a mod that computes with all of a short tensor compute with its numbers, side by side.
+
+    Numbers have gradients. `bias` in `score + bias`, of one number, is such a tensor.
+
+    Args:
+        node: a differentiable tensor that depends on no score.
+        per_element: the nodes that depend on the score or its indices.
+
+    Returns:
+        New nodes, and whether each belongs to those that depend on the score.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.dim() or not value.is_floating_point():
+        return {}
+    users = [u for u in node.users if u in per_element and _elements_read(u) is None]
+    users = [user for user in users if user.target is not aten.detach.default]
+    if not users or any(type(size) is not int for size in value.shape):  # symbols
+        return {}
+    if not 0 < value.numel() <= MAX_ROW:
+        return {}
+    graph, made = node.graph, dict[fx.Node, bool]()
+
+    def call(target: Any, *args: Any, is_per_element: bool) -> fx.Node:
+        new = graph.call_function(target, args)
+        with hop.without_modes():
+            new.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
+        made[new] = is_per_element
+        return new
+
+    with graph.inserting_before(next(n for n in graph.nodes if n in users)):
+        flat = call(aten.reshape.default, node, [-1], is_per_element=False)
+        count = range(value.numel())
+        parts = [call(aten.select.int, flat, 0, i, is_per_element=False) for i in count]
+        row = call(aten.stack.default, parts, is_per_element=True)
+        row = call(aten.view.default, row, list(value.shape), is_per_element=True)
+    for user in users:
+        user.replace_input_with(node, row)
+    return made
+
+
+class Read(NamedTuple):
+    """One read of a captured tensor."""
+
+    capture: int
+    node: fx.Node  # its value is the element, or the short row, that is read
+    indices: tuple[fx.Node, ...]
+    elements: tuple[tuple[int, ...], ...] = ((),)  # positions in the row; a scalar has one: ()
+
+
+class SplitReads(NamedTuple):
+    """A score_mod, split at the reads of captures that need gradients.
+
+    reader: the mod's inputs -> values that are read, then their indices. body: the mod's inputs,
+    then values that are read -> score.
+    """
+
+    reads: list[Read]
+    reader: fx.GraphModule | None
+    body: fx.GraphModule
+
+    @property
+    def sites(self) -> tuple[int, ...]:
+        """The `sites` of BackwardArgs: one for each element that is read."""
+        return tuple(
+            number
+            for read in self.reads
+            for element in read.elements
+            for number in (read.capture, len(read.indices) + len(element))
+        )
+
+    def read(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Values that are read, and indices, for the mod's inputs."""
+        found = () if self.reader is None else self.reader(*inputs)
+        return found[: len(self.reads)], found[len(self.reads) :]
+
+    def element_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """One scalar per element, from gradients of the values that are read."""
+        found = []
+        for read, grad in zip(self.reads, grads, strict=True):
+            for element in read.elements:
+                value = grad
+                for position in element:
+                    value = aten.select.int(value, 0, position)
+                found.append(value)
+        return found
+
+    def element_indices(self, indices: Sequence[Tensor]) -> list[Tensor]:
+        """The index of each element in its capture: indices of the read, then place in the row."""
+        found: list[Tensor] = []
+        start = 0
+        for read in self.reads:
+            own = indices[start : start + len(read.indices)]
+            start += len(read.indices)
+            for element in read.elements:
+                places = [
+                    torch.full((), place, dtype=torch.int32, device=own[0].device)
+                    for place in element
+                ]
+                found += [*own, *places]
+        return found
+
+
+def split_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> SplitReads:
+    """Split a score_mod at its reads of captures.
+
+    Args:
+        main: graph of (score, b, h, q_idx, kv_idx, *captures) -> score.
+        wanted: which captures get a gradient.
+
+    Raises:
+        UnsupportedFeatureError: one of these is used in other ways than reading single elements or
+            short rows.
+    """
+    reads = _find_reads(main, wanted)
+    outputs = [*(read.node for read in reads), *(i for read in reads for i in read.indices)]
+    placeholders = main.graph.find_nodes(op="placeholder")
+    reader = part_of(main, placeholders, outputs) if reads else None
+    return SplitReads(reads, reader, _with_reads_as_inputs(main, reads))
+
+
+def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[Read]:
+    """Every read of a differentiable capture."""
+    placeholders = main.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS:]
+    reads = []
+    for position, (capture, want) in enumerate(zip(placeholders, wanted, strict=True)):
+        if not want:
+            continue
+        if capture.meta["val"].dim() == 0:
+            reads.append(Read(position, capture, ()))
+            continue
+        for user in capture.users:
+            if user.target is aten.detach.default:
+                continue
+            elements = _elements_read(user)
+            if elements is None:
+                raise UnsupportedFeatureError(
+                    feature=f"score_mod applies {user.target} to a captured tensor that needs a "
+                    "gradient; this",
+                    reason="only indexing such as table[h, q_idx - kv_idx] has a gradient; it "
+                    f"must read one element or a row of at most {MAX_ROW}",
+                    hint="Index the tensor down to one element, or detach it",
+                )
+            reads.append(Read(position, user, tuple(user.args[1]), elements))
+    return reads
+
+
+def _elements_read(user: fx.Node) -> tuple[tuple[int, ...], ...] | None:
+    """Positions in the row that an index operation reads; None for any other operation."""
+    if user.target is not aten.index.Tensor or not _is_scalar_read(user):
+        return None
+    shape = [int(size) for size in user.meta["val"].shape]  # guards on a symbolic size
+    if math.prod(shape) > MAX_ROW:
+        return None
+    return tuple(itertools.product(*map(range, shape)))
+
+
+def _with_reads_as_inputs(main: fx.GraphModule, reads: Sequence[Read]) -> fx.GraphModule:
+    """`main` with one more input per read, whose value replaces the read."""
+    copied: dict[fx.Node, fx.Node] = {}
+    body = fx.Graph()
+    outputs = body.graph_copy(main.graph, copied)
+    last = body.find_nodes(op="placeholder")[-1]
+    with body.inserting_after(last):
+        inputs = [body.placeholder(f"read_{i}") for i in reversed(range(len(reads)))][::-1]
+    for read, new in zip(reads, inputs, strict=True):
+        old = copied[read.node]
+        old.replace_all_uses_with(
+            new, delete_user_cb=lambda user: user.target is not aten.detach.default
+        )
+    if isinstance(outputs, fx.Node):
+        replaced = {copied[read.node]: new for read, new in zip(reads, inputs, strict=True)}
+        outputs = replaced.get(outputs, outputs)
+    body.output(outputs)
+    module = fx.GraphModule(main, body)
+    module.recompile()
+    return module

@@ -1,0 +1,358 @@
+"""Parts of a score_mod with few distinct values: precomputed as tables that kernels read.
+
+T5's buckets, Swin's two-dimensional bias or a decay depend only on a distance. If such a part
+costs more than a read, plain operators compute it before attention, for every value of its inputs,
+and Inductor compiles them. Its gradient is the gradient of a captured table and continues through
+these operators by ordinary autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.analysis import Analysis, Coordinate, analyse, instructions_of, name_of, rate
+from flexhop.block_mask.scores import hidden_count
+from flexhop.compat.operators import hop
+from flexhop.ops.args import AttentionArgs, Capture
+from flexhop.ops.graphs.subgraphs import trace_score
+
+aten = torch.ops.aten
+INPUTS = ("score", "b", "h", "q", "k")
+_LARGEST = 2**22  # most entries of a table
+_SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
+_READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
+_LEAST_SAVED = 2.0  # instructions per score
+# For these operators, entries that no score reads may be infinite or NaN. They would pass that on
+# to a captured tensor that needs a gradient, although their own gradient is 0.
+_UNBOUNDED = frozenset({
+    "acos", "acosh", "asin", "atanh", "cosh", "digamma", "div", "erfinv", "exp", "exp2", "expm1",
+    "fmod", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logit", "pow", "reciprocal",
+    "rsqrt", "sinh", "sqrt", "tan",
+})  # fmt: skip
+
+
+class Table(NamedTuple):
+    """A part of a mod, as a table.
+
+    node: its values are the entries. axes: what they depend on, in dimension order: "b", "h", "q",
+    "k", or a Coordinate, one integer of both positions such as their distance.
+    """
+
+    node: fx.Node
+    axes: tuple[Any, ...]
+
+
+class Tabulated(NamedTuple):
+    """A score_mod that reads tables.
+
+    Args:
+        score_mod: (score, b, h, q_idx, kv_idx, *captures) -> score.
+        captures: captured tensors, then tables.
+        sizes: size of each table.
+        saved: instructions per score that the tables save.
+    """
+
+    score_mod: Callable[..., Tensor]
+    captures: tuple[Capture, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    saved: float
+
+
+def tabulate(args: AttentionArgs) -> Tabulated | None:
+    """Move parts of a call's score_mod into tables if reading them is cheaper; None if none is.
+
+    Tables are differentiable functions of the captures. Their sizes are those of one call, so no
+    size may be dynamic.
+    """
+    score_mod, query, captures = args.score_mod, args.query, args.score_captures
+    sizes: Any = (*query.shape[:3], args.key.size(2))
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    if not all(isinstance(capture, Tensor) for capture in captures):
+        return None
+    graph = trace_score(score_mod, query, captures)
+    # The analysis computes with concrete numbers, outside any surrounding trace.
+    with hop.without_modes():
+        found = analyse(graph, INPUTS, dict(zip(INPUTS[1:], sizes, strict=True)))
+    is_trained = any(capture.requires_grad for capture in captures)
+    # The analysis ignores what gradients do not pass through.
+    stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
+    if any(is_trained or "score" in found[node].depends for node in stops):
+        return None
+    if len(found.mod.captures) != len(captures):
+        return None
+    choice = _Choice(found, captures, math.prod(sizes))
+    with hop.without_modes():
+        choice.look_at(found.mod.result)
+    if not choice.tables:
+        return None
+    maker = _Maker(found, captures)
+    made = tuple(maker.make(table) for table in choice.tables)
+    mod, kept = _with_reads(found, choice.tables)
+    shapes = tuple(tuple(table.shape) for table in made)
+    return Tabulated(mod, (*(captures[i] for i in kept), *made), shapes, choice.saved)
+
+
+class _Choice:
+    """Search from the result down for the largest parts that pay off as tables."""
+
+    def __init__(self, found: Analysis, captures: Sequence[Tensor], scores: int) -> None:
+        self.found, self.scores = found, scores
+        self.tables: list[Table] = []
+        self.saved = 0.0
+        needs = (capture.requires_grad for capture in captures)
+        trained = (n for n, need in zip(found.mod.captures, needs, strict=True) if need)
+        self._trained = _dependents(found, trained)
+
+    def look_at(self, node: Any) -> None:
+        """Choose a node, or parts of it."""
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            return
+        if any(table.node is node for table in self.tables):
+            return
+        table = self._table_of(node)
+        if table is not None:
+            saved = self._cost([], node) - self._cost([table], node)
+            if saved >= _LEAST_SAVED:
+                self.tables.append(table)
+                self.saved += saved
+                return
+        for source in node.all_input_nodes:
+            self.look_at(source)
+
+    def _table_of(self, node: fx.Node) -> Table | None:
+        """The table of a node, if it can be one."""
+        seen, example = self.found.forms.seen(node), node.meta.get("val")
+        positions = [c for c in seen.coordinates if isinstance(c, str)]
+        if not isinstance(example, Tensor) or example.dim() or not seen.coordinates:
+            return None
+        if "score" in seen.others or (positions and len(seen.coordinates) > 1):
+            return None
+        if not (self._is_plain(node) and self._is_safe(node)):
+            return None
+        others = [name for name in ("b", "h") if name in seen.others]
+        coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
+        table = Table(node, (*others, *coordinates))
+        entries = math.prod(_extent(self.found, axis)[1] for axis in table.axes)
+        return table if entries <= min(_LARGEST, self.scores // _SCORES_PER_ENTRY) else None
+
+    def _is_plain(self, node: fx.Node) -> bool:
+        """Whether all its inputs are numbers and depend on an index."""
+        pending, seen = [node], set[fx.Node]()
+        while pending:
+            current = pending.pop()
+            if current in seen or current.op != "call_function":
+                continue
+            seen.add(current)
+            example = current.meta.get("val")
+            if self.found.forms.depends_on(current):
+                if not isinstance(example, Tensor) or example.dim():
+                    return False
+                if current.target is aten.index.Tensor and None in current.args[1]:  # type: ignore[operator]
+                    return False
+            pending += current.all_input_nodes
+        return True
+
+    def _is_safe(self, node: fx.Node) -> bool:
+        """Whether unread entries cannot spoil the gradient of a captured tensor."""
+        pending, seen = [node], set[fx.Node]()
+        while pending and node in self._trained:
+            current = pending.pop()
+            seen.add(current)
+            if name_of(current) in _UNBOUNDED:
+                return False
+            floats = (s for s in current.all_input_nodes if _is_float(s) and s not in seen)
+            pending += [source for source in floats if source.op == "call_function"]
+        return True
+
+    def _cost(self, tables: Sequence[Table], root: fx.Node) -> float:
+        """Instructions per score of a node and of nodes that only it needs, given the tables."""
+        forms, total = self.found.forms, 0.0
+        pending: list[Any] = [root]
+        seen = set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if not isinstance(node, fx.Node) or node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            table = next((t for t in tables if t.node is node), None)
+            if table is None:
+                total += instructions_of(node) * rate(forms.depends_on(node))
+                pending += node.all_input_nodes
+                continue
+            total += _READ * rate(forms.depends_on(node))
+            for axis in table.axes:
+                if isinstance(axis, Coordinate):
+                    total += _SUM
+                    pending += [atom for atom, _ in axis.terms]
+        return total
+
+
+def with_tables(args: AttentionArgs) -> AttentionArgs:
+    """A call whose score_mod reads tables; the same call if they save nothing."""
+    found = tabulate(args)
+    if found is None:
+        return args
+    return args._replace(score_mod=found.score_mod, score_captures=found.captures)
+
+
+def _dependents(found: Analysis, roots: Any) -> set[fx.Node]:
+    """Nodes computed from some nodes as floats, through which gradients flow."""
+    reached = set(roots)
+    for node in found.mod.operators:
+        if _is_float(node) and any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _is_float(node: fx.Node) -> bool:
+    example = node.meta.get("val")
+    return isinstance(example, Tensor) and example.is_floating_point()
+
+
+def _extent(found: Analysis, axis: Any) -> tuple[int, int]:
+    """The first value along an axis, and the number of values."""
+    if isinstance(axis, Coordinate):
+        return axis.first, axis.size
+    return 0, found.forms.sizes[axis]
+
+
+class _Maker:
+    """Computes tables with the mod's own operators, on broadcasting tensors instead of scalars.
+
+    16-bit captured tensors are read in fp32, because gradients of their entries are summed in
+    fp32; kernels also compute with them in fp32.
+    """
+
+    def __init__(self, found: Analysis, captures: Sequence[Tensor]) -> None:
+        self._found = found
+        self._captures = dict(zip(found.mod.captures, captures, strict=True))
+        self._device = found.mod.inputs["q"].meta["val"].device
+
+    def make(self, table: Table) -> Tensor:
+        """The entries of a table, [*axes]."""
+        shape = [_extent(self._found, axis)[1] for axis in table.axes]
+        known = {node: _widened(capture) for node, capture in self._captures.items()}
+        inputs = self._found.mod.inputs
+        known |= {
+            inputs[axis]: self._along(table, axis, inputs[axis].meta["val"].dtype)
+            for axis in table.axes
+            if isinstance(axis, str)
+        }
+        return self._value(table, known, table.node).expand(shape).contiguous()
+
+    def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
+        """The values of an axis, along its dimension."""
+        first, size = _extent(self._found, axis)
+        values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
+        return values.view([-1 if axis == other else 1 for other in table.axes])
+
+    def _value(self, table: Table, known: dict[fx.Node, Any], node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in known:
+            split = self._split(node)
+            if split is not None and split.coordinate in table.axes:
+                known[node] = self._from_sum(node, self._sum(table, known, split))
+            else:
+                known[node] = self._call(table, known, node)
+        return known[node]
+
+    def _split(self, node: fx.Node) -> Any:
+        """Split a node that adds a coordinate to other terms, or compares such a sum."""
+        forms = self._found.forms
+        is_sum = forms.form(node) is not None
+        compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
+        sees_both = forms.depends_on(node) >= {"q", "k"}
+        return forms.split(node) if sees_both and (is_sum or compares_two) else None
+
+    def _sum(self, table: Table, known: dict[fx.Node, Any], split: Any) -> Tensor:
+        total = split.factor * self._along(table, split.coordinate, torch.int64)
+        total = total + split.rest.offset
+        for atom, coefficient in split.rest.terms.items():
+            total = total + coefficient * self._value(table, known, atom)
+        return total
+
+    def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
+        """The sum itself, or for a comparison, the difference of its sides compared with 0."""
+        if self._found.forms.form(node) is not None:
+            return total.to(node.meta["val"].dtype)
+        return node.target(total, torch.zeros_like(total))  # type: ignore[operator]
+
+    def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
+        """The operator itself."""
+        value = lambda n: self._value(table, known, n)  # noqa: E731
+        args: Any = fx.map_arg(node.args, value)
+        kwargs = fx.map_arg(node.kwargs, value)
+        if node.target is aten.index.Tensor:
+            source, indices = args
+            return source[tuple(i.long() for i in torch.broadcast_tensors(*indices))]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result if result.is_floating_point() else result.to(node.meta["val"].dtype)
+
+
+def _widened(capture: Tensor) -> Tensor:
+    is_narrow = capture.is_floating_point() and capture.dtype.itemsize < 4
+    return capture.float() if is_narrow else capture
+
+
+def _with_reads(
+    found: Analysis, tables: Sequence[Table]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The mod with reads in place of the tabulated parts, and the captures that it still reads."""
+    writer = _Writer(found, tables)
+    writer.graph.output(writer.copy(found.mod.result))
+    captures = [writer.known[node] for node in found.mod.captures]
+    kept = tuple(i for i, node in enumerate(captures) if node.users)
+    for node in captures:
+        if not node.users:
+            writer.graph.erase_node(node)
+    return fx.GraphModule(torch.nn.Module(), writer.graph), kept
+
+
+class _Writer:
+    """Copies a mod, with reads in place of tabulated parts."""
+
+    def __init__(self, found: Analysis, tables: Sequence[Table]) -> None:
+        self.graph, self.known = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._inputs = found.mod.inputs
+        for node in (*found.mod.inputs.values(), *found.mod.captures):
+            self.known[node] = self.graph.node_copy(node)
+        self._tables = {table.node: table for table in tables}
+        self._sources = {
+            table.node: self.graph.placeholder(f"table_{i}") for i, table in enumerate(tables)
+        }
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """The node that computes or reads the value of `node`."""
+        if node not in self.known and node in self._tables:
+            indices = [self._place(axis) for axis in self._tables[node].axes]
+            self.known[node] = self._call(aten.index.Tensor, self._sources[node], indices)
+        if node not in self.known:
+            args, kwargs = fx.map_arg(node.args, self.copy), fx.map_arg(node.kwargs, self.copy)
+            self.known[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self.known[node]
+
+    def _place(self, axis: Any) -> fx.Node:
+        """The index of an axis: the query's and the key's parts of a coordinate."""
+        if isinstance(axis, str):
+            return self.known[self._inputs[axis]]
+        (first, coefficient), *others = axis.terms
+        total = self.copy(first)
+        if coefficient != 1:
+            total = self._call(aten.mul.Tensor, total, coefficient)
+        for atom, coefficient in others:
+            part = self.copy(atom)
+            if abs(coefficient) != 1:
+                part = self._call(aten.mul.Tensor, part, abs(coefficient))
+            sign = aten.add.Tensor if coefficient > 0 else aten.sub.Tensor
+            total = self._call(sign, total, part)
+        return self._call(aten.add.Tensor, total, -axis.first) if axis.first else total
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return self.graph.call_function(target, args)

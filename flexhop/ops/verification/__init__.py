@@ -1,0 +1,1 @@
+"""Hold a call's results against the reference."""

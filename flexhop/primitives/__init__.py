@@ -1,1 +1,0 @@
-"""Small operators that mods call."""
