@@ -41,7 +41,8 @@ class CachedVariable(AttentionVariable):
         functions: list[Proxy] = []
         captures: list[tuple[Any, ...]] = []
         for kind, mod in zip(kinds, mods, strict=True):
-            function, lifted = self.trace_mod(tx, door.query, mod, kind)
+            derives = kind == "score_mod" and door.query.realize().requires_grad
+            function, lifted = self.trace_mod(tx, door.query, mod, kind, derives=derives)
             self.rules.check_captures(fakes[0], kind, tuple(map(example_of, lifted)))
             functions.append(function)
             captures.append(tuple(placed(tx, c, fakes[0].device) for c in lifted))

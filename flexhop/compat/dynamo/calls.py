@@ -173,7 +173,8 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         fake_lists = tuple(fake_of(proxy) for proxy in lists)
         score_mod, call = self.scaled(tx, door.score_mod, door.call)
         scale, options = self.rules.prepare(*fakes, fake_lists, python_value(tx, call))
-        score = self.trace_mod(tx, door.query, score_mod, "score_mod")
+        derives = any(door_input.realize().requires_grad for door_input in (door.query, door.key))
+        score = self.trace_mod(tx, door.query, score_mod, "score_mod", derives=derives)
         mask = self.trace_mod(tx, door.query, door.mask_mod, "mask_mod")
         for kind, (_, captures) in (("score_mod", score), ("mask_mod", mask)):
             self.rules.check_captures(fakes[0], kind, tuple(map(example_of, captures)))
@@ -199,15 +200,16 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
     def trace_mod(
-        self, tx: Any, query: VariableTracker, mod: VariableTracker, kind: str
-    ) -> tuple[Proxy, tuple[Any, ...]]:
-        """A mod as a subgraph, and its captures."""
+        self, tx: Any, query: VariableTracker, mod: VariableTracker, kind: str,
+        *, derives: bool = False,
+    ) -> tuple[Proxy, tuple[Any, ...]]:  # fmt: skip
+        """A mod as a subgraph, and its captures; derives: whether scores need a gradient."""
         function = _function_of(mod)
         if function is not None:
             self.rules.check_function(function, kind)
         # Example inputs belong to the mod's graph; the user's graph must not create them.
         with hops.discard_graph_changes(tx):
-            inputs = _mod_inputs(tx, query, kind)
+            inputs = _mod_inputs(tx, query, kind, derives)
         try:
             with self.rules.index_mode():
                 graph, lifted = speculate(tx, mod, inputs, kind, self.value)
@@ -232,14 +234,16 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
         return hops.make_attr(tx, attribute), tuple(lifted)
 
 
-def _mod_inputs(tx: Any, query: VariableTracker, kind: str) -> list[VariableTracker]:
+def _mod_inputs(
+    tx: Any, query: VariableTracker, kind: str, derives: bool
+) -> list[VariableTracker]:
     """Example inputs of a mod: indices, after the element that it transforms, if any."""
     dtype = torch.float64 if fake_of(query.as_proxy()).dtype == torch.float64 else torch.float32
     changes_score, changes_key = kind == "score_mod", kind in ("k_mod", "v_mod")
     count = NUM_INDICES - changes_key  # an element of a key has no query
     inputs = [_scalar(tx, query, torch.int32) for _ in range(count)]
     if changes_score:
-        inputs.insert(0, _scalar(tx, query, dtype, requires_grad=query.requires_grad))
+        inputs.insert(0, _scalar(tx, query, dtype, requires_grad=derives))
     elif changes_key:
         inputs.insert(0, _scalar(tx, query, dtype))
     return inputs

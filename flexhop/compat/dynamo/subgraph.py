@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from traceback import StackSummary
 from typing import Any
 
 from torch._dynamo import config
 from torch._dynamo.variables import higher_order_ops as hops
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.fx import Graph
+
+from flexhop.compat.mods.location import users_line
+from flexhop.compat.mods.own_backward import is_refused_at_once, own_backward
+from flexhop.compat.operators.transforms import is_deriving
 
 __all__ = ["speculate"]
 
@@ -23,12 +29,45 @@ def speculate(
     # writes to inputs, which we do ourselves to name the line.
     known = inspect.signature(hops.speculate_subgraph).parameters
     permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
-    with _same_side_effects(tx), _guarded_defaults():
+    with _same_side_effects(tx), _guarded_defaults(), _own_functions(tx, kind):
         (_, _), graph, lifted = hops.speculate_subgraph(
             tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
             set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
         )  # fmt: skip
     return graph, lifted
+
+
+@contextlib.contextmanager
+def _own_functions(tx: Any, kind: str) -> Iterator[None]:
+    """Refuse a torch.autograd.Function inside a score_mod if a transform takes derivatives.
+
+    2.11 to 2.15: Dynamo records such a function, and `note_own_backward` finds it, if one of its
+    arguments requires a gradient. Under a transform none says so: Dynamo would trace its forward
+    alone, and derivatives would be those of the forward's operators.
+    """
+    if kind != "score_mod" or not (is_refused_at_once() or is_deriving()):
+        yield
+        return
+    original = AutogradFunctionVariable.call_apply
+
+    def refuse(function: Any, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        found: list[bool] = []
+
+        def visit(variable: VariableTracker) -> None:
+            if variable.is_tensor():
+                found.append(variable.as_proxy().node.meta["example_value"].is_floating_point())
+
+        VariableTracker.visit(visit, (args, kwargs))
+        if any(found):
+            stack = StackSummary.from_list([tx.frame_summary()])
+            raise own_backward(users_line("".join(stack.format())))
+        return original(function, tx, args, kwargs)
+
+    AutogradFunctionVariable.call_apply = refuse
+    try:
+        yield
+    finally:
+        AutogradFunctionVariable.call_apply = original
 
 
 def _guarded_defaults() -> contextlib.AbstractContextManager[Any]:

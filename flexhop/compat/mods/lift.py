@@ -20,7 +20,9 @@ from torch.fx import GraphModule
 from flexhop.compat.kept import mark, remember
 from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.wrapped import Exchange, apart, is_transformed
+from flexhop.compat.mods.own_backward import at_once
 from flexhop.compat.operators.hop import Operator
+from flexhop.compat.operators.transforms import is_deriving
 from flexhop.errors import FlexhopError
 
 __all__ = ["Lifted", "lift", "own_code"]
@@ -49,12 +51,13 @@ def lift(
         query: a tensor of the device and dtype for which mods are traced.
         mods: the user's functions.
     """
-    key = (call_with, *map(_kind_of, mods))
+    is_derived = is_deriving()  # Dynamo's guards do not know of it
+    key = (call_with, is_derived, *map(_kind_of, mods))
     if not is_transformed():
-        with apart():
+        with apart(), at_once(is_derived):
             return _traced(operator, call_with, key, (query, *mods))
     exchange = Exchange()
-    with apart():
+    with apart(), at_once(is_derived):
         lifted = _traced(operator, call_with, key, (query, *map(exchange.plain, mods)))
     return lifted._replace(captures=exchange.back(lifted.captures))
 

@@ -17,9 +17,10 @@ from torch.fx import Graph
 from flexhop.compat.mods.location import line_of
 from flexhop.errors import UnsupportedFeatureError
 
-__all__ = ["deriving", "note_own_backward"]
+__all__ = ["at_once", "deriving", "is_refused_at_once", "note_own_backward", "own_backward"]
 
 _DERIVES: ContextVar[bool] = ContextVar("flexhop_derives", default=False)
+_AT_ONCE: ContextVar[bool] = ContextVar("flexhop_derives_at_once", default=False)
 
 
 @contextlib.contextmanager
@@ -32,6 +33,23 @@ def deriving() -> Iterator[None]:
         _DERIVES.reset(token)
 
 
+@contextlib.contextmanager
+def at_once(is_deriving: bool) -> Iterator[None]:
+    """While Dynamo traces mods for a call of which a transform takes derivatives: refuse such
+    functions at their call. The transform does not show in their arguments, which are stand-ins.
+    """
+    token = _AT_ONCE.set(is_deriving)
+    try:
+        yield
+    finally:
+        _AT_ONCE.reset(token)
+
+
+def is_refused_at_once() -> bool:
+    """Whether `at_once` is active."""
+    return _AT_ONCE.get()
+
+
 def note_own_backward(graph: Graph) -> None:
     """Let the functions with their own backward in a mod's graph know `deriving`."""
     for node in graph.find_nodes(op="call_function", target=autograd_function_apply):
@@ -41,9 +59,14 @@ def note_own_backward(graph: Graph) -> None:
 
 def _apply(*operands: Any, location: str, **keywords: Any) -> Any:
     if _DERIVES.get():
-        raise UnsupportedFeatureError(
-            feature=f"A gradient through the torch.autograd.Function at {location}",
-            reason="kernels differentiate operators, and would ignore its backward",
-            hint="Write g(x) + (f(x) - g(x)).detach(), with f's value and g's gradient",
-        )  # fmt: skip
+        raise own_backward(location)
     return autograd_function_apply(*operands, **keywords)
+
+
+def own_backward(location: str) -> UnsupportedFeatureError:
+    """The error of a derivative of such a function."""
+    return UnsupportedFeatureError(
+        feature=f"A gradient through the torch.autograd.Function at {location}",
+        reason="kernels differentiate operators, and would ignore its backward",
+        hint="Write g(x) + (f(x) - g(x)).detach(), with f's value and g's gradient",
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from flexhop.compat.mods.held import Held
-from flexhop.compat.operators.transforms import is_forward_mode
+from flexhop.compat.operators.transforms import is_forward_mode, is_tracked
 
 __all__ = [
     "Exchange",
@@ -120,6 +120,8 @@ class Exchange:
             plain = torch.empty_strided(
                 value.size(), value.stride(), dtype=value.dtype, device=value.device
             )
+            # Dynamo asks whether a torch.autograd.Function that reads it has a gradient.
+            plain.requires_grad_(is_tracked(value))
             self._plain[id(value)], self._originals[id(plain)] = plain, value
             self._alive += [value, plain]
         return self._plain[id(value)]

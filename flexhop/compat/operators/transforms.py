@@ -18,6 +18,7 @@ from torch._C._functorch import (
     TransformType,
     _unwrap_for_grad,
     _wrap_for_grad,
+    get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "above_autograd",
     "dual_results",
     "has_tangents",
+    "is_deriving",
     "is_forward_mode",
     "is_tracked",
     "jvp",
@@ -110,6 +112,12 @@ def is_forward_mode() -> bool:
         return True
     torch._C._exit_dual_level(level=level)
     return False
+
+
+def is_deriving() -> bool:
+    """Whether a transform takes derivatives: torch.func's grad or jvp, or forward mode."""
+    kinds = (TransformType.Grad, TransformType.Jvp)
+    return is_forward_mode() or any(i.key() in kinds for i in get_interpreter_stack() or ())
 
 
 def is_tracked(value: Any) -> bool:

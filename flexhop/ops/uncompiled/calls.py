@@ -15,6 +15,7 @@ from flexhop.compat.mods.lift import Lifted, lift
 from flexhop.compat.mods.wrapped import apart, is_bare
 from flexhop.compat.operators import hop
 from flexhop.compat.operators.autocast import wanted_dtype, without_autocast
+from flexhop.compat.operators.transforms import is_deriving, is_tracked
 from flexhop.mods.closures import Places, describe
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -64,8 +65,9 @@ def run_lifted(args: AttentionArgs, call: Call, *, has_kernels: bool) -> Results
     scale, options, _ = choice
     if not has_kernels:
         options = {name: value for name, value in options.items() if name != OPTION}
+    derives = torch.is_grad_enabled() and any(map(is_tracked, args[:2]))
     lifted, fixed = _lifted(
-        attention, _call_attention, args.query, (args.score_mod, args.mask_mod)
+        attention, _call_attention, args.query, (args.score_mod, args.mask_mod), derives
     )
     (score_mod, mask_mod), (score_captures, mask_captures) = lifted.graphs, lifted.captures
     args = AttentionArgs(
@@ -155,20 +157,29 @@ def _call_cached(
 
 
 def _lifted(
-    operator: hop.Operator, call_with: Any, query: Tensor, mods: Sequence[Any]
+    operator: hop.Operator,
+    call_with: Any,
+    query: Tensor,
+    mods: Sequence[Any],
+    derives: bool = False,
 ) -> tuple[Lifted, _Fixed | None]:
     """Mods as graphs, and their captures; and what mods of the same description share.
 
     Only mods that read more than names need Dynamo again (mods/closures.py).
+
+    Args:
+        derives: whether scores need a gradient; Dynamo then records torch.autograd.Functions.
     """
-    device, dtype = query.device, score_dtype(query)
+    query = _stand_in(query.device, score_dtype(query), derives)
     described = describe(mods)
     if described is None:
-        return lift(operator, call_with, _stand_in(device, dtype), mods), None
-    key = (operator, device, dtype, described.key)
+        return lift(operator, call_with, query, mods), None
+    # Dynamo traces a torch.autograd.Function as what it does, if no gradient can follow.
+    modes = (derives, torch.is_grad_enabled(), is_deriving())
+    key = (operator, query.device, query.dtype, modes, described.key)
     known = _fixed.get(key)
     if known is None:
-        lifted = lift(operator, call_with, _stand_in(device, dtype), mods)
+        lifted = lift(operator, call_with, query, mods)
         places = described.places(lifted.captures)
         if places is not None:
             known = remember(_fixed, key, _Fixed(lifted.graphs, places), _MOST)
@@ -177,7 +188,8 @@ def _lifted(
 
 
 @functools.cache
-def _stand_in(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _stand_in(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Tensor:
     """A stand-in query with this device and score dtype."""
     with apart(), torch.inference_mode(False):
-        return torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)
+        size = (1, 1, 16, 16)
+        return torch.zeros(size, dtype=dtype, device=device, requires_grad=requires_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import flexhop
 from flexhop import errors
@@ -161,11 +162,50 @@ def test_a_function_with_its_own_backward_is_not_differentiated_as_its_forward(b
     expected = flexhop.flex_attention(*inputs, own)
     with torch.no_grad():
         torch.testing.assert_close(call(*inputs, own), expected)
+    for_value = [t.detach() for t in inputs[:2]] + inputs[2:]  # scores need no gradient
+    wanted = torch.autograd.grad(expected.sum(), inputs[2], retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(call(*for_value, own).sum(), inputs[2]), wanted)
     with pytest.raises(errors.UnsupportedFeatureError, match=r"Function at .*test_context\.py"):
         call(*inputs, own)
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
     found = torch.autograd.grad(call(*inputs, written).square().sum(), inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["query", "key", "learned", "grad", "jvp", "pushed"])
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_every_derivative_refuses_a_function_with_its_own_backward(kernels, way):
+    """They were those of its forward, without a word: of keys alone, and under transforms."""
+    inputs, learned = operands(), torch.randn(4)
+
+    def own(score, b, h, q_idx, kv_idx):
+        return score + Rounded.apply(learned[h] * kv_idx if way == "learned" else score)
+
+    def attend(*values):
+        return flexhop.flex_attention(*values, own).square().sum()
+
+    def lost(*values):
+        if way == "grad":
+            return torch.func.grad(attend)(*values)
+        if way == "jvp":
+            return torch.func.jvp(
+                lambda key: attend(values[0], key, values[2]), *[values[1:2]] * 2
+            )
+        if way == "pushed":
+            with forward_ad.dual_level():
+                return attend(forward_ad.make_dual(values[0], values[0]), *values[1:])
+        return attend(*values)
+
+    if way in ("query", "key"):
+        inputs[["query", "key"].index(way)].requires_grad_()
+    learned.requires_grad_(way == "learned")
+    call = torch.compile(lost, backend="aot_eager", fullgraph=True)
+    with flexhop.eager_kernels(kernels == "eager"):
+        run = lost if kernels == "eager" else call
+        with pytest.raises(
+            errors.UnsupportedFeatureError, match=r"Function at .*test_context\.py"
+        ):
+            run(*inputs)
 
 
 def test_forward_mode_goes_through_no_grad_inside_a_mod():

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flexhop import KernelOptions, create_block_mask, eager_kernels, flex_attention
 from flexhop.compat.operators import alone
-from flexhop.errors import MaskCaptureGradError, ModArityError, RankError
+from flexhop.errors import MaskCaptureGradError, ModArityError, RankError, UnsupportedFeatureError
 from flexhop.masks import causal
 from flexhop.mods.closures import describe
 from flexhop.ops import forward
@@ -51,6 +51,24 @@ def compilations(monkeypatch):
     monkeypatch.setattr(alone, "compile_graph", compile_graph)
     torch._dynamo.reset()
     return made
+
+
+class Doubled(torch.autograd.Function):
+    """Its own gradient: 3."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
 
 
 def fused(function):
@@ -343,3 +361,20 @@ def test_functions_by_what_they_read():
     assert len(set(keys)) == 4
     assert describe([plain(table, object())]) is None
     assert describe([functools.partial(plain(table, window), table)]).tensors == [table]
+
+
+def test_a_call_without_gradients_leaves_no_graph_for_one_with():
+    """Such a call does not record the backward of a torch.autograd.Function."""
+    query, key, value = operands()
+
+    def own(score, b, h, q_idx, kv_idx):
+        return Doubled.apply(score)
+
+    call = fused(flex_attention)
+    expected = flex_attention(query, key, value, own)
+    for inputs in ((query, key, value), (query, key, value.clone().requires_grad_())):
+        torch.testing.assert_close(call(*inputs, own), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(call(query.clone().requires_grad_(), key, value, own), expected)
+    with pytest.raises(UnsupportedFeatureError, match=r"Function at .*test_eager_kernels\.py"):
+        call(query, key.clone().requires_grad_(), value, own)
