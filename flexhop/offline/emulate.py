@@ -21,8 +21,9 @@ from flexhop.offline.ptx.machine import Machine
 from flexhop.offline.ptx.memory import GlobalMemory
 from flexhop.offline.ptx.order import ANY_ORDER, Schedule, When
 from flexhop.offline.ptx.parse import Program, parse
+from flexhop.offline.ptx.races import Race
 
-__all__ = ["GLUON", "Deadlock", "Emulator", "Schedule", "When"]
+__all__ = ["GLUON", "Deadlock", "Emulator", "Race", "Schedule", "When"]
 
 _ARRAYS = 1 << 62  # where the arrays of a file are; nobody reads them
 _SLICE = 2_000_000  # instructions of a program before another one runs, which it may wait for
@@ -36,11 +37,14 @@ class Emulator(NamedTuple):
         Those for sm_100 have instructions that the emulator does not know.
     templates: whether it also runs Triton kernels of templates, instead of Triton's interpreter.
     schedule: when things happen that a GPU may do at any time.
+    races: whether accesses of shared memory that nothing orders are errors; it
+        doubles the time.
     """
 
     architecture: int = 90
     templates: bool = False
     schedule: Schedule = ANY_ORDER
+    races: bool = True
 
     def takes(self, kernel: Kernel) -> bool:
         """Whether it runs a kernel."""
@@ -57,6 +61,7 @@ class Emulator(NamedTuple):
         Raises:
             OutOfBoundsError: a thread leaves the memory of its argument.
             Deadlock: all threads of a program wait.
+            Race: nothing orders two accesses of shared memory.
             NotImplementedError: an instruction that the emulator does not know.
         """
         cubin = compile_kernel(kernel, self.architecture)
@@ -66,7 +71,7 @@ class Emulator(NamedTuple):
         scratch = torch.zeros(math.prod(sizes) * max(cubin.scratch, 1), dtype=torch.uint8)
         launch = _Launch(
             kernel.name, parse(cubin.ptx), GlobalMemory(kernel.name, {**tensors, "": scratch}),
-            cubin.shared, self.schedule,
+            cubin.shared, self.schedule, self.races,
         )  # fmt: skip
         launch.run(sizes, _parameters(kernel, launch.program, arguments, scratch))
 
@@ -82,6 +87,7 @@ class _Launch(NamedTuple):
     memory: GlobalMemory
     shared: int
     schedule: Schedule
+    races: bool
 
     def run(self, sizes: tuple[int, ...], parameters: dict[str, int]) -> None:
         """Run all programs of a grid, one after the other unless one waits for others."""
@@ -95,6 +101,8 @@ class _Launch(NamedTuple):
                 free.append(
                     Machine(self.program, self.memory, self.shared, symbols, self.schedule)
                 )
+                if self.races:
+                    free[-1].watch()
             machine = free.pop()
             machine.start(grid | {f"%ctaid.{a}": n for a, n in zip(_AXES, here, strict=True)})
             if _run(machine, here):

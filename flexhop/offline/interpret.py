@@ -21,12 +21,12 @@ from flexhop.offline.codegen import (
     differentiate,
     trace,
 )
-from flexhop.offline.emulate import GLUON, Deadlock, Emulator, Schedule
+from flexhop.offline.emulate import GLUON, Deadlock, Emulator, Race, Schedule
 from flexhop.offline.kernel import Kernel, read_kernel
 from flexhop.offline.memory import Memory, OutOfBoundsError
 
 __all__ = [
-    "Deadlock", "Emulator", "Memory", "OutOfBoundsError", "Schedule", "interpret", "load",
+    "Deadlock", "Emulator", "Memory", "OutOfBoundsError", "Race", "Schedule", "interpret", "load",
     "run_kernel",
 ]  # fmt: skip
 
@@ -61,6 +61,7 @@ def interpret(
         NotImplementedError: an instruction without a numpy counterpart.
         OutOfBoundsError: if `memory` checks bounds, and in emulated kernels.
         Deadlock: all threads of an emulated program wait.
+        Race: nothing orders two accesses of shared memory in an emulated program.
     """
     graphs: list[Graph] = []
 

@@ -1,18 +1,22 @@
 """Hopper kernels compute what the specification says, in an emulated GPU.
 
 Asynchronous copies and products happen early, late or at any time, and threads run in any order:
-whatever barriers allow.
+whatever barriers allow. Accesses of shared memory that no barrier orders are errors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 
 import pytest
 import torch
 
 import flexhop
-from flexhop.offline.interpret import Deadlock, Emulator, Memory, Schedule, interpret
+from flexhop.offline import emulate
+from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.interpret import Deadlock, Emulator, Memory, Race, Schedule, interpret
 from flexhop.offline.kernel import Kernel
 from flexhop.options import KernelOptions
 from tests.case_inputs import Case, Shape, make_call, make_inputs, make_loss
@@ -70,48 +74,77 @@ def test_gathered_blocks():
     emulated(GATHERED, "late")
 
 
-@pytest.fixture(scope="module")
-def forward() -> tuple[Kernel, tuple[int, ...], dict[str, torch.Tensor]]:
-    """A kernel, its grid, and arguments with its results."""
+@functools.cache
+def launched(queries: int, keys: int) -> tuple[Kernel, dict[str, torch.Tensor]]:
+    """A forward kernel, and arguments with its results."""
     launches = []
 
     class Spy(Emulator):
         def run(self, kernel, grid, arguments):
             super().run(kernel, grid, arguments)
-            launches.append((kernel, grid, arguments))
+            launches.append((kernel, arguments))
 
     torch.manual_seed(0)
-    operands = (torch.randn(1, 1, n, 64).bfloat16() for n in (100, 200, 200))
+    operands = (torch.randn(1, 1, n, 64).bfloat16() for n in (queries, keys, keys))
     interpret(
         lambda *qkv: flexhop.flex_attention(*qkv, kernel_options=HOPPER), *operands, emulator=Spy()
     )
     return launches[0]
 
 
-# What the kernel does without one of its barriers, if everything happens as late as it may.
+# Lines of the kernel, and the error without one of them, by rules or as late as it may be.
 FAULTS = {
     "values are read before they come": (
-        "mbarrier.wait(barriers.ready.index(SLOTS + slot), phase)", None,
+        "mbarrier.wait(barriers.ready.index(SLOTS + slot), phase)", "may still be written",
     ),
-    "nobody says where tiles are": ("mbarrier.arrive(barriers.tile_ready.index(slot))", Deadlock),
+    "keys come before others are read": (
+        "mbarrier.wait(barriers.free.index(slot), phase)", "may still be",
+    ),
+    "a tile is stored before the last one has left": (
+        "tma.store_wait(0)  # the previous tile has left the memory", "may still be read",
+    ),
+    "nobody says where tiles are": (
+        "mbarrier.arrive(barriers.tile_ready.index(slot))", "all threads wait",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_missing_barrier_is_found(forward, fault):
-    kernel, grid, arguments = forward
+def test_a_missing_barrier_is_found(fault):
+    kernel, arguments = launched(300, 600)  # one program computes several tiles
     line, error = FAULTS[fault]
-    assert kernel.source.count(line) == 1
+    place = kernel.source.index(line)  # the first
+    broken = f"{kernel.source[:place]}pass{kernel.source[place + len(line) :]}"
+    kernel = dataclasses.replace(kernel, source=broken)
+    with pytest.raises((Race, Deadlock), match=error):
+        Emulator().run(kernel, (1,), _again(arguments))
+
+
+def test_a_missing_fence_is_found(monkeypatch):
+    """Of the machine code: Triton puts some fences itself."""
+    kernel, arguments = launched(100, 200)
+
+    def without_fences(kernel, architecture):
+        cubin = compile_kernel(kernel, architecture)
+        return dataclasses.replace(cubin, ptx=re.sub(r"fence\.proxy\.async\S*", "", cubin.ptx))
+
+    monkeypatch.setattr(emulate, "compile_kernel", without_fences)
+    with pytest.raises(Race, match=r"no fence\.proxy\.async stands between"):
+        Emulator().run(kernel, (1,), _again(arguments))
+
+
+def test_a_missing_barrier_is_seen_in_results():
+    """Without the rules: a copy that happens as late as it may comes after those who read it."""
+    kernel, arguments = launched(100, 200)
+    line, _ = FAULTS["values are read before they come"]
     broken = dataclasses.replace(kernel, source=kernel.source.replace(line, "pass"))
+    emulator = Emulator(schedule=Schedule("late"), races=False)
+    for source, is_right in ((kernel, True), (broken, False)):
+        found = _again(arguments)
+        emulator.run(source, (1,), found)
+        assert torch.equal(found["out_ptr0"], arguments["out_ptr0"]) == is_right
+
+
+def _again(arguments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     written = ("out_ptr0", "arg_COUNTER")
-    again = {n: torch.zeros_like(t) if n in written else t for n, t in arguments.items()}
-    emulator = Emulator(schedule=Schedule("late"))
-    if error:
-        with pytest.raises(error, match="all threads wait"):
-            emulator.run(broken, grid, again)
-        return
-    emulator.run(kernel, grid, again)
-    assert torch.equal(again["out_ptr0"], arguments["out_ptr0"])
-    again["arg_COUNTER"].zero_()
-    emulator.run(broken, grid, again)
-    assert not torch.equal(again["out_ptr0"], arguments["out_ptr0"])
+    return {n: torch.zeros_like(t) if n in written else t for n, t in arguments.items()}

@@ -10,6 +10,7 @@ import numpy as np
 from flexhop.offline.ptx.common import Found, Maker, addresses_of, parts_of, simple, space_of
 from flexhop.offline.ptx.memory import GlobalMemory, SharedMemory, combine
 from flexhop.offline.ptx.parse import Address, Instruction, Operand, Symbol
+from flexhop.offline.ptx.races import Use
 from flexhop.offline.ptx.state import DTYPES, Threads, widths
 
 if TYPE_CHECKING:
@@ -28,9 +29,12 @@ def _load(instruction: Instruction, machine: Machine) -> Found:
         return simple(lambda threads: writes[0](threads, read(threads)))
     places, memory = _memory(source, space, machine)
     size = np.dtype(DTYPES[kind]).itemsize
+    watch = _watcher(memory, machine)
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
+        if watch:
+            watch(threads, addresses, size * len(writes), "load")
         for number, write in enumerate(writes):
             write(threads, memory.load(addresses + number * size, kind))
 
@@ -48,6 +52,24 @@ def _memory(
     return places, machine.shared if space == "shared" else machine.memory
 
 
+def _watcher(memory: GlobalMemory | SharedMemory, machine: Machine) -> Callable[..., None] | None:
+    """A function that notes accesses of shared memory, if somebody asks for races."""
+    races, numbers = machine.races, machine.registers.threads
+    if memory is not machine.shared or races is None:
+        return None
+
+    def watch(
+        threads: Threads, addresses: np.ndarray, size: int, use: Use,
+        values: list[np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        count = len(numbers[threads])
+        bits = values and np.stack([np.broadcast_to(one, (count,)) for one in values], 1)
+        data = None if bits is None else np.ascontiguousarray(bits).view(np.uint8)
+        races.access(numbers[threads], addresses, size, use, data)
+
+    return watch
+
+
 def _store(instruction: Instruction, machine: Machine) -> Found:
     target, source = instruction.operands[:2]
     kind, space = widths(instruction.opcode)[-1], space_of(instruction.opcode)
@@ -56,11 +78,15 @@ def _store(instruction: Instruction, machine: Machine) -> Found:
     reads = [machine.registers.reader(one, kind) for one in parts_of(source)]
     places, memory = _memory(target, space, machine)
     size = np.dtype(DTYPES[kind]).itemsize
+    watch = _watcher(memory, machine)
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
-        for number, read in enumerate(reads):
-            memory.store(addresses + number * size, kind, read(threads))
+        values = [read(threads) for read in reads]
+        if watch:
+            watch(threads, addresses, size * len(reads), "store", values)
+        for number, value in enumerate(values):
+            memory.store(addresses + number * size, kind, value)
 
     return simple(run)
 
@@ -78,10 +104,13 @@ def _atomic(instruction: Instruction, machine: Machine) -> Found:
     reads = [registers.reader(one, kind) for one in values]
     write = registers.writer(target, kind) if target is not None else None
     memory = machine.shared if space_of(instruction.opcode) == "shared" else machine.memory
+    watch, size = _watcher(memory, machine), np.dtype(DTYPES[kind]).itemsize
 
     def run(threads: Threads) -> None:
         count = len(registers.threads[threads])
         addresses = np.broadcast_to(places(threads), (count,))
+        if watch:
+            watch(threads, addresses, size, "use")
         given = [np.broadcast_to(read(threads), (count,)) for read in reads]
         old = np.empty(count, given[0].dtype)
         for number in range(count):

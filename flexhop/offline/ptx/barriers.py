@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 __all__ = ["Barriers"]
 
@@ -18,9 +19,14 @@ class _Barrier:
 
 
 class Barriers:
-    """The mbarrier objects of one program, by address."""
+    """The mbarrier objects of one program, by address.
+
+    Attributes:
+        on_phase: is told of each barrier whose phase is over.
+    """
 
     def __init__(self) -> None:
+        self.on_phase: Callable[[int], None] | None = None
         self._barriers: dict[int, _Barrier] = {}
 
     def clear(self) -> None:
@@ -46,13 +52,13 @@ class Barriers:
         if barrier.pending < times:
             raise RuntimeError(f"the barrier at {address} has more arrivals than {barrier.count}")
         barrier.pending -= times
-        self._complete(barrier)
+        self._complete(barrier, address)
 
     def deliver(self, address: int, size: int) -> None:
         """Bytes of a copy have come."""
         barrier = self._at(address)
         barrier.bytes -= size
-        self._complete(barrier)
+        self._complete(barrier, address)
 
     def is_over(self, address: int, parity: int) -> bool:
         """Whether the phase of this parity is over."""
@@ -68,8 +74,9 @@ class Barriers:
             raise RuntimeError(f"there is no barrier at {address}")
         return barrier
 
-    @staticmethod
-    def _complete(barrier: _Barrier) -> None:
+    def _complete(self, barrier: _Barrier, address: int) -> None:
         if barrier.pending == 0 and barrier.bytes == 0:
             barrier.phase ^= 1
             barrier.pending = barrier.count
+            if self.on_phase is not None:
+                self.on_phase(address)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Found", "Maker", "addresses_of", "by_warps", "concerns_groups", "ends_group", "parts_of",
-    "simple", "space_of",
-    "unsigned",
+    "simple", "space_of", "unsigned",
 ]  # fmt: skip
 
 
@@ -78,7 +77,10 @@ def ends_group(
             if "commit_group" in instruction.opcode:
                 begun[owner].append([])
             else:
-                finish_groups(begun[owner], kept)
+                ended = finish_groups(begun[owner], kept)
+                if machine.races is not None:
+                    for pending in ended:
+                        machine.races.finish(pending.ops)
 
     return run
 

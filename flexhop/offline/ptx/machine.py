@@ -23,6 +23,7 @@ from flexhop.offline.ptx.groups import SIZES, Deadlock, Group, Wait
 from flexhop.offline.ptx.memory import GlobalMemory, SharedMemory
 from flexhop.offline.ptx.order import Asynchronous, Pending, Schedule
 from flexhop.offline.ptx.parse import Instruction, Program
+from flexhop.offline.ptx.races import Races
 from flexhop.offline.ptx.state import Registers, Threads
 
 __all__ = ["Machine"]
@@ -85,6 +86,7 @@ class Machine:
         self.registers = Registers(program, symbols | dict.fromkeys(program.local, 0))
         # Of all threads, one behind the other.
         self.local = SharedMemory(program.threads * sum(program.local.values()))
+        self.races: Races | None = None
         self.barriers = Barriers()
         self.later = Asynchronous(schedule)
         self.maps: dict[int, TensorMap] = {}
@@ -97,6 +99,16 @@ class Machine:
         self._steps: list[_Step | None] = [None] * len(program.instructions)
         self._groups: list[Group] = []
         self._executed = 0
+        self._place = 0  # of the instruction that runs
+
+    def watch(self) -> None:
+        """Look for races from the first program on."""
+        text = self.program.instructions
+        self.races = Races(
+            self.shared.data, self.program.threads, lambda: self._place,
+            lambda place: text[place].text[:200],
+        )  # fmt: skip
+        self.barriers.on_phase = self.races.complete
 
     def start(self, special: dict[str, int]) -> None:
         """Begin a program.
@@ -106,6 +118,8 @@ class Machine:
         """
         self.registers.clear(special)
         self.shared.clear()
+        if self.races is not None:
+            self.races.clear()
         for record in (self.barriers, self.maps, self.stores, self.copies, self.products):
             record.clear()
         self._groups = [Group(self.registers.threads, 0)]
@@ -129,6 +143,8 @@ class Machine:
                 raise Deadlock(f"{self.program.name}: all threads wait: " + "; ".join(where))
         if self._groups:
             return False
+        if self.races is not None:
+            self.races.end()
         while self.later.one():  # also what nobody waited for is done, and not by a later program
             pass
         return True
@@ -144,6 +160,8 @@ class Machine:
         if excess < 0:
             return Wait(key, lambda: f"waits for {count} threads at barrier {name}")
         places = {one.place for one in here}
+        if self.races is not None:
+            self.races.meet(np.concatenate([one.numbers for one in here]))
         self._replace(here, [(_union(here, place), place + 1) for place in sorted(places)])
         return "split"
 
@@ -182,6 +200,7 @@ class Machine:
 
     def _execute(self, step: _Step, group: Group, active: Threads) -> int | Wait | str:
         """Where the group goes on; or why it does not."""
+        self._place = group.place
         try:
             if step.choose is None:
                 assert step.run is not None
@@ -224,6 +243,9 @@ class Machine:
         for prefix, make in _MAKERS.items():
             if opcode == prefix or opcode.startswith(prefix + "."):
                 return make(instruction, self)
+        if opcode.startswith(("fence.proxy.async", "fence.mbarrier_init")):
+            races, numbers = self.races, self.registers.threads
+            return simple(lambda threads: races and races.fence(numbers[threads]))
         if opcode.startswith(_WITHOUT_EFFECT):
             return simple(lambda threads: None)
         run = arithmetic(instruction, self.registers)

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from flexhop.offline.ptx import products
-from flexhop.offline.ptx.common import Found, Maker, addresses_of, by_warps, ends_group, parts_of
+from flexhop.offline.ptx.common import (
+    Found,
+    Maker,
+    addresses_of,
+    by_warps,
+    ends_group,
+    parts_of,
+)
 from flexhop.offline.ptx.groups import SIZES
-from flexhop.offline.ptx.memory import SharedMemory
+from flexhop.offline.ptx.memory import SharedMemory, bytes_of
 from flexhop.offline.ptx.order import Pending
 from flexhop.offline.ptx.parse import Instruction, Register, Vector
+from flexhop.offline.ptx.races import Op, Use
 from flexhop.offline.ptx.state import Read, Threads
 
 if TYPE_CHECKING:
@@ -27,7 +35,9 @@ def _load_matrix(instruction: Instruction, machine: Machine) -> Found:
     places, is_transposed = addresses_of(source, machine), ".trans" in instruction.opcode
 
     def run(threads: Threads) -> None:
-        found = products.load_matrices(machine.shared, places(threads), len(writes), is_transposed)
+        addresses = places(threads)
+        _watch(machine, threads, addresses, len(writes), "load")
+        found = products.load_matrices(machine.shared, addresses, len(writes), is_transposed)
         for write, row in zip(writes, found, strict=True):
             write(threads, row)
 
@@ -42,10 +52,21 @@ def _store_matrix(instruction: Instruction, machine: Machine) -> Found:
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
+        _watch(machine, threads, addresses, len(reads), "store")
         rows = np.stack([np.broadcast_to(read(threads), addresses.shape) for read in reads])
         products.store_matrices(machine.shared, addresses, rows, is_transposed)
 
     return by_warps(run)
+
+
+def _watch(
+    machine: Machine, threads: Threads, addresses: np.ndarray, number: int, use: Use
+) -> None:
+    """Rows of 16 bytes, whose addresses the first threads of each warp have."""
+    if machine.races is not None:
+        numbers = machine.registers.threads[threads]
+        has_row = numbers % 32 < 8 * number
+        machine.races.access(numbers[has_row], addresses[has_row], 16, use)
 
 
 class _Product(NamedTuple):
@@ -62,6 +83,17 @@ class _Product(NamedTuple):
     right: int
     is_flipped: tuple[bool, bool]
     adds: bool
+
+    def reads(self) -> np.ndarray:
+        """Addresses of the bytes of its factors in shared memory."""
+        sides = [(self.right, self.shape.columns, self.is_flipped[1])]
+        if isinstance(self.left, int):
+            sides.append((self.left, 64, self.is_flipped[0]))
+        found = [
+            products.places(side, size, self.shape, is_flipped=is_flipped)
+            for side, size, is_flipped in sides
+        ]
+        return bytes_of(np.concatenate([one.reshape(-1) for one in found]), self.shape.width)
 
     def run(self) -> None:
         if isinstance(self.left, int):
@@ -113,7 +145,11 @@ def _product(instruction: Instruction, machine: Machine) -> Found:
 
 def _begin(machine: Machine, first: int, product: _Product) -> None:
     """Products of a warpgroup run one after the other."""
-    pending = Pending(product.run)
+    ops: list[Op] = []
+    if machine.races is not None:  # each warp multiplies its rows
+        nothing, places, warp = np.empty(0, np.int64), product.reads(), first // SIZES["warp"]
+        ops = [machine.races.begin(warp + n, places, nothing, "product") for n in range(4)]
+    pending = Pending(product.run, ops)
     machine.products.setdefault(first // SIZES["warpgroup"], [[]])[-1].append(pending)
     if machine.later.when == "early":
         pending.finish()

@@ -12,7 +12,7 @@ import torch
 from flexhop.offline.memory import OutOfBoundsError
 from flexhop.offline.ptx.state import DTYPES
 
-__all__ = ["GlobalMemory", "SharedMemory", "combine"]
+__all__ = ["GlobalMemory", "SharedMemory", "bytes_of", "combine"]
 
 
 @dataclasses.dataclass
@@ -130,6 +130,11 @@ class SharedMemory:
         if places.max() + size > self.size or (places % size).any():
             raise IndexError(f"shared memory has {self.size} bytes; accessed: {places.max()}")
         return places // size
+
+
+def bytes_of(addresses: np.ndarray, size: int) -> np.ndarray:
+    """Addresses of all bytes of what begins at addresses."""
+    return (addresses.reshape(-1, 1).astype(np.int64) + np.arange(size)).reshape(-1)
 
 
 _ATOMICS: dict[str, Any] = {

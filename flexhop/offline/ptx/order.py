@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
+
+from flexhop.offline.ptx.races import Op
 
 __all__ = ["ANY_ORDER", "Asynchronous", "Pending", "Schedule", "When", "finish_groups"]
 
@@ -36,10 +38,12 @@ class Pending:
 
     Args:
         run: does it.
+        ops: what is noted of it, to find races.
         done: whether it was done.
     """
 
     run: Callable[[], None]
+    ops: Sequence[Op] = ()
     done: bool = False
 
     def finish(self) -> None:
@@ -61,9 +65,9 @@ class Asynchronous:
         self._random = random.Random(schedule.seed)
         self._pending: list[Pending] = []
 
-    def start(self, run: Callable[[], None]) -> Pending:
+    def start(self, run: Callable[[], None], ops: Sequence[Op] = ()) -> Pending:
         """Begin work."""
-        one = Pending(run)
+        one = Pending(run, ops)
         if self.when == "early" or (self.when == "random" and self._random.random() < _SHARE):
             one.finish()
         else:
@@ -85,10 +89,11 @@ class Asynchronous:
         return True
 
 
-def finish_groups(groups: list[list[Pending]], kept: int) -> None:
+def finish_groups(groups: list[list[Pending]], kept: int) -> list[Pending]:
     """Do what all but the last `kept` closed groups have begun. The last of the list is open."""
     number = max(len(groups) - 1 - kept, 0)
-    for group in groups[:number]:
-        for pending in group:
-            pending.finish()
+    ended = [pending for group in groups[:number] for pending in group]
+    for pending in ended:
+        pending.finish()
     del groups[:number]
+    return ended

@@ -12,7 +12,7 @@ from flexhop.offline.ptx.memory import SharedMemory
 
 __all__ = [
     "Shape", "gather_factor", "gather_sum", "gather_warps", "load_matrices", "multiply_warps",
-    "operand", "read_shape", "scatter_sum", "store_matrices",
+    "operand", "places", "read_shape", "rows_of", "scatter_sum", "store_matrices",
 ]  # fmt: skip
 
 
@@ -22,6 +22,11 @@ class Shape(NamedTuple):
     columns: int
     terms: int
     dtype: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of a factor's elements."""
+        return 4 if self.dtype == "tf32" else 2
 
 
 _SHAPE = re.compile(r"\.m(?:64|16)n(\d+)k(\d+)(?:\.row\.col)?\.f32\.(\w+)\.(\w+)")
@@ -47,7 +52,16 @@ def widen(bits: np.ndarray, dtype: str) -> np.ndarray:
 def operand(
     shared: SharedMemory, descriptor: int, size: int, shape: Shape, *, is_flipped: bool
 ) -> np.ndarray:
-    """A factor in shared memory, [size, terms]; see the matrix descriptor of wgmma in PTX.
+    """A factor in shared memory, [size, terms]."""
+    addresses = places(descriptor, size, shape, is_flipped=is_flipped)
+    if addresses.max() >= shared.size:
+        raise IndexError(f"a factor lies behind the end of shared memory: {addresses.max()}")
+    width = shape.width
+    return widen(shared.view("u32" if width == 4 else "u16")[addresses // width], shape.dtype)
+
+
+def places(descriptor: int, size: int, shape: Shape, *, is_flipped: bool) -> np.ndarray:
+    """Addresses of a factor, [size, terms]; see the matrix descriptor of wgmma in PTX.
 
     is_flipped: its terms are not neighbours in memory, but its rows are.
     """
@@ -56,15 +70,12 @@ def operand(
     mode = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62 & 3]
     if descriptor >> 49 & 7:
         raise NotImplementedError("the emulator knows no base offset of a matrix")
-    width = 4 if shape.dtype == "tf32" else 2
+    width = shape.width
     row, byte = np.arange(size), np.arange(shape.terms) * width
     if is_flipped:
         row, byte = row * width, np.arange(shape.terms)
     offsets = _flipped(row, byte, steps, mode) if is_flipped else _offsets(row, byte, steps, mode)
-    addresses = swizzle(start + offsets, mode)
-    if addresses.max() >= shared.size:
-        raise IndexError(f"a factor lies behind the end of shared memory: {addresses.max()}")
-    return widen(shared.view("u32" if width == 4 else "u16")[addresses // width], shape.dtype)
+    return swizzle(start + offsets, mode)
 
 
 def _offsets(row: np.ndarray, byte: np.ndarray, steps: tuple[int, int], mode: int) -> np.ndarray:
@@ -136,7 +147,7 @@ def load_matrices(
     shared: SharedMemory, addresses: np.ndarray, number: int, is_transposed: bool
 ) -> np.ndarray:
     """ldmatrix: addresses [threads] of rows; registers [number, threads]."""
-    places = _rows_of(addresses, number)
+    places = rows_of(addresses, number)
     bits = shared.view("u16")[places // 2 + np.arange(8)]  # [warps, number, 8, 8]
     if is_transposed:
         bits = bits.swapaxes(2, 3)
@@ -153,10 +164,10 @@ def store_matrices(
     bits = words.view(np.uint16)
     if is_transposed:
         bits = bits.swapaxes(2, 3)
-    shared.view("u16")[_rows_of(addresses, number) // 2 + np.arange(8)] = bits
+    shared.view("u16")[rows_of(addresses, number) // 2 + np.arange(8)] = bits
 
 
-def _rows_of(addresses: np.ndarray, number: int) -> np.ndarray:
+def rows_of(addresses: np.ndarray, number: int) -> np.ndarray:
     """Addresses of the rows of each warp's matrices, [warps, number, 8, 1]."""
     rows = addresses.reshape(-1, 32)[:, : 8 * number].reshape(-1, number, 8, 1).astype(np.int64)
     if (rows % 16).any():

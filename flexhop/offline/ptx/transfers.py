@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,12 @@ from flexhop.offline.ptx.common import (
     simple,
     unsigned,
 )
-from flexhop.offline.ptx.copies import Box, TensorMap, add_box, load_box, store_box
+from flexhop.offline.ptx.copies import CHUNK, Box, TensorMap, add_box, load_box, store_box
 from flexhop.offline.ptx.groups import SIZES, Wait
+from flexhop.offline.ptx.memory import bytes_of
+from flexhop.offline.ptx.order import Pending
 from flexhop.offline.ptx.parse import Address, Instruction, Symbol
+from flexhop.offline.ptx.races import Op
 from flexhop.offline.ptx.state import Threads
 
 if TYPE_CHECKING:
@@ -30,7 +34,8 @@ __all__ = ["MAKERS"]
 
 def _mbarrier(instruction: Instruction, machine: Machine) -> Found:
     parts = instruction.opcode.split(".")
-    registers, barriers = machine.registers, machine.barriers
+    registers, barriers, races = machine.registers, machine.barriers, machine.races
+    is_made = parts[1] in ("init", "inval")
     if parts[1] in ("try_wait", "test_wait"):
         return _wait_for_phase(instruction, machine)
     operands = [one for one in instruction.operands if one != Symbol("_")]
@@ -42,18 +47,22 @@ def _mbarrier(instruction: Instruction, machine: Machine) -> Found:
         numbers = registers.threads[threads]
         addresses = np.broadcast_to(places(threads), numbers.shape)
         given = [np.broadcast_to(read(threads), numbers.shape) for read in values]
+        if races is not None:
+            races.access(numbers, addresses, 8, "store" if is_made else "use")
         for number, address in enumerate(addresses.tolist()):
             first = int(given[0][number]) if given else 1
             if parts[1] == "init":
                 barriers.init(address, first)
             elif parts[1] == "inval":
                 barriers.invalidate(address)
-            elif "expect_tx" in parts:
-                barriers.expect(address, first)
-                if parts[1] == "arrive":
-                    barriers.arrive(address)
             else:
-                barriers.arrive(address, first)
+                if "expect_tx" in parts:
+                    barriers.expect(address, first)
+                    first = 1
+                if parts[1] == "arrive":
+                    if races is not None:
+                        races.arrive(int(numbers[number]), address)
+                    barriers.arrive(address, first)
 
     return simple(run)
 
@@ -80,6 +89,10 @@ def _wait_for_phase(instruction: Instruction, machine: Machine) -> Found:
                 is_over,
             )
         write(active, np.True_)
+        if machine.races is not None:
+            numbers = machine.registers.threads[active]
+            machine.races.access(numbers, addresses, 8, "use")
+            machine.races.wait(numbers, np.broadcast_to(addresses, numbers.shape))
         return None
 
     return concerns_groups(choose)
@@ -125,17 +138,33 @@ def _bulk_copy(instruction: Instruction, machine: Machine) -> Found:
             start = [int(np.atleast_1d(read(one))[0]) for read in reads]
             tensor_map, address = machine.maps[int(maps(one)[0])], int(places(one)[0])
             box = Box(tensor_map, start, machine.memory, machine.shared, address)
+            op = _note_box(machine, thread, box, barrier)
             if barrier is None:
-                pending = machine.later.start(partial(give, box))
+                pending = machine.later.start(partial(give, box), [op] if op else [])
                 machine.stores.setdefault(thread, [[]])[-1].append(pending)
             else:
-                machine.later.start(partial(_deliver, machine, box, int(barrier(one)[0])))
+                machine.later.start(partial(_deliver, machine, box, int(barrier(one)[0]), op))
 
     return simple(run)
 
 
-def _deliver(machine: Machine, box: Box, barrier: int) -> None:
+def _note_box(
+    machine: Machine, thread: int, box: Box, barrier: Callable[[Threads], np.ndarray] | None
+) -> Op | None:
+    """A copy between shared and global memory begins; a load uses a barrier."""
+    if machine.races is None:
+        return None
+    nothing, places = np.empty(0, np.int64), bytes_of(box.chunks() * CHUNK, CHUNK)
+    if barrier is None:
+        return machine.races.begin(thread // 32, places, nothing)
+    machine.races.access(np.array([thread]), barrier(slice(thread, thread + 1)), 8, "use")
+    return machine.races.begin(thread // 32, nothing, places)
+
+
+def _deliver(machine: Machine, box: Box, barrier: int, op: Op | None) -> None:
     load_box(box)
+    if machine.races is not None and op is not None:
+        machine.races.deliver(op, barrier)
     machine.barriers.deliver(barrier, box.tensor.bytes)
 
 
@@ -170,10 +199,20 @@ def _copy(instruction: Instruction, machine: Machine) -> Found:
 
         to = np.broadcast_to(goals(threads), numbers.shape)
         pending = machine.later.start(copy)
-        for warp in np.unique(numbers // SIZES["warp"]).tolist():
-            machine.copies.setdefault(warp, [[]])[-1].append(pending)
+        owners = numbers // SIZES["warp"]
+        for warp in np.unique(owners).tolist():
+            ops = _note_copy(machine, warp, to[owners == warp], size)
+            machine.copies.setdefault(warp, [[]])[-1].append(Pending(pending.finish, ops))
 
     return simple(run)
+
+
+def _note_copy(machine: Machine, warp: int, to: np.ndarray, size: int) -> list[Op]:
+    """A warp begins to copy; cp.async sees memory as other instructions do."""
+    if machine.races is None:
+        return []
+    nothing = np.empty(0, np.int64)
+    return [machine.races.begin(warp, nothing, bytes_of(to, size), is_generic=True)]
 
 
 def _copy_group(instruction: Instruction, machine: Machine) -> Found:

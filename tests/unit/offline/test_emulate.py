@@ -9,6 +9,7 @@ from flexhop.offline.interpret import Deadlock, OutOfBoundsError, Schedule
 from flexhop.offline.ptx.machine import Machine
 from flexhop.offline.ptx.memory import GlobalMemory
 from flexhop.offline.ptx.parse import parse
+from flexhop.offline.ptx.races import Race
 from tests.unit.offline.kernels import POINTERS, kernel
 
 HOPPER = Emulator(templates=True)
@@ -100,6 +101,7 @@ def _run(body: str, when: str = "random") -> list[int]:
     memory = GlobalMemory("example", {"out": out})
     symbols = {"example_param_0": out.data_ptr(), "global_smem": 0}
     machine = Machine(program, memory, 1024, symbols, Schedule(when, 3))
+    machine.watch()
     machine.start({})
     assert machine.run(100_000)
     return out.tolist()
@@ -168,6 +170,99 @@ def test_barriers_in_memory_count_arrivals():
     assert _run(body) == [1] * 64
     with pytest.raises(Deadlock, match="pending=1"):
         _run(body.replace("b64 [%r5], 64", "b64 [%r5], 65"))
+
+
+# A thread stores its number, and loads what its neighbour in the other warp has stored.
+_EXCHANGE = """
+	mov.b32 	%r5, global_smem;
+	setp.eq.b32 	%p1, %r1, 0;
+	@%p1 mbarrier.init.shared::cta.b64 [%r5], 64;
+	bar.sync 	0;
+	xor.b32 	%r3, %r1, 32;
+	mad.lo.s32 	%r4, %r1, 4, 64;
+	mad.lo.s32 	%r6, %r3, 4, 64;
+	st.shared.b32 	[%r4], %r1;
+	{first}
+	ld.shared.b32 	%r2, [%r6];
+	{second}
+	st.shared.b32 	[%r4], {value};
+"""
+_BY_THREADS = "bar.sync 	0;"
+_BY_MEMORY = """mbarrier.arrive.shared::cta.b64 _, [%r5];
+	{ .reg .pred complete;
+	waitLoop: mbarrier.try_wait.parity.shared.b64 complete, [%r5], 0;
+	@!complete bra.uni waitLoop; }"""
+_ARRIVAL = "mbarrier.arrive.shared::cta.b64 _, [%r5];"
+
+
+def _exchange(first: str = "", second: str = "", value: str = "-1") -> list[int]:
+    return _run(_EXCHANGE.format(first=first, second=second, value=value))
+
+
+@pytest.mark.parametrize("barrier", [_BY_THREADS, _BY_MEMORY])
+def test_barriers_order_accesses(barrier):
+    assert _exchange(barrier, _BY_THREADS) == [n ^ 32 for n in range(64)]
+
+
+@pytest.mark.parametrize("barrier", ["", "bar.warp.sync 	-1;", _ARRIVAL])
+def test_a_load_that_nothing_orders_with_the_store(barrier):
+    with pytest.raises(Race, match=r"warp [01] (wrote|reads) it in (ld|st)\.shared"):
+        _exchange(barrier, _BY_THREADS)
+
+
+def test_a_store_that_nothing_orders_with_the_load():
+    with pytest.raises(Race, match=r"nothing orders .* warp [01] reads it in ld\.shared"):
+        _exchange(_BY_THREADS)
+
+
+def test_a_store_that_changes_nothing():
+    """Kernels have such stores, by all threads."""
+    assert _exchange(_BY_THREADS, value="%r1") == [n ^ 32 for n in range(64)]
+
+
+def test_a_barrier_that_is_used_before_it_is_made():
+    body = """
+	mov.b32 	%r5, global_smem;
+	setp.eq.b32 	%p1, %r1, 0;
+	@%p1 mbarrier.init.shared::cta.b64 [%r5], 64;
+	mbarrier.arrive.shared::cta.b64 _, [%r5];
+	mov.b32 	%r2, 1;
+	"""
+    with pytest.raises((Race, RuntimeError), match=r"mbarrier\.init|there is no barrier"):
+        _run(body)
+
+
+# Four bytes of each thread are copied while the program goes on.
+_COPY = """
+	mul.lo.s32 	%r4, %r1, 4;
+	cp.async.ca.shared.global [%r4], [%rd3], 4;
+	cp.async.commit_group;
+	{wait}
+	xor.b32 	%r4, %r4, {other};
+	ld.shared.b32 	%r2, [%r4];
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "other"), [("", 4), ("cp.async.wait_group 0;", 128), ("bar.sync 0;", 128)]
+)
+def test_a_copy_that_nobody_waited_for(wait, other):
+    """Each warp waits for its own copies; a barrier tells the others."""
+    with pytest.raises(Race, match=r"may still be written in cp\.async"):
+        _run(_COPY.format(wait=wait, other=other))
+
+
+@pytest.mark.parametrize(
+    ("wait", "other"),
+    [("cp.async.wait_group 0;", 4), ("cp.async.wait_group 0;\n\tbar.sync 0;", 128)],
+)
+def test_a_copy_that_is_over(wait, other):
+    assert _run(_COPY.format(wait=wait, other=other)) == [-1] * 64
+
+
+def test_a_program_that_ends_before_its_copies():
+    with pytest.raises(Race, match=r"ends before somebody has waited for cp\.async"):
+        _run("mov.b32 %r2, 0; mul.lo.s32 %r4, %r1, 4; cp.async.ca.shared.global [%r4], [%rd3], 4;")
 
 
 def test_memory_of_each_thread():
