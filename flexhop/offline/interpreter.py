@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 
 from flexhop.compat.kernels import triton_runtime
 from flexhop.compat.offline.cpu_wrapper import triton_helpers
+from flexhop.offline import kept_types
 from flexhop.offline.memory import Memory
 from flexhop.offline.numpy_functions import assembly_function, library_function
 from flexhop.offline.packed_assembly import run_packed
@@ -44,6 +45,7 @@ __all__ = ["interpreting", "launch"]
 
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 _BYTES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_MISSING = object()
 # Imported here because they copy names of the language: not while those are replaced.
 _COPIERS = (code_generator, gluon_language)
 _LIBRARY = (tl, tl.core, tl.standard, tl.math, tl.random, triton_helpers, triton_runtime)
@@ -65,10 +67,9 @@ def interpreting(memory: Memory | None = None) -> Generator[None, None, None]:
         # For example an all-NaN row under nanmax, which the GPU handles silently.
         warnings.simplefilter("ignore", RuntimeWarning)
         stack.enter_context(np.errstate(all="ignore"))
-        for owner, name, value in (*_swapped_functions(), *_repairs()):
-            missing = not hasattr(owner, name)
-            stack.enter_context(mock.patch.object(owner, name, value, create=missing))
-        stack.callback(_patch_language().restore)
+        for owner, name, value in _patches():
+            stack.callback(_restore, owner, name, vars(owner).get(name, _MISSING))
+            setattr(owner, name, value)
         if memory is not None:
             stack.enter_context(memory.watched())
         yield
@@ -113,6 +114,28 @@ def _interpreted(function: JITFunction[Any]) -> InterpretedFunction[Any]:
     return InterpretedFunction(function.fn)
 
 
+@functools.cache
+def _patches() -> tuple[tuple[Any, str, Any], ...]:
+    """Everything that differs while kernels are interpreted; found once."""
+    with contextlib.ExitStack() as stack:
+        found: dict[tuple[int, str], Any] = {}
+        for owner, name, value in (*_swapped_functions(), *_repairs(), *kept_types.repairs()):
+            missing = not hasattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, value, create=missing))
+            found[id(owner), name] = owner
+        scope = _patch_language()
+        stack.callback(scope.restore)
+        found.update({(id(owner), name): owner for owner, name, _ in scope._changes})
+        return tuple((owner, name, vars(owner)[name]) for (_, name), owner in found.items())
+
+
+def _restore(owner: Any, name: str, original: Any) -> None:
+    if original is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
+
+
 def _swapped_functions() -> Iterator[tuple[Any, str, Any]]:
     """The functions that Triton and Inductor wrote in Triton, as interpreted ones."""
     for module in _LIBRARY:
@@ -140,12 +163,17 @@ def _call_device_function(self: InterpretedFunction[Any], *args: Any, **keywords
 def _patch_language() -> Any:
     """What the interpreter does to `triton.language` for one kernel, done for all of them."""
     visible = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    scope = interpreter._patch_lang(visible)
-    interpreter._patch_builtin(libdevice, interpreter.interpreter_builder, scope)
+    with mock.patch.object(interpreter, "_patch_attr", _patch_attr):
+        scope = interpreter._patch_lang(visible)
+        interpreter._patch_builtin(libdevice, interpreter.interpreter_builder, scope)
     # Triton 3.6 converts arrays of one element in a way that numpy 2.5 refuses.
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     scope.set_attr(tl.tensor, "__bool__", _truth)
     return scope
+
+
+def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    scope.set_attr(owner, name, kept_types.bind(member))
 
 
 def _truth(tensor: Any) -> bool:

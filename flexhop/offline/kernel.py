@@ -11,7 +11,7 @@ import linecache
 import types
 from typing import Any
 
-__all__ = ["Kernel", "kernels_of"]
+__all__ = ["Kernel", "kernels_of", "parse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +67,12 @@ class Kernel:
     @property
     def functions(self) -> list[str]:
         """Names of the kernel and its device functions, in the order of the text."""
-        return [
-            node.name for node in _parse(self.source).body if isinstance(node, ast.FunctionDef)
-        ]
+        return [node.name for node in parse(self.source).body if isinstance(node, ast.FunctionDef)]
 
     def text(self) -> str:
         """The kernel, its device functions and their constants, without imports and Inductor's
         decorator."""
-        body = _parse(self.source).body
+        body = parse(self.source).body
         parts = [self._cut(node) for node in body if isinstance(node, ast.FunctionDef)]
         constants = [ast.unparse(node) for node in body if _is_constant(node)]
         return "\n\n\n".join([*parts, *filter(None, ["\n".join(constants)])]) + "\n"
@@ -93,16 +91,16 @@ class Kernel:
         Returns:
             A new module whose attribute `name` is what `@triton.jit` or `@gluon.jit` makes of it.
         """
-        text = _executable(self.source)
-        filename = f"<{self.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+        filename = f"<{self.name} {hashlib.sha256(self.source.encode()).hexdigest()[:12]}>"
         # Triton reads a kernel's source back through inspect, which asks linecache.
-        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        lines = self.source.splitlines(keepends=True)
+        linecache.cache[filename] = (len(self.source), None, lines, filename)
         module = types.ModuleType(self.name)
-        exec(compile(text, filename, "exec"), module.__dict__)
+        exec(compile(_executable(self.source), filename, "exec"), module.__dict__)
         return module
 
     def _function(self, name: str = "") -> ast.FunctionDef:
-        tree = _parse(self.source)
+        tree = parse(self.source)
         if name in ("", self.name):
             return _kernel_function(tree)
         for node in tree.body:
@@ -117,22 +115,22 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=32)  # a kernel is asked about its parts several times
-def _parse(source: str) -> ast.Module:
+def parse(source: str) -> ast.Module:
     """The tree of a kernel's text, not to be changed."""
     return ast.parse(source)
 
 
-@functools.lru_cache(maxsize=32)
-def _executable(source: str) -> str:
-    """The text without Inductor's decorator."""
-    parts: list[str] = []
-    for node in _parse(source).body:
+def _executable(source: str) -> ast.Module:
+    """The tree without Inductor's decorator, which would require a driver."""
+    body: list[ast.stmt] = []
+    for node in parse(source).body:
         if isinstance(node, ast.FunctionDef):
             node = copy.copy(node)
             node.decorator_list = [d for d in node.decorator_list if not _is_inductor(d)]
-        parts.append(ast.unparse(node))
-    # It would require a driver; without a GPU there is none.
-    return "\n".join(part for part in parts if "set_driver_to_gpu" not in part)
+        # Without a GPU there is no driver either.
+        if not isinstance(node, ast.Expr) or "set_driver_to_gpu" not in ast.unparse(node):
+            body.append(node)
+    return ast.Module(body, [])
 
 
 def kernels_of(code: str) -> list[Kernel]:
@@ -140,14 +138,16 @@ def kernels_of(code: str) -> list[Kernel]:
     calls = [
         node
         for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func) == "async_compile.triton"
     ]
     return [read_kernel(*(ast.literal_eval(a) for a in call.args[:2])) for call in calls]
 
 
 def read_kernel(name: str, source: str) -> Kernel:
     """Read a kernel from the two arguments of `async_compile.triton`."""
-    function = _kernel_function(_parse(source))
+    function = _kernel_function(parse(source))
     decorator = next(d for d in function.decorator_list if _is_inductor(d))
     assert isinstance(decorator, ast.Call)
     facts = {keyword.arg: keyword.value for keyword in decorator.keywords}

@@ -1,7 +1,7 @@
-"""Triton's interpreter rewrites a function when it first runs it; here, a whole file at once.
+"""Triton's interpreter rewrites a function when it first runs it; here, each text once.
 
-It reads each function back through tokens, twice. Kernels are made anew for every call, and that
-took as long as a third of running them.
+It reads each function back through tokens, twice. Kernels are made anew for every call, most of
+their functions with the same text, and that took as long as a third of running them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter
 
+from flexhop.offline.kernel import parse
+
 __all__ = ["rewrite_ast"]
 
 _original = FunctionRewriter.rewrite_ast
@@ -24,27 +26,46 @@ def rewrite_ast(self: Any) -> Any:
     """Instead of `FunctionRewriter.rewrite_ast`, the same in Triton 3.6 to 3.9."""
     code = self.fn.__code__
     lines = tuple(linecache.getlines(code.co_filename, self.fn.__globals__))
-    rewritten = _rewritten(code.co_filename, lines).get((code.co_name, code.co_firstlineno))
-    if rewritten is None:
+    text = _functions(lines).get((code.co_name, code.co_firstlineno))
+    if text is None:
         return _original(self)
     # The one name that rewritten text uses. The original leaves all of its module's names, also in
     # Triton's library, which is compiled later.
     names = self.fn.__globals__
     names.setdefault("interpreter_semantic", interpreter.interpreter_semantic)
     local: dict[str, Any] = dict(self.kwargs)
-    exec(rewritten, names, local)
+    exec(_moved(_rewritten(text), code.co_filename, code.co_firstlineno - 1), names, local)
     return local[self.fn.__name__]
 
 
 @functools.lru_cache(maxsize=32)
-def _rewritten(filename: str, lines: tuple[str, ...]) -> dict[tuple[str, int], types.CodeType]:
-    """Code that defines each function of a file, by name and first line (of its decorators)."""
-    found: dict[tuple[str, int], types.CodeType] = {}
-    for node in ast.parse("".join(lines)).body:
+def _functions(lines: tuple[str, ...]) -> dict[tuple[str, int], str]:
+    """Text of each function of a file, by name and first line (of Triton's decorator)."""
+    found: dict[tuple[str, int], str] = {}
+    for node in parse("".join(lines)).body:
         if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            node.decorator_list = []
-            tree = ast.Module([FunctionRewriter.ast_transformer.visit(node)], [])
-            code = compile(ast.fix_missing_locations(tree), filename, "exec")
-            found[node.name, first] = code
+            starts = [node.lineno, *(one.lineno for one in node.decorator_list)]
+            for first in starts:
+                found[node.name, first] = "".join(lines[first - 1 : node.end_lineno])
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _rewritten(text: str) -> types.CodeType:
+    """Code that defines a function, whose text starts in line 1."""
+    node = ast.parse(text).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    node.decorator_list = []
+    tree = ast.Module([FunctionRewriter.ast_transformer.visit(node)], [])
+    return compile(ast.fix_missing_locations(tree), "<kernel>", "exec")
+
+
+def _moved(code: types.CodeType, filename: str, lines: int) -> types.CodeType:
+    """The same code further down in a file, for tracebacks."""
+    parts = (
+        _moved(one, filename, lines) if isinstance(one, types.CodeType) else one
+        for one in code.co_consts
+    )
+    return code.replace(
+        co_filename=filename, co_firstlineno=code.co_firstlineno + lines, co_consts=tuple(parts)
+    )

@@ -1,12 +1,16 @@
 import math
 import subprocess
 import sys
+import traceback
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
+from flexhop.offline import interpreter, kept_types, rewriting
 from flexhop.offline.interpret import Memory, OutOfBoundsError, interpret, run_kernel
+from flexhop.offline.interpreter import interpreting, launch
 from tests.unit.offline.kernels import POINTERS, kernel
 
 _ASSEMBLY = "v = tl.inline_asm_elementwise('{}', '=f,f', [v], tl.float32, True, 1)"
@@ -51,6 +55,46 @@ def test_inductor_kernels_forward_and_backward(dtype):
 def test_dynamic_shapes():
     result = interpret(lambda x: x.exp().sum(-1), torch.ones(7, 9), dynamic=True).result
     torch.testing.assert_close(result, torch.full((7,), 9 * math.e))
+
+
+def test_one_text_in_two_kernels_is_rewritten_once_and_keeps_its_place():
+    failing = "@triton.jit\ndef halve(v):\n    return v.to(tl.float32).no_such_member\n"
+    places = []
+    misses = rewriting._rewritten.cache_info().misses
+    for above in ("", "# one line\n"):
+        with pytest.raises(AttributeError) as error:
+            _run(_block("v = halve(v)"), _x(), above + failing)
+        last = traceback.extract_tb(error.value.__traceback__)[-1]
+        places.append((last.filename, last.lineno))
+        assert "no_such_member" in last.line
+    assert places[1][1] == places[0][1] + 1
+    assert places[1][0] != places[0][0]
+    # The helper, and the kernel around it.
+    assert rewriting._rewritten.cache_info().misses == misses + 2
+
+
+@pytest.mark.parametrize(
+    "lines", ["v = (v > 0) & (v < 1)", "v = i * 3 // 2", "v = v[None] + v[:, None]"]
+)
+def test_kept_types_are_those_that_triton_makes(lines, monkeypatch):
+    """Shape, element type and values of a result, with and without them."""
+
+    def found():
+        seen = []
+        with interpreting():
+            monkeypatch.setattr(tl, "static_print", seen.append)
+            module = kernel(
+                POINTERS, _block(lines + "\ntl.static_print(v)\nv = tl.load(x + i)")
+            ).module()
+            launch(module.kernel, (1,), {"x": _x(), "out": _x()})
+            return [(str(one.type), one.shape, one.numel, str(one.handle.data)) for one in seen]
+
+    kept = found()
+    monkeypatch.setattr(kept_types, "repairs", lambda: iter(()))
+    interpreter._patches.cache_clear()
+    plain = found()
+    interpreter._patches.cache_clear()
+    assert str(kept) == str(plain) and len(kept) == 1
 
 
 def test_library_functions():
