@@ -14,6 +14,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.fx import Graph
 
+from flexhop.compat.dynamo.captured import captured_numbers
 from flexhop.compat.mods.location import users_line
 from flexhop.compat.mods.own_backward import is_refused_at_once, own_backward
 from flexhop.compat.operators.transforms import is_deriving
@@ -29,7 +30,8 @@ def speculate(
     # writes to inputs, which we do ourselves to name the line.
     known = inspect.signature(hops.speculate_subgraph).parameters
     permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
-    with _same_side_effects(tx), _guarded_defaults(), _own_functions(tx, kind):
+    own = _own_functions(tx, kind)
+    with _same_side_effects(tx), _guarded_defaults(), captured_numbers(), own:
         (_, _), graph, lifted = hops.speculate_subgraph(
             tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
             set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},

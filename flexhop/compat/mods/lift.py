@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 
 from flexhop.compat.kept import mark, remember
 from flexhop.compat.mods.held import is_filled
-from flexhop.compat.mods.wrapped import Exchange, apart, is_transformed
 from flexhop.compat.mods.own_backward import at_once
+from flexhop.compat.mods.wrapped import Exchange, apart, is_transformed
 from flexhop.compat.operators.hop import Operator
 from flexhop.compat.operators.transforms import is_deriving
 from flexhop.errors import FlexhopError

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,6 +175,28 @@ def test_block_masks_made_inside():
     graphs = counter.frame_count
     assert_same(compiled, attend, tensors, VALUES[1:])
     assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.int64, np.bool_])
+def test_numbers_of_numpy_and_masks_made_inside_of_mods_from_outside(kind):
+    """`float`, `int` and `item` of a NumPy scalar failed, and so did a float in such a mask."""
+
+    def mods(number):
+        def score(s, b, h, q, k):
+            read = number if kind is float else number.item() + float(number) + int(number)
+            return s * number + read * (q - k)
+
+        return score, lambda b, h, q, k: (q - k) * 2 <= number + 3
+
+    def attend(query, key, value, score, mask):
+        blocks = create_block_mask(mask, None, None, 33, 33, device="cpu", BLOCK_SIZE=16)
+        return flex_attention(query, key, value, score, blocks)
+
+    inputs = [t.detach() for t in operands()]
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    for number in map(kind, (5.5, 0, 3.25)):
+        found = compiled(*inputs, *mods(number))
+        torch.testing.assert_close(found, attend(*inputs, *mods(number)), rtol=1e-4, atol=1e-5)
 
 
 def test_k_mod():
