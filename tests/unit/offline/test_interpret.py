@@ -73,28 +73,28 @@ def test_one_text_in_two_kernels_is_rewritten_once_and_keeps_its_place():
     assert rewriting._rewritten.cache_info().misses == misses + 2
 
 
-@pytest.mark.parametrize(
-    "lines", ["v = (v > 0) & (v < 1)", "v = i * 3 // 2", "v = v[None] + v[:, None]"]
-)
+_MIXED = ["v = (v > 0) & (v < 1)", "v = i * 3 // 2", "v = v[None] + v[:, None]"]
+
+
+@pytest.mark.parametrize("lines", _MIXED)
 def test_kept_types_are_those_that_triton_makes(lines, monkeypatch):
     """Shape, element type and values of a result, with and without them."""
+    body = _block(lines + "\ntl.static_print(v)\nv = tl.load(x + i)")
 
     def found():
         seen = []
-        with interpreting():
-            monkeypatch.setattr(tl, "static_print", seen.append)
-            module = kernel(
-                POINTERS, _block(lines + "\ntl.static_print(v)\nv = tl.load(x + i)")
-            ).module()
+        with interpreting(), monkeypatch.context() as inside:
+            inside.setattr(tl, "static_print", seen.append)
+            module = kernel(POINTERS, body).module()
             launch(module.kernel, (1,), {"x": _x(), "out": _x()})
-            return [(str(one.type), one.shape, one.numel, str(one.handle.data)) for one in seen]
+            return [str((str(v.type), v.shape, v.numel, v.handle.data)) for v in seen]
 
     kept = found()
     monkeypatch.setattr(kept_types, "repairs", lambda: iter(()))
     interpreter._patches.cache_clear()
     plain = found()
     interpreter._patches.cache_clear()
-    assert str(kept) == str(plain) and len(kept) == 1
+    assert kept == plain and len(kept) == 1
 
 
 def test_library_functions():
