@@ -67,7 +67,7 @@ class GlobalMemory:
     def store(self, addresses: np.ndarray, kind: str, values: Any) -> None:
         """If threads store at one address, the last one's number stays."""
         view, places = self._places(addresses, np.dtype(DTYPES[kind]), "store")
-        view[places] = values
+        _put(view, places, values)
 
     def _places(
         self, addresses: np.ndarray, dtype: np.dtype[Any], operation: str
@@ -122,7 +122,7 @@ class SharedMemory:
 
     def store(self, addresses: np.ndarray, kind: str, values: Any) -> None:
         """If threads store at one address, the last one's number stays."""
-        self.view(kind)[self._places(addresses, kind)] = values
+        _put(self.view(kind), self._places(addresses, kind), values)
 
     def _places(self, addresses: np.ndarray, kind: str) -> np.ndarray:
         size = np.dtype(DTYPES[kind]).itemsize
@@ -130,6 +130,11 @@ class SharedMemory:
         if places.max() + size > self.size or (places % size).any():
             raise IndexError(f"shared memory has {self.size} bytes; accessed: {places.max()}")
         return places // size
+
+
+def _put(view: np.ndarray, places: np.ndarray, values: Any) -> None:
+    """Store numbers at places; one place may be that of all."""
+    view[np.broadcast_to(places, np.broadcast_shapes(places.shape, np.shape(values)))] = values
 
 
 def bytes_of(addresses: np.ndarray, size: int) -> np.ndarray:

@@ -220,6 +220,20 @@ def test_a_store_that_changes_nothing():
     assert _exchange(_BY_THREADS, value="%r1") == [n ^ 32 for n in range(64)]
 
 
+def test_all_threads_store_at_one_place():
+    """The last one's number stays; nobody orders the two warps."""
+    body = """
+	mov.b32 	%r5, global_smem;
+	st.shared.b32 	[global_smem], %r1;
+	bar.sync 	0;
+	ld.shared.b32 	%r2, [global_smem];
+	"""
+    with pytest.raises(Race, match=r"warp 0 wrote it in st\.shared"):
+        _run(body)
+    same = body.replace("], %r1", "], %r3").replace("mov.b32", "shr.u32 %r3, %r1, 6; mov.b32", 1)
+    assert _run(same) == [0] * 64
+
+
 def test_a_barrier_that_is_used_before_it_is_made():
     body = """
 	mov.b32 	%r5, global_smem;
