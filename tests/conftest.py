@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 import sys
@@ -14,6 +15,10 @@ import torch
 os.environ.setdefault("FLEXHOP_STRICT", "1")
 # Dynamo would collect garbage after every compilation; see pytest_collection_finish.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
+
+# pytest listens to loggers that do not propagate: PyTorch's trace would write out each graph.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None
 
 
 # As many graphs more than after the last collection are collected; see _Graphs.
@@ -110,4 +115,8 @@ def _fresh_compiler():
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
         _graphs.collect()
+        import torch._dynamo.guards as guards
+
+        # A number for PyTorch's logs: it empties the processor's caches to time the guards.
+        guards.profile_guard_manager = lambda *_: 0.0
     yield
