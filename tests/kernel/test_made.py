@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from flexhop import create_block_mask, flex_attention
 from flexhop.compat.mods.indexing import IndexMode
@@ -167,3 +168,36 @@ def test_places_among_numbers(count, dtype):
         with IndexMode():
             found = torch.vmap(function)(asked)
         torch.testing.assert_close(found, function(asked), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_many_numbers_are_sorted_before_the_call(dynamic):
+    """No kernel sorts. Numbers may repeat, and have any dtype and shape."""
+    draws = torch.Generator().manual_seed(0)
+    whole = torch.randint(0, LENGTH, (40,), generator=draws)
+    small = torch.randint(0, LENGTH, (4, 5), generator=draws).to(torch.uint8)
+    halves = torch.cat([torch.arange(30) * 1.5, torch.tensor([torch.nan])])
+
+    def mask_mod(b, h, q, k):
+        return torch.isin(k, whole) | torch.isin(q, small, invert=True) | (q == k)
+
+    def score_mod(s, b, h, q, k):
+        return torch.where(torch.isin(q + k, halves, assume_unique=True), s, -s)
+
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+    inputs = [t.detach() for t in _operands()]
+    compiled = torch.compile(flex_attention, backend=record, fullgraph=True, dynamic=dynamic)
+    found, expected = (call(*inputs, score_mod, mask) for call in (compiled, flex_attention))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    (graph,) = graphs
+    mods = [module.code for name, module in graph.named_modules() if name]
+    assert (graph.code.count("torch.sort("), [code.count("torch.sort(") for code in mods]) == (
+        3, [0, 0],
+    )  # fmt: skip

@@ -41,6 +41,7 @@ from flexhop.compat.dynamo.subgraph import speculate
 from flexhop.compat.mods.graphs import reads_on_host, refuse_by_running, refuse_reads_on_host
 from flexhop.compat.mods.location import users_line
 from flexhop.compat.mods.made import make_before, spell_numbers
+from flexhop.compat.mods.ordered_sets import order_sets
 from flexhop.compat.mods.own_backward import note_own_backward
 from flexhop.compat.mods.written_graphs import without_writes
 from flexhop.compat.operators.vmapped import is_mapped
@@ -218,6 +219,8 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             self.rules.check_result(_result_of(graph), kind, name)
             device = fake_of(query.as_proxy()).device
             spell_numbers(graph)
+            with self.rules.index_mode():
+                order_sets(tx, graph)
             graph, lifted = as_captures(tx, graph, lifted, device)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _cause(error) or _untraceable(kind, error) from None

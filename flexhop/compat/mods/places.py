@@ -14,16 +14,16 @@ from torch import Tensor
 
 from flexhop.compat.operators import vmapped
 
-__all__ = ["is_in", "place_among"]
+__all__ = ["COMPARED", "is_in", "place_among"]
 
-_COMPARED = 16  # most numbers that are compared one by one, as many as make a row
+COMPARED = 16  # most numbers that are compared one by one, as many as make a row
 
 
 def is_in(number: Tensor, numbers: Any, *, invert: bool = False) -> Tensor:
     """torch.isin for one number."""
     if not isinstance(numbers, Tensor) or numbers.dim() == 0:
         found = number == numbers
-    elif numbers.numel() <= _COMPARED:
+    elif numbers.numel() <= COMPARED:
         found = (numbers.reshape(-1) == number).any()
     else:
         ordered = numbers.reshape(-1).sort().values
@@ -38,7 +38,7 @@ def place_among(ordered: Tensor, number: Tensor, *, right: bool = False) -> Tens
     NaN comes last, as in PyTorch.
     """
     count = ordered.numel()
-    if count <= _COMPARED:
+    if count <= COMPARED:
         is_before = ~(ordered > number) if right else ~(ordered >= number)
         return is_before.sum()
     steps = 1

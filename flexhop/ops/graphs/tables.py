@@ -291,9 +291,12 @@ class _Maker:
         kwargs = fx.map_arg(node.kwargs, value)
         if node.target is aten.index.Tensor:
             source, indices = args
-            return source[tuple(i.long() for i in torch.broadcast_tensors(*indices))]
+            # Python's brackets would read the value of an index that is the same everywhere.
+            return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result if result.is_floating_point() else result.to(node.meta["val"].dtype)
+        if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
+            return result
+        return result.to(node.meta["val"].dtype)
 
 
 def _widened(capture: Tensor) -> Tensor:
