@@ -36,7 +36,7 @@ def _load_matrix(instruction: Instruction, machine: Machine) -> Found:
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
-        _watch(machine, threads, addresses, len(writes), "load")
+        _watch(machine, threads, addresses, len(writes))
         found = products.load_matrices(machine.shared, addresses, len(writes), is_transposed)
         for write, row in zip(writes, found, strict=True):
             write(threads, row)
@@ -52,21 +52,25 @@ def _store_matrix(instruction: Instruction, machine: Machine) -> Found:
 
     def run(threads: Threads) -> None:
         addresses = places(threads)
-        _watch(machine, threads, addresses, len(reads), "store")
         rows = np.stack([np.broadcast_to(read(threads), addresses.shape) for read in reads])
-        products.store_matrices(machine.shared, addresses, rows, is_transposed)
+        matrices = products.matrices_of(rows, is_transposed)
+        _watch(machine, threads, addresses, len(reads), matrices)
+        products.store_matrices(machine.shared, addresses, matrices)
 
     return by_warps(run)
 
 
 def _watch(
-    machine: Machine, threads: Threads, addresses: np.ndarray, number: int, use: Use
-) -> None:
-    """Rows of 16 bytes, whose addresses the first threads of each warp have."""
+    machine: Machine, threads: Threads, addresses: np.ndarray, number: int,
+    stored: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Rows of 16 bytes, whose addresses the first threads of each warp have; stored or loaded."""
     if machine.races is not None:
         numbers = machine.registers.threads[threads]
         has_row = numbers % 32 < 8 * number
-        machine.races.access(numbers[has_row], addresses[has_row], 16, use)
+        use: Use = "load" if stored is None else "store"
+        values = None if stored is None else stored.reshape(-1, 8).view(np.uint8)
+        machine.races.access(numbers[has_row], addresses[has_row], 16, use, values)
 
 
 class _Product(NamedTuple):

@@ -11,8 +11,9 @@ from flexhop.offline.ptx.copies import CHUNK, swizzle
 from flexhop.offline.ptx.memory import SharedMemory
 
 __all__ = [
-    "Shape", "gather_factor", "gather_sum", "gather_warps", "load_matrices", "multiply_warps",
-    "operand", "places", "read_shape", "rows_of", "scatter_sum", "store_matrices",
+    "Shape", "gather_factor", "gather_sum", "gather_warps", "load_matrices", "matrices_of",
+    "multiply_warps", "operand", "places", "read_shape", "rows_of", "scatter_sum",
+    "store_matrices",
 ]  # fmt: skip
 
 
@@ -155,16 +156,18 @@ def load_matrices(
     return words.transpose(1, 0, 2, 3).reshape(number, -1)
 
 
-def store_matrices(
-    shared: SharedMemory, addresses: np.ndarray, registers: np.ndarray, is_transposed: bool
-) -> None:
-    """stmatrix: the inverse of load_matrices."""
+def matrices_of(registers: np.ndarray, is_transposed: bool) -> np.ndarray:
+    """Registers [number, threads] as matrices [warps, number, 8, 8], as stmatrix stores them."""
     number = len(registers)
     words = np.ascontiguousarray(registers.reshape(number, -1, 8, 4).transpose(1, 0, 2, 3))
     bits = words.view(np.uint16)
-    if is_transposed:
-        bits = bits.swapaxes(2, 3)
-    shared.view("u16")[rows_of(addresses, number) // 2 + np.arange(8)] = bits
+    return np.ascontiguousarray(bits.swapaxes(2, 3)) if is_transposed else bits
+
+
+def store_matrices(shared: SharedMemory, addresses: np.ndarray, matrices: np.ndarray) -> None:
+    """stmatrix: addresses [threads] of rows; what matrices_of gives."""
+    places = rows_of(addresses, matrices.shape[1])
+    shared.view("u16")[places // 2 + np.arange(8)] = matrices
 
 
 def rows_of(addresses: np.ndarray, number: int) -> np.ndarray:

@@ -234,6 +234,21 @@ def test_all_threads_store_at_one_place():
     assert _run(same) == [0] * 64
 
 
+def test_both_warps_store_one_matrix():
+    """Layouts repeat a small tensor in several warps."""
+    body = """
+	shl.b32 	%r4, %r1, 4;
+	and.b32 	%r4, %r4, 127;
+	stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r4], {%r3};
+	bar.sync 	0;
+	ld.shared.b32 	%r2, [%r4];
+	"""
+    lane, warp = "and.b32 %r3, %r1, 31;", "mov.b32 %r3, %r1;"
+    assert _run(lane + body) == [4 * (n % 8) for n in range(64)]
+    with pytest.raises(Race, match=r"warp 0 wrote it in stmatrix"):
+        _run(warp + body)
+
+
 def test_a_barrier_that_is_used_before_it_is_made():
     body = """
 	mov.b32 	%r5, global_smem;
