@@ -16,6 +16,7 @@ from flexhop.ops.dropout_seed import Dropout
 from flexhop.ops.sharding import SLOT
 from flexhop.sequences.ranges import Packing, pack_mask
 from flexhop.sequences.row_tables import RowTables, Window, local_score_mod
+from flexhop.sequences.windows import window_mistake
 
 
 def varlen_attention(
@@ -82,7 +83,7 @@ def varlen_attention(
     Source: flash_attn.flash_attn_varlen_func (flash-attn 2.8), with mods.
     """
     offsets_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    mistake = note_wrong_type(query, key, value, scale, return_aux) or _window_mistake(window_size)
+    mistake = note_wrong_type(query, key, value, scale, return_aux) or window_mistake(window_size)
     left, right = (None, None) if mistake is not None else window_size
     right = 0 if is_causal else right
     packing = Packing(cu_seqlens_q, offsets_k, seqused_k, Window(left, right, bottom_right))
@@ -124,18 +125,6 @@ def _as_batch(tokens: Tensor) -> Tensor:
 def _as_tokens(batch: Tensor) -> Tensor:
     """[1, H, T, ...] as [T, H, ...]."""
     return batch.squeeze(0).transpose(0, 1)
-
-
-def _window_mistake(window: Any) -> Mistake | None:
-    """What is wrong with a window. flash-attn's -1 would mean that the next key is the first."""
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if is_pair and all([n is None or (isinstance(n, int) and n >= 0) for n in window]):
-        return None
-    allowed = "two numbers (before, after) from 0, or None for no bound (flash-attn's -1)"
-    found = window if is_pair else type(window).__name__
-    return note_mistake(
-        errors.OptionValueError, name="window_size", value=str(found), allowed=allowed
-    )
 
 
 def _rank_mistake(**tensors: Tensor) -> Mistake | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexhop.mods.functions import MaskMod
 from flexhop.sequences.row_tables import RowTables, Window, tabulate_rows
+from flexhop.sequences.windows import window_mistake
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,6 +26,9 @@ class PackedSequences:
         window_size: as for `varlen_attention`.
         bottom_right: as for `varlen_attention`.
         mask_mod: as for `varlen_attention`.
+
+    Raises:
+        OptionValueError: as for `varlen_attention`, a window_size that is no pair of such numbers.
     """
 
     cu_seqlens: Tensor
@@ -33,6 +37,12 @@ class PackedSequences:
     window_size: tuple[int | None, int | None] = (None, None)
     bottom_right: bool = True
     mask_mod: MaskMod | None = None
+
+    def __post_init__(self) -> None:
+        """Check the window, of which every call would otherwise make another mask."""
+        mistake = window_mistake(self.window_size)
+        if mistake is not None:
+            raise mistake.error(**dict(mistake.facts))
 
     @property
     def window(self) -> Window:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import flexhop
 from flexhop import errors
 from flexhop.block_mask.lists import find_ranges
+from flexhop.distributed import PackedSequences
 from flexhop.varlen import Packing, Window, pack_mask
 from tests.varlen_cases import (
     CASES,
@@ -160,3 +161,5 @@ def test_wrong_windows(window, compiled):
         call = torch.compile(call, fullgraph=True, backend="eager")
     with pytest.raises(errors.OptionValueError, match="or None for no bound"):
         call(*(torch.randn(32, 2, 8) for _ in range(3)), offsets((32,)), window_size=window)
+    with pytest.raises(errors.OptionValueError, match="window_size"):
+        PackedSequences(offsets((32,)), 32, window_size=window)
