@@ -107,6 +107,7 @@ MASKS: dict[Any, dict[str, Example]] = {
 OTHERS = {
     mods.alibi_slopes,
     mods.t5_buckets,
+    mods.tanh_approx,
     mods.check_arity,
     mods.check_mask_result,
     mods.check_score_result,
