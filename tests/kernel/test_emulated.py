@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.lowering.hopper import versions
 from flexhop.offline import emulate
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Deadlock, Emulator, Memory, Race, Schedule, interpret
@@ -23,6 +24,7 @@ from tests.case_inputs import Case, Shape, make_call, make_inputs, make_loss
 from tests.cases import per_batch_documents
 from tests.judging import Outcome, assert_case
 
+pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 HOPPER = KernelOptions(backend="hopper")
 EXACT = KernelOptions(backend="hopper", deterministic=True)
 

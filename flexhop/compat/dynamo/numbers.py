@@ -54,6 +54,15 @@ def as_captures(
     return _Rewriting(tx, graph, lifted, device).run()
 
 
+def _float(number: Any) -> float:
+    """A number that operations take as it is; a symbolic one is guarded."""
+    node = getattr(number, "node", None)
+    if node is not None and not node.expr.free_symbols:
+        # 2.15: a constant can be ToFloat(0.0), which SymPy cannot compare.
+        return float(node.hint)
+    return float(number)
+
+
 def _is_number(node: Node) -> bool:
     """Whether a value is a symbolic float that the user did not read from a tensor."""
     value = node.meta.get("example_value")
@@ -187,7 +196,7 @@ class _Rewriting:
         def new(node: Node) -> Any:
             if not _is_number(node):
                 return self.made[node]
-            return float(_example(node)) if dtype is None else self._number(node, dtype)
+            return _float(_example(node)) if dtype is None else self._number(node, dtype)
 
         return torch.fx.node.map_arg(value, new)
 
