@@ -37,8 +37,7 @@ class Emulator(NamedTuple):
         Those for sm_100 have instructions that the emulator does not know.
     templates: whether it also runs Triton kernels of templates, instead of Triton's interpreter.
     schedule: when things happen that a GPU may do at any time.
-    races: whether accesses of shared memory that nothing orders are errors; it
-        doubles the time.
+    races: whether accesses of shared memory that nothing orders are errors; it doubles the time.
     """
 
     architecture: int = 90

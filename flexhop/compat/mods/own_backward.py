@@ -23,26 +23,25 @@ _DERIVES: ContextVar[bool] = ContextVar("flexhop_derives", default=False)
 _AT_ONCE: ContextVar[bool] = ContextVar("flexhop_derives_at_once", default=False)
 
 
-@contextlib.contextmanager
-def deriving() -> Iterator[None]:
+def deriving() -> contextlib.AbstractContextManager[None]:
     """While a mod is traced whose derivatives follow: refuse functions with their own backward."""
-    token = _DERIVES.set(True)
-    try:
-        yield
-    finally:
-        _DERIVES.reset(token)
+    return _holding(_DERIVES, True)
 
 
-@contextlib.contextmanager
-def at_once(is_deriving: bool) -> Iterator[None]:
+def at_once(is_deriving: bool) -> contextlib.AbstractContextManager[None]:
     """While Dynamo traces mods for a call of which a transform takes derivatives: refuse such
     functions at their call. The transform does not show in their arguments, which are stand-ins.
     """
-    token = _AT_ONCE.set(is_deriving)
+    return _holding(_AT_ONCE, is_deriving)
+
+
+@contextlib.contextmanager
+def _holding(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _AT_ONCE.reset(token)
+        variable.reset(token)
 
 
 def is_refused_at_once() -> bool:

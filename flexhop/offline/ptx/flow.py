@@ -80,6 +80,17 @@ def _barrier(instruction: Instruction, machine: Machine) -> Found:
     return concerns_groups(choose, "warp")
 
 
+def _fence(instruction: Instruction, machine: Machine) -> Found:
+    """Of the asynchronous proxy; accesses happen in order here, so only races depend on it."""
+    races, numbers = machine.races, machine.registers.threads
+
+    def run(threads: Threads) -> None:
+        if races is not None:
+            races.fence(numbers[threads])
+
+    return simple(run)
+
+
 def _shuffle(instruction: Instruction, machine: Machine) -> Found:
     target, *operands = instruction.operands
     valid = operands.pop(0) if len(operands) == 5 else None
@@ -160,6 +171,7 @@ def _reduce(instruction: Instruction, machine: Machine) -> Found:
 
 MAKERS: dict[str, Maker] = {
     "bra": _branch, "brx": _indexed_branch, "ret": _end, "exit": _end, "call": _fail,
-    "trap": _fail, "bar": _barrier, "barrier": _barrier, "shfl": _shuffle, "elect": _elect,
+    "trap": _fail, "bar": _barrier, "barrier": _barrier,
+    "fence.proxy.async": _fence, "fence.mbarrier_init": _fence, "shfl": _shuffle, "elect": _elect,
     "vote": _vote, "redux": _reduce,
 }  # fmt: skip

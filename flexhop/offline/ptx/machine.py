@@ -243,9 +243,6 @@ class Machine:
         for prefix, make in _MAKERS.items():
             if opcode == prefix or opcode.startswith(prefix + "."):
                 return make(instruction, self)
-        if opcode.startswith(("fence.proxy.async", "fence.mbarrier_init")):
-            races, numbers = self.races, self.registers.threads
-            return simple(lambda threads: races and races.fence(numbers[threads]))
         if opcode.startswith(_WITHOUT_EFFECT):
             return simple(lambda threads: None)
         run = arithmetic(instruction, self.registers)

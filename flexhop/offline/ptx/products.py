@@ -12,8 +12,7 @@ from flexhop.offline.ptx.memory import SharedMemory
 
 __all__ = [
     "Shape", "gather_factor", "gather_sum", "gather_warps", "load_matrices", "matrices_of",
-    "multiply_warps", "operand", "places", "read_shape", "rows_of", "scatter_sum",
-    "store_matrices",
+    "multiply_warps", "operand", "places", "read_shape", "scatter_sum", "store_matrices",
 ]  # fmt: skip
 
 
@@ -148,7 +147,7 @@ def load_matrices(
     shared: SharedMemory, addresses: np.ndarray, number: int, is_transposed: bool
 ) -> np.ndarray:
     """ldmatrix: addresses [threads] of rows; registers [number, threads]."""
-    places = rows_of(addresses, number)
+    places = _rows_of(addresses, number)
     bits = shared.view("u16")[places // 2 + np.arange(8)]  # [warps, number, 8, 8]
     if is_transposed:
         bits = bits.swapaxes(2, 3)
@@ -166,11 +165,11 @@ def matrices_of(registers: np.ndarray, is_transposed: bool) -> np.ndarray:
 
 def store_matrices(shared: SharedMemory, addresses: np.ndarray, matrices: np.ndarray) -> None:
     """stmatrix: addresses [threads] of rows; what matrices_of gives."""
-    places = rows_of(addresses, matrices.shape[1])
+    places = _rows_of(addresses, matrices.shape[1])
     shared.view("u16")[places // 2 + np.arange(8)] = matrices
 
 
-def rows_of(addresses: np.ndarray, number: int) -> np.ndarray:
+def _rows_of(addresses: np.ndarray, number: int) -> np.ndarray:
     """Addresses of the rows of each warp's matrices, [warps, number, 8, 1]."""
     rows = addresses.reshape(-1, 32)[:, : 8 * number].reshape(-1, number, 8, 1).astype(np.int64)
     if (rows % 16).any():
