@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import logging
 import os
 import random
 import sys
@@ -11,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.spared_work import spare, spare_guards
+
 # A kernel that does not compile is an error here (lowering/fallback.py).
 os.environ.setdefault("FLEXHOP_STRICT", "1")
 # Dynamo would collect garbage after every compilation; see pytest_collection_finish.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
-
-# pytest listens to loggers that do not propagate: PyTorch's trace would write out each graph.
-logging.getLogger("torch.__trace").addHandler = lambda handler: None
+spare()
 
 
 # As many graphs more than after the last collection are collected; see _Graphs.
-GRAPH_CLASSES = 150
+GRAPH_CLASSES = 400
 
 
 def share_gpus() -> None:
@@ -78,8 +77,7 @@ def _subclasses(owner: type) -> int:
 class _Graphs:
     """Collects graphs that no test uses any more.
 
-    Every graph of FX has a class of its own, which ends in a cycle. Each trace patches Module
-    twice, which visits all of its subclasses: with 500 of them that takes six times as long.
+    Every graph of FX has a class of its own, which ends in a cycle, and all of a graph with it.
     What survives is set aside, because the next collection then takes a quarter of a second; what
     of it ends later waits for a collection of everything.
     """
@@ -115,8 +113,5 @@ def _fresh_compiler():
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
         _graphs.collect()
-        import torch._dynamo.guards as guards
-
-        # A number for PyTorch's logs: it empties the processor's caches to time the guards.
-        guards.profile_guard_manager = lambda *_: 0.0
+        spare_guards()
     yield

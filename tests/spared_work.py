@@ -1,0 +1,58 @@
+"""What PyTorch does for its logs, or for nothing, and tests do without: a tenth of their time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx._symbolic_trace as symbolic_trace
+
+__all__ = ["spare", "spare_guards"]
+
+
+def spare() -> None:
+    """Once, before the first test."""
+    # pytest listens to loggers that do not propagate: PyTorch would write out each graph.
+    logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore
+    patcher = symbolic_trace._Patcher
+    patcher.patch_method = _patch_method(patcher.patch_method)
+
+
+def spare_guards() -> None:
+    """Once Dynamo is there."""
+    import torch._dynamo.guards as guards
+
+    # A number for PyTorch's logs: it empties the processor's caches to time the guards.
+    guards.profile_guard_manager = lambda *_: 0.0
+
+
+def _patch_method(original: Callable[..., None]) -> Callable[..., None]:
+    """Every trace replaces two methods of Module, and Python then visits all of its subclasses.
+
+    Every graph is one of them: with a thousand graphs that took two thirds of a trace. What
+    `make_fx` puts there calls the original and does nothing else.
+    """
+
+    def patch_method(
+        self: Any, owner: type, name: str, new: Any, deduplicate: bool = True
+    ) -> None:
+        originals = symbolic_trace._orig_module_call, symbolic_trace._orig_module_getattr
+        if owner is torch.nn.Module and getattr(owner, name) in originals and _does_nothing(new):
+            return
+        original(self, owner, name, new, deduplicate)
+
+    return patch_method
+
+
+def _does_nothing(wrapper: Any) -> bool:
+    """Whether the tracer that made a wrapper calls modules, and reads their attributes, as usual.
+
+    A tracer that wraps no functions of other modules, as these are found by such calls.
+    """
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+
+    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+    tracer = cells["self"].cell_contents
+    return type(tracer) is PythonKeyTracer and not tracer._autowrap_function_ids
