@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from flexhop.offline.quick_operators import quick
+
 __all__ = ["bind", "repairs"]
 
 # The code that every function marked as a builtin shares.
@@ -42,7 +44,7 @@ def bind(member: Callable[..., Any]) -> Callable[..., Any]:
         keywords["_semantic"] = interpreter.interpreter_semantic
         return function(*args, **keywords)
 
-    return call
+    return quick(member, call)
 
 
 def _make_tensor(original: Callable[..., None]) -> Callable[..., None]:
