@@ -53,4 +53,5 @@ class PackedSequences:
     def tables(self) -> RowTables:
         """For each token of the whole batch: its sequence, its position, and the keys that it
         sees."""
-        return tabulate_rows(self.cu_seqlens, self.cu_seqlens, self.total, self.window)
+        tables = tabulate_rows(self.cu_seqlens, self.cu_seqlens, self.total, self.window)
+        return tables.with_keys(tables)

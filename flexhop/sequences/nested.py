@@ -15,9 +15,9 @@ from flexhop import errors
 from flexhop.compat.jagged import is_jagged, ragged_dim
 from flexhop.mods.functions import ScoreMod
 from flexhop.ops.call import Mistake, note_mistake
-from flexhop.sequences.nested_mask import Cut, NestedBlockMask
+from flexhop.sequences.nested_mask import Cut, NestedBlockMask, nested_tables
 from flexhop.sequences.ranges import Packing, pack_mask
-from flexhop.sequences.row_tables import RowTables, Window, local_score_mod, tabulate_rows
+from flexhop.sequences.row_tables import RowTables, Window, local_score_mod
 
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -82,9 +82,7 @@ def _mask(
     if block_mask is None:
         packing = Packing(cut_q.offsets, cut_k.offsets, cut_k.lengths, window, cut_q.lengths)
         return pack_mask(queries, keys, packing, None)
-    tables = tabulate_rows(
-        cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)
-    )
+    tables = nested_tables(cut_q, cut_k, queries, keys)
     return tables, block_mask
 
 

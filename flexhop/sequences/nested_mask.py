@@ -12,7 +12,7 @@ from flexhop.block_mask.mask import BlockMask
 from flexhop.compat.jagged import is_jagged, token_count
 from flexhop.errors import NestedOperandError
 from flexhop.mods.functions import MaskMod, check_arity
-from flexhop.sequences.row_tables import Window, local_mask_mod, tabulate_rows
+from flexhop.sequences.row_tables import RowTables, Window, local_mask_mod, tabulate_rows
 
 _FIELDS = (
     "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
@@ -39,6 +39,17 @@ class Cut(NamedTuple):
         """Whether both have the same sequences in the same places; may synchronise."""
         pairs = zip(self, other, strict=True)
         return all(a is b or (_both(a, b) and torch.equal(a, b)) for a, b in pairs)  # pyright: ignore[reportArgumentType]
+
+
+def nested_tables(cut_q: Cut, cut_k: Cut, queries: int, keys: int) -> RowTables:
+    """The tables of sequences whose queries see every key.
+
+    queries, keys: numbers of tokens of all sequences.
+    """
+    lengths = cut_q.lengths, cut_k.lengths
+    tables = tabulate_rows(cut_q.offsets, cut_k.offsets, queries, Window(), lengths)
+    by_key = tabulate_rows(cut_k.offsets, cut_q.offsets, keys, Window(), lengths[::-1])
+    return tables.with_keys(by_key)
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> bool:
@@ -101,9 +112,7 @@ def create_nested_block_mask(
     check_arity(mask_mod, "mask_mod")
     cut_q, cut_k = Cut.of(q_nt), Cut.of(kv_nt)
     queries, keys = token_count(q_nt), token_count(kv_nt)
-    tables = tabulate_rows(
-        cut_q.offsets, cut_k.offsets, queries, Window(), (cut_q.lengths, cut_k.lengths)
-    )
+    tables = nested_tables(cut_q, cut_k, queries, keys)
     mask = create_block_mask(
         local_mask_mod(mask_mod, tables), 1, H, queries, keys, cut_q.offsets.device,
         BLOCK_SIZE, _compile,

@@ -74,6 +74,7 @@ def pack_mask(
     # From the keys' side, before and after are swapped.
     mirrored = Window(window.right, window.left, window.bottom_right)
     by_key = tabulate_rows(offsets_k, offsets_q, keys, mirrored, (used_k, used_q))
+    tables = tables.with_keys(by_key)
     keep = range_mask(tables) if mask_mod is None else local_mask_mod(mask_mod, tables)
     seen = (tables.first, tables.end), (by_key.first, by_key.end)
     return tables, mask_ranges(*seen, keep, is_all=mask_mod is None)

@@ -39,6 +39,13 @@ class RowTables(NamedTuple):
     first: Tensor  # the keys that it sees, first .. end - 1, in the packed tensor
     end: Tensor
     is_alike: bool = False  # whether queries and keys have the same offsets
+    # For each key token, [N] int32: its sequence, and its position as that of a query.
+    key_sequence: Tensor | None = None
+    key_position: Tensor | None = None
+
+    def with_keys(self, by_key: RowTables) -> RowTables:
+        """by_key: the tables of keys as if they were queries."""
+        return self._replace(key_sequence=by_key.sequence, key_position=by_key.position)
 
 
 def tabulate_rows(
@@ -115,12 +122,16 @@ def _localize(tables: RowTables) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
     """
     sequence, position = tables.sequence, tables.position
     start, last = tables.key_start, tables.last_key
+    key_sequence, key_position = tables.key_sequence, tables.key_position
 
     def localize(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query = position[q_idx]
+        number, query = sequence[q_idx], position[q_idx]
         # Same offsets, so kernels know the distance to the key.
         place = query + (kv_idx - q_idx) if tables.is_alike else kv_idx - start[q_idx]
-        return sequence[q_idx], query, bounded(place, last[q_idx])
+        if key_sequence is None or key_position is None:
+            return number, query, bounded(place, last[q_idx])
+        same = number, key_sequence[kv_idx]
+        return number, query, bounded(place, last[q_idx], key_position[kv_idx], same)
 
     return localize
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, wrong_products
 from flexhop.offline.interpret import Memory, interpret
@@ -205,11 +206,11 @@ def judge(problem: Problem, found: Results, oracle: Oracle = compute) -> dict[st
     formulas: list[tuple[Formula, int]] = [("plain", n) for n in range(1, ORDERS + 1)]
     if oracle is compute_derivative:
         formulas += [("plain", -n) for n in range(1, TWICE + 1)]
-        if problem.plan.dtype.itemsize > 2:
-            # Plain PyTorch takes means of gradients over weights, kernels rowsum(out * grad_out):
-            # other sums, whose roundings do not cancel in rows with one key. The references of
-            # 16 bits have it, and so has that of first gradients (budgets.dense_backward).
-            formulas += [("online", -n) for n in range(1, TWICE + 1)]
+        # Plain PyTorch takes means of gradients over weights, kernels rowsum(out * grad_out): other
+        # sums, whose roundings do not cancel in rows with one key. With 16 bits the references have
+        # them in one order, which may be a lucky one; fp32's have none.
+        sign = -1 if problem.plan.dtype.itemsize > 2 else 1
+        formulas += [("online", sign * n) for n in range(1, TWICE + 1)]
     exceeded: dict[str, AssertionError] = {}
     for name, actual in found.items():
         try:
@@ -274,7 +275,8 @@ def compile_offline(
     Args:
         plan: the problem.
         architectures: such as 90.
-        level: "text": their texts alone; "llvm": as far as Triton goes; "cubin": machine code.
+        level: "text": their texts alone; "llvm": as far as Triton goes; "cubin": machine code,
+            which must fit into the shared memory of such a GPU.
     """
     count = 0
     evaluate_mods(make_problem(plan, 0))
@@ -283,8 +285,11 @@ def compile_offline(
             if level == "llvm":
                 compile_to_llvm(kernel, architecture)
             if level == "cubin":
-                wrong = wrong_products(compile_kernel(kernel, architecture))
+                cubin = compile_kernel(kernel, architecture)
+                wrong = wrong_products(cubin)
                 assert not wrong, (kernel.name, wrong)
+                room = GPUS[divmod(architecture, 10)].shared_memory
+                assert cubin.shared <= room, (kernel.name, cubin.shared, room)
             count += 1
     return count
 

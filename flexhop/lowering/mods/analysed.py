@@ -11,6 +11,7 @@ from torch import fx
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.packed_distances import without_bounded
+from flexhop.ops.graphs.own_positions import read_at_own_positions
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
@@ -34,6 +35,7 @@ def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
 
 @functools.lru_cache(maxsize=RECENT)
 def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
+    graph = read_at_own_positions(graph, inputs)
     return with_magnitudes(without_bounded(graph, inputs), inputs, _SIZES)
 
 

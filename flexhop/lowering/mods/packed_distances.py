@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _COMPARED = {getattr(aten, name).Tensor for name in ("sub", "gt", "ge", "lt", "le", "eq", "ne")}
 
 
-def lower_bounded(position: Any, last: Any) -> Any:
+def lower_bounded(position: Any, last: Any, equals: Any) -> Any:
     """Lower a call of `bounded` outside our kernels."""
     raised = inductor.call_lowering(aten.clamp_min.default, position, 0)
     return inductor.call_lowering(aten.minimum.default, raised, last)
@@ -42,7 +42,7 @@ def without_bounded(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphM
         if node.target in _COMPARED and not node.kwargs and not bounded.isdisjoint(node.args):
             _measure(writer, found, node, copies[node])
         if node in bounded:
-            position, last = copies[node].args
+            position, last = copies[node].args[:2]
             raised = writer.call(copies[node], aten.clamp_min.default, position, 0)
             held = writer.call(copies[node], aten.minimum.default, raised, last)
             writer.replace(copies[node], held)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from flexhop.analysis import INDICES
 from flexhop.compat.kept import is_marked, keeping, mark
 from flexhop.compat.mods.grad_modes import DetachMode
 from flexhop.compat.mods.indexing import IndexMode
@@ -32,6 +33,7 @@ from flexhop.ops.graphs.examples import (
     score_dtype,
     score_examples,
 )
+from flexhop.ops.graphs.own_positions import read_at_own_positions
 from flexhop.ops.graphs.reads import (
     NUM_SCORE_INPUTS,
     compose_reads,
@@ -41,6 +43,7 @@ from flexhop.ops.graphs.reads import (
 )
 
 aten = torch.ops.aten
+_SCORE = ("score", *INDICES)
 
 
 def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
@@ -309,7 +312,7 @@ def _differentiate(
     main: fx.GraphModule, query: Tensor, captures: list[Any], wanted: Sequence[bool]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Joint graph of `main`, traced on the examples `captures`; see BackwardArgs."""
-    split = split_reads(main, wanted)
+    split = split_reads(read_at_own_positions(main, _SCORE), wanted)
 
     def joint(*inputs: Any) -> tuple[Tensor, ...]:
         mod_inputs = (*inputs[:NUM_SCORE_INPUTS], *inputs[NUM_SCORE_INPUTS + 1 :])

@@ -7,7 +7,7 @@ import torch
 from torch.func import vmap
 
 from flexhop.analysis import INDICES
-from flexhop.lowering.mods.analysed import SCORE
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_mods
 from flexhop.lowering.mods.packed_distances import without_bounded
@@ -30,14 +30,14 @@ SLOPES, TABLE = torch.ones(2), torch.arange(64.0)
 
 def tables(*, alike: bool = True) -> RowTables:
     cut = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return tabulate_rows(cut, cut if alike else cut.clone(), sum(LENGTHS), Window(None, 0))
+    other = cut if alike else cut.clone()
+    found = tabulate_rows(cut, other, sum(LENGTHS), Window(None, 0))
+    return found.with_keys(tabulate_rows(other, cut, sum(LENGTHS), Window()))
 
 
 def graph(mod, *, alike: bool = True) -> torch.fx.GraphModule:
     """What kernels compute of a mod in local positions."""
-    return without_bounded(
-        trace_score(local_score_mod(mod, tables(alike=alike)), QUERY, ()), SCORE
-    )
+    return kernel_graph(trace_score(local_score_mod(mod, tables(alike=alike)), QUERY, ()), SCORE)
 
 
 def num_reads(of: torch.fx.GraphModule) -> int:
@@ -63,7 +63,7 @@ def test_distances_read_no_positions(name):
 @pytest.mark.parametrize(
     ("mod", "reads"),
     [
-        (lambda s, b, h, q, k: s + TABLE[k] + (k - q), 3),  # and the query's place, the last key
+        (lambda s, b, h, q, k: s + TABLE[k] + (k - q), 2),  # and the key's own place
         (lambda s, b, h, q, k: s + TABLE[q], 2),
         (lambda s, b, h, q, k: s + (k - 2 * q), 2),
         (lambda s, b, h, q, k: s + (k - q) * b, 1),
@@ -83,6 +83,39 @@ def test_the_rewritten_mod_gives_the_same_for_visible_pairs(name, alike):
         for k in range(int(packed.first[q]), int(packed.end[q])):
             pair = (torch.tensor(1.5), zero, zero, *torch.tensor([q, k], dtype=torch.int32))
             assert torch.equal(found(*pair), mod(*pair))
+
+
+ROWS = torch.randn(len(LENGTHS), 2, max(LENGTHS))
+KINDS = torch.tensor([2, 0, 1, 1, 3, 2, 0, 0, 1], dtype=torch.int64)
+OF_KEYS = {
+    "head": lambda s, b, h, q, k: s + TABLE[k],
+    "sequence": lambda s, b, h, q, k: s + ROWS[b, h, k],
+    "twice": lambda s, b, h, q, k: s + TABLE[KINDS[k]],
+    "both": lambda s, b, h, q, k: torch.where(KINDS[q] == KINDS[k], s + ROWS[b, h, k], s - q),
+    "far": lambda s, b, h, q, k: s + TABLE[k] - (q - k).abs(),
+}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_tables_of_keys_are_read_once_per_key(name, alike):
+    packed, zero = tables(alike=alike), torch.zeros((), dtype=torch.int32)
+    mod = local_score_mod(OF_KEYS[name], packed)
+    found = graph(OF_KEYS[name], alike=alike)
+    facts = read_mods(trace_score(mod, QUERY, ()), trace_mask(lambda *_: zero == 0, QUERY, ()))
+    assert facts.reads_by_position
+    assert not facts.reads_per_element
+    for q in range(sum(LENGTHS)):
+        for k in range(int(packed.first[q]), int(packed.end[q])):
+            pair = (torch.tensor(1.5), zero, zero, *torch.tensor([q, k], dtype=torch.int32))
+            assert torch.equal(found(*pair), mod(*pair))
+
+
+def test_a_table_of_queries_and_keys_is_read_once_per_score():
+    pairs = torch.randn(max(LENGTHS), max(LENGTHS))
+    mod = local_score_mod(lambda s, b, h, q, k: s + pairs[q, k], tables())
+    nothing = trace_mask(lambda b, h, q, k: q >= 0, QUERY, ())
+    assert read_mods(trace_score(mod, QUERY, ()), nothing).reads_per_element
 
 
 def test_a_slope_is_a_line_over_packed_keys():
@@ -105,7 +138,10 @@ def test_masks_compare_packed_positions():
         (lambda s, b, h, q, k, t: s + t[h, 0] * (k - q), "head"),
         (lambda s, b, h, q, k, t: s + t[h, q - k], "distance"),
         (lambda s, b, h, q, k, t: s + t[h, q], "query"),
-        (lambda s, b, h, q, k, t: s + t[h, k], "score"),
+        (lambda s, b, h, q, k, t: s + t[h, k], "key"),
+        (lambda s, b, h, q, k, t: s + t[b % 2, k], "key"),
+        (lambda s, b, h, q, k, t: s + t[b % 2, q], "query"),
+        (lambda s, b, h, q, k, t: s + t[h, (q * k) % 64], "score"),
     ],
 )
 def test_learned_tables_of_packed_sequences(mod, by):

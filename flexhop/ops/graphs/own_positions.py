@@ -1,0 +1,92 @@
+"""Reads at a packed key's position, once per key instead of once per score.
+
+In packed sequences a key's position in its sequence is that of the query plus a distance
+(sequences/row_tables.py). A table of keys would be read there once per score, and its gradient
+added as often. `bounded` knows an equal value that is computed from kv_idx alone: reads use it,
+and everything else keeps the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from flexhop.analysis import copied
+from flexhop.mods.bounded import BOUNDED
+
+aten = torch.ops.aten
+_PER_QUERY = ("score", "q")  # inputs on which a value of keys cannot depend
+_READS = (aten.index.Tensor,)
+
+
+def read_at_own_positions(mod: fx.GraphModule, inputs: Sequence[str]) -> fx.GraphModule:
+    """The same mod, with reads that depend on the key alone.
+
+    Args:
+        mod: (*inputs, *captures) -> value or values.
+        inputs: of score, b, h, q and k, those that it takes.
+    """
+    if not any(node.args[2] for node in _positions(mod)):
+        return mod
+    mod, _ = copied(mod)
+    for node in _positions(mod):
+        if node.args[2]:
+            _Redirected(mod.graph, node, inputs).redirect()
+    mod.graph.eliminate_dead_code()
+    mod.recompile()
+    return mod
+
+
+def _positions(mod: fx.GraphModule) -> list[fx.Node]:
+    return list(mod.graph.find_nodes(op="call_function", target=BOUNDED))
+
+
+class _Redirected:
+    """Reads at one position.
+
+    Args:
+        graph: of the mod.
+        position: a call of `bounded`.
+        inputs: as above.
+    """
+
+    def __init__(self, graph: fx.Graph, position: fx.Node, inputs: Sequence[str]) -> None:
+        equals: Any = position.args[2]
+        own, *same = equals
+        self.graph, self.position = graph, position
+        # Of values, what kernels compute in their place; None if that depends on the query.
+        self.known: dict[fx.Node, fx.Node | None] = {position: own}
+        self.known.update(zip(same[::2], same[1::2], strict=True))
+        placeholders = graph.find_nodes(op="placeholder")
+        for name, node in zip(inputs, placeholders, strict=False):
+            if name in _PER_QUERY:
+                self.known[node] = None
+        self.uses = {position}  # values that depend on the position
+
+    def redirect(self) -> None:
+        """Use the key's own position in every read that does not depend on the query besides."""
+        for node in list(self.graph.nodes):
+            if not self.uses.isdisjoint(node.all_input_nodes):
+                self.uses.add(node)
+            if node.target in _READS and node in self.uses:
+                new = self.of_key(node)
+                if new is not None:
+                    node.replace_all_uses_with(new)
+
+    def of_key(self, node: fx.Node) -> fx.Node | None:
+        """An equal value that does not depend on the query; None if there is none."""
+        if node not in self.known:
+            values = {source: self.of_key(source) for source in node.all_input_nodes}
+            self.known[node] = self._copied(node, values)
+        return self.known[node]
+
+    def _copied(self, node: fx.Node, values: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
+        if any(value is None for value in values.values()):
+            return None
+        if all(source is value for source, value in values.items()):
+            return node
+        with self.graph.inserting_before(node):
+            return self.graph.node_copy(node, lambda source: values[source] or source)
