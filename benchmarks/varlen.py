@@ -20,7 +20,8 @@ import torch
 from benchmarks import area
 from benchmarks.report import cell, row
 from benchmarks.turns import answer, in_turn, wait_for_turn
-from benchmarks.varlen_worker import DIRECTIONS, NAMES, PACKS, Pack, Worker, lengths
+from benchmarks.varlen_cases import PACKS, Pack, lengths
+from benchmarks.varlen_worker import DIRECTIONS, NAMES, Worker
 
 
 def table(results: list[dict[str, Any]], names: tuple[str, ...], direction: str) -> str:

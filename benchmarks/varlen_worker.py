@@ -5,10 +5,8 @@ What the row is, who computes it, and whether that is right; then it is timed.
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import attention as sdpa
@@ -16,10 +14,11 @@ from torch.nn.attention import flex_attention as intree
 
 import flexhop
 from benchmarks.correctness import rounding_error
+from benchmarks.varlen_cases import MODS, Pack, lengths, offsets
 from flexhop.masks import causal
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Attention = Callable[..., torch.Tensor]  # of query, key, value and the table of a mod
+Tensors = tuple[torch.Tensor, ...]  # query, key, value; the table of a mod; the gradient of out
 NAMES = ("flexhop", "layers", "dense", "in-tree", "in-tree-ready", "flash", "cudnn")
 DIRECTIONS = ("fwd", "both")
 ROUNDS = 5
@@ -29,60 +28,17 @@ LAYERS = 4  # that share offsets in a row's "layers"
 CHECKED = 24  # sequences that are compared with float64
 
 
-@dataclass(frozen=True)
-class Pack:
-    """``tokens`` tokens cut into sequences, causal.
-
-    cut: "mean" draws lengths with this mean from an exponential distribution, "equal" takes all
-    alike, "skewed" is one sequence of three quarters of the tokens, then others like "mean".
-    """
-
-    name: str
-    tokens: int
-    mean: int
-    cut: Literal["mean", "equal", "skewed"] = "mean"
-    heads: int = 16
-    head_dim: int = 128
-
-    def shrunk(self) -> "Pack":
-        """The same problem small enough for a CPU."""
-        return replace(self, tokens=256, mean=max(4, min(self.mean, 64)), heads=2, head_dim=32)
-
-
-PACKS: tuple[Pack, ...] = (
-    Pack("mean-1k", 16 << 10, 1 << 10),
-    Pack("mean-1k-64k", 64 << 10, 1 << 10),
-    Pack("mean-256", 64 << 10, 256),
-    Pack("equal-1k", 16 << 10, 1 << 10, "equal"),
-    Pack("equal-4k", 64 << 10, 4 << 10, "equal"),
-    Pack("short-10k", 320 << 10, 32, heads=4),
-    Pack("skewed-16k", 16 << 10, 128, "skewed"),
-)
-
-
-def lengths(pack: Pack) -> list[int]:
-    """Lengths of the sequences; they add up to the tokens."""
-    if pack.cut == "equal":
-        return [pack.mean] * (pack.tokens // pack.mean)
-    found = [pack.tokens * 3 // 4] if pack.cut == "skewed" else []
-    generator = torch.Generator().manual_seed(1)
-    while sum(found) < pack.tokens:
-        drawn = torch.empty(1).exponential_(1 / pack.mean, generator=generator)
-        found.append(max(1, int(drawn.item())))
-    found[-1] -= sum(found) - pack.tokens
-    return found
-
-
-def offsets(pack: Pack, device: torch.device) -> torch.Tensor:
-    """[S + 1] int32: where the sequences begin, and the end."""
-    return torch.tensor([0, *lengths(pack)]).cumsum(0).to(device, torch.int32)
-
-
 def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     """An implementation on packed tokens [T, H, D], or None where it cannot do the row."""
     cut = offsets(pack, device)
+    if pack.mod and name not in ("flexhop", "in-tree", "in-tree-ready"):
+        return None
     if name in ("flexhop", "layers"):
-        attend: Any = partial(flexhop.varlen_attention, cu_seqlens_q=cut, is_causal=True)
+
+        def attend(q: Any, k: Any, v: Any, *table: torch.Tensor) -> Any:
+            words = MODS[pack.mod].words(*table) if table else {}
+            return flexhop.varlen_attention(q, k, v, cut, is_causal=True, **words)
+
         return torch.compile(stack(attend) if name == "layers" else attend, fullgraph=True)
     if name in ("in-tree", "in-tree-ready"):
         return _intree(pack, cut, is_ready=name == "in-tree-ready")
@@ -113,22 +69,45 @@ def _intree(pack: Pack, cut: torch.Tensor, *, is_ready: bool) -> Attention | Non
     attend: Any = torch.compile(intree.flex_attention, fullgraph=True)
     size = pack.tokens
 
-    def make_mask() -> Any:
+    def place() -> tuple[torch.Tensor, torch.Tensor]:
         token = torch.arange(size, device=cut.device)
-        documents = torch.searchsorted(cut, token, right=True, out_int32=True)
+        documents = torch.searchsorted(cut, token, right=True, out_int32=True) - 1
+        return documents, token - cut[documents]
+
+    def make_mask(*table: torch.Tensor) -> Any:
+        documents, positions = place()
+        keep = (MODS[pack.mod].words(*table) if table else {}).get("mask_mod")
 
         def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
+            seen = (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
+            if keep is None:
+                return seen
+            return seen & keep(documents[q_idx], h, positions[q_idx], positions[kv_idx])
 
         return intree.create_block_mask(document, None, None, size, size, device=str(cut.device))
 
     if size > LONGEST_DENSE:
         return None
-    ready = make_mask() if is_ready else None
+    ready: list[Any] = []
+    placed = place()
 
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def score_mod(*table: torch.Tensor) -> Any:
+        mod = (MODS[pack.mod].words(*table) if table else {}).get("score_mod")
+        if mod is None:
+            return None
+        documents, positions = placed
+        return lambda s, b, h, q_idx, kv_idx: mod(
+            s, documents[q_idx], h, positions[q_idx], positions[kv_idx]
+        )
+
+    def call(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *table: torch.Tensor
+    ) -> torch.Tensor:
+        if is_ready and not ready:
+            ready.append(make_mask(*table))
         batched = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-        out = attend(*batched, block_mask=ready or make_mask())
+        mask = ready[0] if is_ready else make_mask(*table)
+        out = attend(*batched, score_mod(*table), mask)
         return out.squeeze(0).transpose(0, 1)
 
     return call
@@ -161,47 +140,84 @@ def make_tensors(pack: Pack, device: torch.device) -> Tensors:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = (pack.tokens, pack.heads, pack.head_dim)
     query, key, value, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad
+    tables: list[torch.Tensor] = []
+    if pack.mod:
+        sizes = lengths(pack)
+        table = torch.randn(len(sizes), pack.heads, max(sizes), device=device)
+        tables = [table.requires_grad_(MODS[pack.mod].is_learned)]
+    leaves = (t.requires_grad_() for t in (query, key, value))
+    return (*leaves, *tables, grad)
+
+
+def _learned(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names of their gradients, and what has one."""
+    named = zip(("dq", "dk", "dv", "dtable"), tensors, strict=False)
+    return {name: tensor for name, tensor in named if tensor.requires_grad}
 
 
 def run_once(attention: Attention, tensors: Tensors) -> dict[str, torch.Tensor]:
     """Output and gradients of one call."""
     *leaves, grad = tensors
     out = attention(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    learned = _learned(leaves)
+    grads = torch.autograd.grad(out, tuple(learned.values()), grad)
+    return {"out": out.detach(), **dict(zip(learned, grads, strict=True))}
 
 
-def exact_sequence(tensors: Tensors, part: slice) -> dict[str, torch.Tensor]:
-    """One sequence by definition in float64, last head: [n, D] each."""
-    *leaves, grad = (t.detach()[part, -1].double() for t in tensors)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    query, key, value = leaves
+class Part(NamedTuple):
+    """One sequence: its number, and its tokens."""
+
+    number: int
+    tokens: slice
+
+    def of(self, name: str, tensor: torch.Tensor, *, is_sequence: bool = False) -> torch.Tensor:
+        """Its rows of a result, last head; is_sequence: of that which has no other rows."""
+        if name == "dtable":
+            size = self.tokens.stop - self.tokens.start
+            return tensor[self.number, -1, :size]
+        return tensor if is_sequence else tensor[self.tokens, -1]
+
+
+def exact_sequence(pack: Pack, tensors: Tensors, part: Part) -> dict[str, torch.Tensor]:
+    """One sequence by definition in float64, last head: [n, D] each, the table's gradient [n]."""
+    query, key, value, *table, grad = tensors
+    operands = (t.detach()[part.tokens, -1].double() for t in (query, key, value))
+    query, key, value = (operand.requires_grad_() for operand in operands)
+    tables = [t.detach().double().requires_grad_(t.requires_grad) for t in table]
     scores = query @ key.T / key.size(1) ** 0.5
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    place = torch.arange(len(scores), device=scores.device)
+    indices = torch.tensor(part.number), torch.tensor(pack.heads - 1), place[:, None], place
+    words = MODS[pack.mod].words(*tables) if tables else {}
+    if "score_mod" in words:
+        scores = words["score_mod"](scores, *indices)
+    hidden = place[:, None] < place
+    if "mask_mod" in words:
+        hidden = hidden | ~words["mask_mod"](*indices)
     out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ value
-    grads = torch.autograd.grad(out, leaves, grad)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    learned = _learned((query, key, value, *tables))
+    grads = torch.autograd.grad(out, tuple(learned.values()), grad[part.tokens, -1].double())
+    found = {"out": out.detach(), **dict(zip(learned, grads, strict=True))}
+    return {name: part.of(name, tensor, is_sequence=True) for name, tensor in found.items()}
 
 
-def checked_parts(pack: Pack) -> list[slice]:
+def checked_parts(pack: Pack) -> list[Part]:
     """The longest sequences, the first, the last, and some between."""
     sizes = lengths(pack)
     starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
     by_length = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     spread = range(0, len(sizes), max(1, len(sizes) // CHECKED))
     chosen = {0, len(sizes) - 1, *by_length[:2], *spread}
-    return [slice(starts[number], starts[number + 1]) for number in sorted(chosen)]
+    return [Part(n, slice(starts[n], starts[n + 1])) for n in sorted(chosen)]
 
 
 Results = dict[str, torch.Tensor]
 
 
-def errors_of(exact: list[Results], parts: list[slice], found: Results) -> dict[str, float]:
+def errors_of(exact: list[Results], parts: list[Part], found: Results) -> dict[str, float]:
     """Largest error of each result over the checked sequences; a NaN is infinitely wrong."""
     return {
         name: max(
-            float((tensor[part, -1].double() - right[name]).abs().nan_to_num(torch.inf).max())
+            float((part.of(name, tensor).double() - right[name]).abs().nan_to_num(torch.inf).max())
             for part, right in zip(parts, exact, strict=True)
         )
         for name, tensor in found.items()
@@ -239,7 +255,7 @@ def prepare(attention: Attention, tensors: Tensors, direction: str) -> Run:
             run_once(attention, tensors)
         else:
             with torch.no_grad():
-                attention(*tensors[:3])
+                attention(*tensors[:-1])
 
     call()
     if tensors[0].device.type != "cuda":
@@ -300,22 +316,22 @@ class Worker:
         self.errors: dict[str, dict[str, float]] = {}
         self.attentions: dict[str, Attention] = {}
         parts = checked_parts(pack)
-        exact = [exact_sequence(self.tensors, part) for part in parts]
+        exact = [exact_sequence(pack, self.tensors, part) for part in parts]
 
         def check(name: str) -> None:
             attention = build(name, pack, device)
             if name == "layers":
                 assert attention is not None
                 with torch.no_grad():
-                    single = stack(self.attentions["flexhop"])(*self.tensors[:3])
+                    single = stack(self.attentions["flexhop"])(*self.tensors[:-1])
                     torch.testing.assert_close(
-                        attention(*self.tensors[:3]), single, rtol=0, atol=0
+                        attention(*self.tensors[:-1]), single, rtol=0, atol=0
                     )
                 self.attentions[name] = attention
             elif attention is not None:
                 found = run_once(attention, self.tensors)
                 with torch.no_grad():  # another graph, compiled now
-                    attention(*self.tensors[:3])
+                    attention(*self.tensors[:-1])
                 self.errors[name] = errors_of(exact, parts, found)
                 self.attentions[name] = attention
 

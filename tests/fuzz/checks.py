@@ -206,9 +206,9 @@ def judge(problem: Problem, found: Results, oracle: Oracle = compute) -> dict[st
     formulas: list[tuple[Formula, int]] = [("plain", n) for n in range(1, ORDERS + 1)]
     if oracle is compute_derivative:
         formulas += [("plain", -n) for n in range(1, TWICE + 1)]
-        # Plain PyTorch takes means of gradients over weights, kernels rowsum(out * grad_out): other
-        # sums, whose roundings do not cancel in rows with one key. With 16 bits the references have
-        # them in one order, which may be a lucky one; fp32's have none.
+        # Plain PyTorch takes means of gradients over weights, kernels rowsum(out * grad_out):
+        # other sums, whose roundings do not cancel in rows with one key. References of 16 bits
+        # have them in one order, which may be a lucky one; those of fp32 have none.
         sign = -1 if problem.plan.dtype.itemsize > 2 else 1
         formulas += [("online", sign * n) for n in range(1, TWICE + 1)]
     exceeded: dict[str, AssertionError] = {}
