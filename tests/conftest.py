@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.spared_work import spare, spare_guards
+from tests.spared_work import spare, spare_dynamo
 
 # A kernel that does not compile is an error here (lowering/fallback.py).
 os.environ.setdefault("FLEXHOP_STRICT", "1")
@@ -113,5 +113,5 @@ def _fresh_compiler():
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
         _graphs.collect()
-        spare_guards()
+        spare_dynamo()
     yield

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
-__all__ = ["spare", "spare_guards"]
+__all__ = ["spare", "spare_dynamo"]
+
+# They make texts of every graph, whether or not a log takes them.
+_LOGGERS = ("torch._inductor.compile_fx", "torch._functorch._aot_autograd.graph_compile")
 
 
 def spare() -> None:
@@ -18,14 +22,28 @@ def spare() -> None:
     logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore
     patcher = symbolic_trace._Patcher
     patcher.patch_method = _patch_method(patcher.patch_method)
+    module = torch.fx.GraphModule
+    module.print_readable = _print_readable(module.print_readable)
 
 
-def spare_guards() -> None:
+def spare_dynamo() -> None:
     """Once Dynamo is there."""
     import torch._dynamo.guards as guards
 
     # A number for PyTorch's logs: it empties the processor's caches to time the guards.
     guards.profile_guard_manager = lambda *_: 0.0
+    # A program that would repeat the compilation.
+    if after_aot := sys.modules.get("torch._dynamo.repro.after_aot"):
+        after_aot.save_graph_repro = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _print_readable(original: Callable[..., str]) -> Callable[..., str]:
+    def print_readable(self: Any, *args: Any, **named: Any) -> str:
+        if sys._getframe(1).f_globals["__name__"] in _LOGGERS:
+            return ""
+        return original(self, *args, **named)
+
+    return print_readable
 
 
 def _patch_method(original: Callable[..., None]) -> Callable[..., None]:

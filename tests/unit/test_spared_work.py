@@ -48,3 +48,8 @@ def test_other_tracers_replace_them():
     assert ("call_module", "inner") in _operations(graph)
     assert _operations(inner[0]) == _operations(make_fx(lambda y: MODULE(y))(torch.ones(2, 3)))
     assert torch.nn.Module.__call__ is CALL
+
+
+def test_who_asks_for_the_text_of_a_graph_gets_it():
+    graph = make_fx(lambda x: x + 1)(torch.ones(2))
+    assert "torch.ops.aten.add" in graph.print_readable(print_output=False)
