@@ -7,11 +7,13 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import linecache
 import types
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-__all__ = ["Kernel", "kernels_of", "parse"]
+__all__ = ["Kernel", "kernels_of", "moved", "parts_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +54,12 @@ class Kernel:
     @property
     def parameters(self) -> list[str]:
         """Names of the run-time arguments, in order: pointers and scalars."""
-        return [a.arg for a in self._function().args.args if not _is_constexpr(a)]
+        return [a.arg for a in _kernel_function(self.source).args.args if not _is_constexpr(a)]
 
     @property
     def constexprs(self) -> list[str]:
         """Names of the arguments that a launch configuration sets, e.g. ["XBLOCK"]."""
-        return [a.arg for a in self._function().args.args if _is_constexpr(a)]
+        return [a.arg for a in _kernel_function(self.source).args.args if _is_constexpr(a)]
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -67,15 +69,15 @@ class Kernel:
     @property
     def functions(self) -> list[str]:
         """Names of the kernel and its device functions, in the order of the text."""
-        return [node.name for node in parse(self.source).body if isinstance(node, ast.FunctionDef)]
+        return [node.name for _, node in _functions(self.source)]
 
     def text(self) -> str:
         """The kernel, its device functions and their constants, without imports and Inductor's
         decorator."""
-        body = parse(self.source).body
-        parts = [self._cut(node) for node in body if isinstance(node, ast.FunctionDef)]
-        constants = [ast.unparse(node) for node in body if _is_constant(node)]
-        return "\n\n\n".join([*parts, *filter(None, ["\n".join(constants)])]) + "\n"
+        functions = [_cut(part, node) for part, node in _functions(self.source)]
+        statements = (node for part in parts_of(self.source) for node in part.body)
+        constants = [ast.unparse(node) for node in statements if _is_constant(node)]
+        return "\n\n\n".join([*functions, *filter(None, ["\n".join(constants)])]) + "\n"
 
     def function_text(self, name: str) -> str:
         """The text of one function, e.g. `score_mod` or the kernel itself.
@@ -83,7 +85,10 @@ class Kernel:
         Raises:
             KeyError: there is none of this name.
         """
-        return self._cut(self._function(name)) + "\n"
+        for part, node in _functions(self.source):
+            if node.name == name or (name == self.name and _is_launched(node)):
+                return _cut(part, node) + "\n"
+        raise KeyError(f"{self.name} has no function {name}.")
 
     def module(self) -> types.ModuleType:
         """Execute the source without Inductor's decorator.
@@ -96,41 +101,87 @@ class Kernel:
         lines = self.source.splitlines(keepends=True)
         linecache.cache[filename] = (len(self.source), None, lines, filename)
         module = types.ModuleType(self.name)
-        exec(compile(_executable(self.source), filename, "exec"), module.__dict__)
+        for part in parts_of(self.source):
+            exec(moved(_compiled(part.text), filename, part.line), module.__dict__)
         return module
 
-    def _function(self, name: str = "") -> ast.FunctionDef:
-        tree = parse(self.source)
-        if name in ("", self.name):
-            return _kernel_function(tree)
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                return node
-        raise KeyError(f"{self.name} has no function {name}.")
 
-    def _cut(self, function: ast.FunctionDef) -> str:
-        kept = [d.lineno for d in function.decorator_list if not _is_inductor(d)]
-        first = min([function.lineno, *kept])
-        return "\n".join(self.source.splitlines()[first - 1 : function.end_lineno])
+class Part(NamedTuple):
+    """Some lines of a kernel's text.
+
+    Args:
+        text: whole statements, at most one device function.
+        line: how many lines of the kernel are above.
+        body: their trees, not to be changed; lines count from the text's first.
+    """
+
+    text: str
+    line: int
+    body: tuple[ast.stmt, ...]
+
+
+_DECORATORS = ("@triton_heuristics.", "@triton.jit", "@gluon.jit")
 
 
 @functools.lru_cache(maxsize=32)  # a kernel is asked about its parts several times
-def parse(source: str) -> ast.Module:
-    """The tree of a kernel's text, not to be changed."""
-    return ast.parse(source)
+def parts_of(source: str) -> tuple[Part, ...]:
+    """A kernel's text, cut above its device functions: other kernels have most of them, too."""
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    above = ""
+    for number, line in enumerate(lines):
+        if line.startswith(_DECORATORS) and not above.startswith(("@", ")")):
+            starts.append(number)
+        above = line if line.strip() else above
+    texts = ["".join(lines[a:b]) for a, b in itertools.pairwise([*starts, len(lines)])]
+    try:
+        bodies = [_parsed(text) for text in texts]
+    except SyntaxError:  # a decorator of several lines was cut in two
+        return (Part(source, 0, _parsed(source)),)
+    return tuple(map(Part, texts, starts, bodies))
 
 
-def _executable(source: str) -> ast.Module:
-    """The tree without Inductor's decorator, which would require a driver."""
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[ast.stmt, ...]:
+    return tuple(ast.parse(text).body)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(text: str) -> types.CodeType:
+    """Code of a part without Inductor's decorator, which would require a driver."""
     body: list[ast.stmt] = []
-    for node in parse(source).body:
+    for node in _parsed(text):
         if isinstance(node, ast.FunctionDef):
             node = copy.copy(node)
             node.decorator_list = [d for d in node.decorator_list if not _is_inductor(d)]
         # Without a GPU there is no driver either.
         if not isinstance(node, ast.Expr) or "set_driver_to_gpu" not in ast.unparse(node):
             body.append(node)
-    return ast.Module(body, [])
+    return compile(ast.Module(body, []), "<kernel>", "exec")
+
+
+def moved(code: types.CodeType, filename: str, lines: int) -> types.CodeType:
+    """The same code further down in a file, for tracebacks and for who reads its text."""
+    parts = (
+        moved(one, filename, lines) if isinstance(one, types.CodeType) else one
+        for one in code.co_consts
+    )
+    return code.replace(
+        co_filename=filename, co_firstlineno=code.co_firstlineno + lines, co_consts=tuple(parts)
+    )
+
+
+def _functions(source: str) -> Iterator[tuple[Part, ast.FunctionDef]]:
+    for part in parts_of(source):
+        for node in part.body:
+            if isinstance(node, ast.FunctionDef):
+                yield part, node
+
+
+def _cut(part: Part, function: ast.FunctionDef) -> str:
+    kept = [d.lineno for d in function.decorator_list if not _is_inductor(d)]
+    first = min([function.lineno, *kept])
+    return "\n".join(part.text.splitlines()[first - 1 : function.end_lineno])
 
 
 def kernels_of(code: str) -> list[Kernel]:
@@ -147,7 +198,7 @@ def kernels_of(code: str) -> list[Kernel]:
 
 def read_kernel(name: str, source: str) -> Kernel:
     """Read a kernel from the two arguments of `async_compile.triton`."""
-    function = _kernel_function(parse(source))
+    function = _kernel_function(source)
     decorator = next(d for d in function.decorator_list if _is_inductor(d))
     assert isinstance(decorator, ast.Call)
     facts = {keyword.arg: keyword.value for keyword in decorator.keywords}
@@ -167,10 +218,14 @@ def read_kernel(name: str, source: str) -> Kernel:
     )
 
 
-def _kernel_function(tree: ast.Module) -> ast.FunctionDef:
+def _kernel_function(source: str) -> ast.FunctionDef:
     """The function that Inductor decorates; the others are called by it."""
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    return next(f for f in functions if any(map(_is_inductor, f.decorator_list)))
+    functions = (function for _, function in _functions(source))
+    return next(filter(_is_launched, functions))
+
+
+def _is_launched(function: ast.FunctionDef) -> bool:
+    return any(map(_is_inductor, function.decorator_list))
 
 
 def _is_constant(node: ast.stmt) -> bool:

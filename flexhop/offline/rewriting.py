@@ -15,7 +15,7 @@ from typing import Any
 from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter
 
-from flexhop.offline.kernel import parse
+from flexhop.offline.kernel import moved, parts_of
 
 __all__ = ["rewrite_ast"]
 
@@ -34,7 +34,7 @@ def rewrite_ast(self: Any) -> Any:
     names = self.fn.__globals__
     names.setdefault("interpreter_semantic", interpreter.interpreter_semantic)
     local: dict[str, Any] = dict(self.kwargs)
-    exec(_moved(_rewritten(text), code.co_filename, code.co_firstlineno - 1), names, local)
+    exec(moved(_rewritten(text), code.co_filename, code.co_firstlineno - 1), names, local)
     return local[self.fn.__name__]
 
 
@@ -42,11 +42,14 @@ def rewrite_ast(self: Any) -> Any:
 def _functions(lines: tuple[str, ...]) -> dict[tuple[str, int], str]:
     """Text of each function of a file, by name and first line (of Triton's decorator)."""
     found: dict[tuple[str, int], str] = {}
-    for node in parse("".join(lines)).body:
-        if isinstance(node, ast.FunctionDef):
-            starts = [node.lineno, *(one.lineno for one in node.decorator_list)]
-            for first in starts:
-                found[node.name, first] = "".join(lines[first - 1 : node.end_lineno])
+    for part in parts_of("".join(lines)):
+        for node in part.body:
+            if isinstance(node, ast.FunctionDef):
+                starts = [node.lineno, *(one.lineno for one in node.decorator_list)]
+                for first in (line + part.line for line in starts):
+                    found[node.name, first] = "".join(
+                        lines[first - 1 : node.end_lineno + part.line]
+                    )
     return found
 
 
@@ -58,14 +61,3 @@ def _rewritten(text: str) -> types.CodeType:
     node.decorator_list = []
     tree = ast.Module([FunctionRewriter.ast_transformer.visit(node)], [])
     return compile(ast.fix_missing_locations(tree), "<kernel>", "exec")
-
-
-def _moved(code: types.CodeType, filename: str, lines: int) -> types.CodeType:
-    """The same code further down in a file, for tracebacks."""
-    parts = (
-        _moved(one, filename, lines) if isinstance(one, types.CodeType) else one
-        for one in code.co_consts
-    )
-    return code.replace(
-        co_filename=filename, co_firstlineno=code.co_firstlineno + lines, co_consts=tuple(parts)
-    )

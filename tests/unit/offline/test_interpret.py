@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from flexhop.offline import interpreter, kept_types, rewriting
+from flexhop.offline import kernel as kernel_parts
 from flexhop.offline.interpret import Memory, OutOfBoundsError, interpret, run_kernel
 from flexhop.offline.interpreter import interpreting, launch
 from tests.unit.offline.kernels import POINTERS, kernel
@@ -71,6 +72,24 @@ def test_one_text_in_two_kernels_is_rewritten_once_and_keeps_its_place():
     assert places[1][0] != places[0][0]
     # The helper, and the kernel around it.
     assert rewriting._rewritten.cache_info().misses == misses + 2
+
+
+def test_a_kernel_is_read_in_parts_that_other_kernels_share():
+    """A function is parsed and compiled once; a decorator of several lines is not cut off."""
+    shared = "@triton.jit\ndef third(v):\n    return v * 3\n\n"
+    one, two = (
+        kernel(POINTERS, _block("v = third(v)"), above + shared) for above in ("", "# one line\n")
+    )
+    parsed = [part.body for part in kernel_parts.parts_of(one.source)]
+    assert len(parsed) == 3 and one.functions == ["third", "kernel"]
+    assert [part.body is parsed[n] for n, part in enumerate(kernel_parts.parts_of(two.source))][1]
+    assert two.function_text("third") == shared.strip() + "\n"
+    for place in (one, two):
+        first = place.module().third.fn.__code__.co_firstlineno
+        assert place.source.splitlines()[first - 1] == "@triton.jit"
+    cut = "@call(1,\n      2)\n@triton.jit\ndef f(v):\n    return v\n"
+    (whole,) = kernel_parts.parts_of("import triton\n" + cut)
+    assert len(whole.body) == 2
 
 
 _MIXED = ["v = (v > 0) & (v < 1)", "v = i * 3 // 2", "v = v[None] + v[:, None]"]
