@@ -5,8 +5,11 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
+import torch._inductor.codegen.common
 import torch.fx._symbolic_trace as symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.spared_work import _filled_once
 
 MODULE = torch.nn.Linear(3, 3)
 CALL = torch.nn.Module.__call__
@@ -53,3 +56,21 @@ def test_other_tracers_replace_them():
 def test_who_asks_for_the_text_of_a_graph_gets_it():
     graph = make_fx(lambda x: x + 1)(torch.ones(2))
     assert "torch.ops.aten.add" in graph.print_readable(print_output=False)
+
+
+def test_the_table_of_types_is_filled_again_if_a_rule_comes(monkeypatch):
+    from torch._inductor import utils
+
+    class Table:
+        filled = 0
+
+        @_filled_once
+        def __init__(self):
+            self.filled += 1
+
+    table = Table()
+    table.__init__()
+    assert table.filled == 1
+    monkeypatch.setitem(utils.op_dtype_propagation_rules, "another", None)
+    table.__init__()
+    assert table.filled == 2
