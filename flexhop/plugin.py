@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexhop import compat, mods
 from flexhop.block_mask.operator import block_lists
+from flexhop.compat import compilation
 from flexhop.compat.dynamo.trackers import announce
 from flexhop.compat.imports import after_import
 from flexhop.compat.mods.indexing import IndexMode
@@ -187,7 +188,11 @@ def _attend_dtensors(*operands: Any, **more: Any) -> Any:
 def _watched() -> Callable[[], None]:
     from flexhop.compat.dynamo.compiling import watch_compilations
 
-    return watch_compilations(PROGRESS.start, PROGRESS.end)
+    def end() -> None:
+        PROGRESS.end()
+        compilation.forget()
+
+    return watch_compilations(PROGRESS.start, end)
 
 
 def _expect_graph() -> None:

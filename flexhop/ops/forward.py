@@ -90,10 +90,10 @@ def _differentiable_inputs(*operands: Any) -> tuple[Any, ...]:
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, args.options)
     joint = trace_joint(args.score_mod, args.query, args.score_captures)
-    hop.share(joint.score_mod)  # the forward lowering reads the backward operator's graphs
-    fixed = args._replace(
-        query=None, key=None, value=None, score_mod=joint.score_mod, score_captures=()
-    )
+    score_mod = joint.score_mod
+    if hop.is_tracing(args.query):
+        score_mod = hop.share(score_mod)  # the forward lowering reads the backward graphs
+    fixed = args._replace(query=None, key=None, value=None, score_mod=score_mod, score_captures=())
     return (joint.joint, joint.sites, fixed, *args[:3], *joint.captures)
 
 

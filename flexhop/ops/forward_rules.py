@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop
 from flexhop.errors import CaptureMutationError
@@ -44,6 +45,11 @@ def refuse_mutation(
         CaptureMutationError: one of the named mods writes to one of its example inputs.
     """
     for (name, mod), example in zip(mods.items(), examples, strict=True):
-        with IndexMode():
-            if hop.has_input_mutation(mod, example, pre_dispatch):
-                raise CaptureMutationError(mod=name, location="its body")
+        key = (refuse_mutation, forms_of(example), pre_dispatch)
+        if once(key, mod, lambda mod=mod, example=example: _writes(mod, example, pre_dispatch)):
+            raise CaptureMutationError(mod=name, location="its body")
+
+
+def _writes(mod: Any, example: Sequence[Any], pre_dispatch: bool) -> bool:
+    with IndexMode():
+        return hop.has_input_mutation(mod, example, pre_dispatch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-__all__ = ["Graphs", "found", "hand_on", "move", "note", "share"]
+__all__ = ["Graphs", "found", "hand_on", "move", "note", "origin", "share"]
 
 _KEY = "flexhop_shared"
 
@@ -26,21 +26,29 @@ class Graphs(dict[str, GraphModule]):
         return Graphs, ()
 
 
-def share(function: Any) -> None:
-    """Let calls of operators that get `function` share graphs."""
-    setattr(function, _KEY, Graphs())
+def share(function: GraphModule) -> GraphModule:
+    """The same function, so that the operators of one call that get it share graphs."""
+    own = GraphModule(function, function.graph)  # other calls may have the same function
+    setattr(own, _KEY, Graphs())
+    return own
 
 
 def hand_on(function: Any, wrapped: Any) -> Any:
     """`wrapped`, with the identity of the function that it wraps."""
-    if (graphs := getattr(function, _KEY, None)) is not None:
-        setattr(wrapped, _KEY, graphs)
+    wrapped.flexhop_wrapped = function
     return wrapped
+
+
+def origin(function: Any) -> Any:
+    """The function behind one that was handed on."""
+    while hasattr(function, "flexhop_wrapped"):
+        function = function.flexhop_wrapped
+    return function
 
 
 def note(node: Node, function: Any, traced: dict[str, GraphModule]) -> None:
     """Add the graphs of an operator's node to those of the calls that share `function`."""
-    if (graphs := getattr(function, _KEY, None)) is not None:
+    if (graphs := getattr(origin(function), _KEY, None)) is not None:
         graphs.update(traced)
         node.meta[_KEY] = graphs
 

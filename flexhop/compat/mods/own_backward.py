@@ -12,12 +12,19 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch._functorch.autograd_function import autograd_function_apply
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from flexhop.compat.mods.location import line_of
 from flexhop.errors import UnsupportedFeatureError
 
-__all__ = ["at_once", "deriving", "is_refused_at_once", "note_own_backward", "own_backward"]
+__all__ = [
+    "at_once",
+    "deriving",
+    "is_refused",
+    "is_refused_at_once",
+    "note_own_backward",
+    "own_backward",
+]
 
 _DERIVES: ContextVar[bool] = ContextVar("flexhop_derives", default=False)
 _AT_ONCE: ContextVar[bool] = ContextVar("flexhop_derives_at_once", default=False)
@@ -47,6 +54,13 @@ def _holding(variable: ContextVar[bool], value: bool) -> Iterator[None]:
 def is_refused_at_once() -> bool:
     """Whether `at_once` is active."""
     return _AT_ONCE.get()
+
+
+def is_refused(function: Any) -> bool:
+    """Whether a trace of a mod's graph would now refuse it."""
+    if not (_DERIVES.get() and isinstance(function, GraphModule)):
+        return False
+    return bool(function.graph.find_nodes(op="call_function", target=_apply))
 
 
 def note_own_backward(graph: Graph) -> None:

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from flexhop.compat.graphs import shared_graphs
 from flexhop.compat.imports import after_import
-from flexhop.compat.operators.retrace import retrace
+from flexhop.compat.operators.retrace import retraced
 from flexhop.compat.storage import below_functorch
 from flexhop.errors import FlexhopError
 from flexhop.options import debug
@@ -224,8 +224,7 @@ def register_proxy(
         for position, name, example in zip(
             op.callable_positions, names, examples(*operands), strict=True
         ):
-            with mode_of_mods():
-                graph = retrace(operands[position])(*example)
+            graph = retraced(operands[position], example, mode_of_mods)
             debug.show_graph(name.removeprefix("flexhop_"), graph)
             qualified = mode.tracer.get_fresh_qualname(name)
             mode.tracer.root.register_module(qualified, graph)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.analysis import INDICES
-from flexhop.compat.kept import is_marked, keeping, mark
+from flexhop.compat.compilation import copy_of, forms_of, once, say
+from flexhop.compat.kept import is_marked, mark
 from flexhop.compat.mods.grad_modes import DetachMode
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.compat.mods.own_backward import deriving
+from flexhop.compat.mods.own_backward import deriving, is_refused
 from flexhop.compat.operators import transforms
 from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
 from flexhop.ops.args import Capture
@@ -57,15 +58,27 @@ def trace_score(
 ) -> fx.GraphModule:  # fmt: skip
     """FX graph of (score, b, h, q_idx, kv_idx, *captures) -> score; see `trace_joint`.
 
+    The graph is not to be changed: later calls get it, too.
+
     is_pushed: for forward mode, which goes through `torch.no_grad()`.
     """
-    stops = contextlib.nullcontext() if is_pushed else DetachMode()
-    with isolated_trace(query, *captures), IndexMode(), torch.enable_grad(), stops:
-        examples = [
-            *score_examples(query.device, score_dtype(query)),
-            *map(capture_like, captures),
-        ]
-        return trace_callable(score_mod, examples)
+
+    def make() -> fx.GraphModule:
+        stops = contextlib.nullcontext() if is_pushed else DetachMode()
+        with isolated_trace(query, *captures), IndexMode(), torch.enable_grad(), stops:
+            examples = score_examples(query.device, score_dtype(query))
+            return trace_callable(score_mod, [*examples, *map(capture_like, captures)])
+
+    with torch.enable_grad():
+        key = _trace_key(score_mod, query, captures, is_pushed=is_pushed)
+        return once(key, score_mod, make)
+
+
+def _trace_key(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
+    *, is_pushed: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    return (trace_score, _form(query, captures), is_pushed, is_refused(score_mod))
 
 
 def trace_mask(
@@ -119,7 +132,7 @@ def trace_joint(
     # An outer torch.func.grad may differentiate what this one does not.
     outer = needs if wanted is not None else tuple(map(transforms.is_tracked, captures))
     key = (trace_joint, _form(query, captures), needs, outer, wanted is None)
-    parts = keeping(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, outer)))
+    parts = once(key, score_mod, lambda: _Parts(*_hoisted(score_mod, query, captures, outer)))
     hoisted = parts.hoist(captures)
     if parts.joint is None:
         moved = hoisted[len(parts.kept) :]
@@ -129,6 +142,8 @@ def trace_joint(
             parts.joint, parts.sites = _differentiate(
                 parts.main, query, inputs, (*[False] * len(parts.kept), *changed)
             )
+        with torch.enable_grad():  # it consists of operators: it is its own trace
+            say(_trace_key(parts.main, query, hoisted), parts.main, parts.main)
     return Joint(parts.main, parts.joint, hoisted, parts.sites, parts.hoist)
 
 
@@ -154,7 +169,7 @@ def hoist_tangents(
     if not any(wanted):
         return Hoisted(score_mod, tuple(captures), tuple(tangents))
     key = (hoist_tangents, _form(query, captures), wanted)
-    parts = keeping(
+    parts = once(
         key, score_mod,
         lambda: _Parts(*_hoisted(score_mod, query, captures, wanted, is_pushed=True)),
     )  # fmt: skip
@@ -163,8 +178,7 @@ def hoist_tangents(
 
 def _form(query: Tensor, captures: Sequence[Capture]) -> tuple[Any, ...]:
     """What a trace of a mod depends on besides the mod."""
-    forms = (c if not isinstance(c, Tensor) else (c.shape, c.dtype) for c in captures)
-    return (score_dtype(query), query.device, *forms)
+    return (score_dtype(query), query.device, *forms_of(captures))
 
 
 def joint_of(
@@ -179,13 +193,13 @@ def joint_of(
 
     def make() -> tuple[fx.GraphModule, tuple[int, ...]]:
         with deriving():
-            graph = trace_score(score_mod, query, captures)
+            graph = copy_of(trace_score(score_mod, query, captures))
         compose_reads(graph)
         with isolated_trace(query, *captures), IndexMode():
             return _differentiate(graph, query, list(map(capture_like, captures)), wanted)
 
     key = (joint_of, _form(query, captures), tuple(wanted))
-    return keeping(key, score_mod, make)
+    return once(key, score_mod, make)
 
 
 @dataclasses.dataclass
@@ -258,7 +272,7 @@ def _hoisted(
     needs: Sequence[bool], *, is_pushed: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:  # fmt: skip
     with deriving():
-        graph = trace_score(score_mod, query, captures, is_pushed=is_pushed)
+        graph = copy_of(trace_score(score_mod, query, captures, is_pushed=is_pushed))
     compose_reads(graph)
     main, before, kept = _hoist(graph, needs)
     return (mark(main) if is_marked(score_mod) else main), before, kept

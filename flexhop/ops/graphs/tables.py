@@ -17,9 +17,11 @@ from torch import Tensor, fx
 
 from flexhop.analysis import Analysis, Coordinate, analyse, instructions_of, name_of, rate
 from flexhop.block_mask.scores import hidden_count
+from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.ops.args import AttentionArgs, Capture
-from flexhop.ops.graphs.subgraphs import trace_score
+from flexhop.ops.graphs.examples import score_dtype
+from flexhop.ops.graphs.subgraphs import needs_grad, trace_score
 
 aten = torch.ops.aten
 INPUTS = ("score", "b", "h", "q", "k")
@@ -75,6 +77,35 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
         return None
     if not all(isinstance(capture, Tensor) for capture in captures):
         return None
+    needs = needs_grad(captures)
+    key = (tabulate, score_dtype(query), query.device, forms_of(captures), sizes, needs)
+    choice = once(key, score_mod, lambda: _choose(score_mod, query, captures, sizes))
+    if choice is None:
+        return None
+    maker = _Maker(choice.found, captures)
+    made = tuple(maker.make(table) for table in choice.tables)
+    shapes = tuple(tuple(table.shape) for table in made)
+    captures = (*(captures[i] for i in choice.kept), *made)
+    return Tabulated(choice.mod, captures, shapes, choice.saved)
+
+
+class _Chosen(NamedTuple):
+    """The tables of a score_mod.
+
+    mod: reads the captures `kept`, then the tables. saved: see Tabulated.
+    """
+
+    found: Analysis
+    tables: Sequence[Table]
+    mod: fx.GraphModule
+    kept: tuple[int, ...]
+    saved: float
+
+
+def _choose(
+    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> _Chosen | None:  # fmt: skip
     graph = trace_score(score_mod, query, captures)
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
@@ -91,11 +122,7 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
         choice.look_at(found.mod.result)
     if not choice.tables:
         return None
-    maker = _Maker(found, captures)
-    made = tuple(maker.make(table) for table in choice.tables)
-    mod, kept = _with_reads(found, choice.tables)
-    shapes = tuple(tuple(table.shape) for table in made)
-    return Tabulated(mod, (*(captures[i] for i in kept), *made), shapes, choice.saved)
+    return _Chosen(found, choice.tables, *_with_reads(found, choice.tables), choice.saved)
 
 
 class _Choice:
