@@ -31,7 +31,7 @@ from flexhop.analysis.tables import OutOfRange, Tables
 from flexhop.analysis.trace import Mapped, Untraceable, trace
 from flexhop.analysis.truths import truth_of
 from flexhop.analysis.values import Values, can_compute
-from flexhop.analysis.written import Writer, copied
+from flexhop.analysis.written import Writer, copied, settled
 
 __all__ = [
     "FUNCTION",
@@ -75,6 +75,7 @@ __all__ = [
     "point",
     "rate",
     "read_graph",
+    "settled",
     "trace",
     "truth_of",
     "with_magnitudes",

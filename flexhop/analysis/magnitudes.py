@@ -12,7 +12,7 @@ from torch import fx
 
 from flexhop.analysis.cases import Case, Cases
 from flexhop.analysis.conditions import all_of, at_least
-from flexhop.analysis.facts import Analysis, analyse
+from flexhop.analysis.facts import Analysis
 from flexhop.analysis.forms import Form
 from flexhop.analysis.graph import dtype_of
 from flexhop.analysis.operators import packet_of
@@ -27,19 +27,13 @@ _SEVERAL = {
 }  # fmt: skip
 
 
-def with_magnitudes(
-    module: fx.GraphModule, inputs: tuple[str, ...], sizes: dict[str, int]
-) -> fx.GraphModule:
-    """The same function; unchanged if it contains no absolute value. Arguments of `analyse`.
+def with_magnitudes(module: fx.GraphModule, found: Analysis) -> fx.GraphModule:
+    """The same function; the same graph if it contains no absolute value.
 
     Args:
         module: the graph; not changed.
-        inputs: names of its first inputs.
-        sizes: bounds on b, h, q and k.
+        found: its analysis.
     """
-    if not any(packet_of(node.target) in _SEVERAL for node in module.graph.nodes):
-        return module
-    found = analyse(module, inputs, sizes)
     signs = _signs(found, module.graph)
     if not signs:
         return module

@@ -21,6 +21,15 @@ def copied(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Nod
     return fx.GraphModule(module, graph), known
 
 
+def settled(written: fx.GraphModule, module: fx.GraphModule) -> fx.GraphModule:
+    """The copy of a graph, ready for use; the graph itself if nothing was written to the copy."""
+    written.graph.eliminate_dead_code()
+    if str(written.graph) == str(module.graph):
+        return module
+    written.recompile()
+    return written
+
+
 class Writer:
     """Writes linear forms of nodes.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.compat.operators import hop
+from flexhop.compat.operators.mutation import has_input_mutation
 from flexhop.errors import CaptureMutationError
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.eager import accumulate_dtype
@@ -52,4 +52,4 @@ def refuse_mutation(
 
 def _writes(mod: Any, example: Sequence[Any], pre_dispatch: bool) -> bool:
     with IndexMode():
-        return hop.has_input_mutation(mod, example, pre_dispatch)
+        return has_input_mutation(mod, example, pre_dispatch)

@@ -25,7 +25,6 @@ from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import (
-    _has_potential_branch_input_mutation,
     _maybe_run_with_interpreter,
     redirect_to_mode,
     register_fake,
@@ -59,7 +58,6 @@ __all__ = [
     "below_autograd",
     "can_checkpoint",
     "capture_like",
-    "has_input_mutation",
     "is_tracing",
     "isolated_trace",
     "like_tree",
@@ -197,13 +195,6 @@ def register_functionalize(op: Operator, check: Callable[..., None]) -> None:
             return ctx.wrap_tensors(op(*plain))
 
     op.py_functionalize_impl(rule)
-
-
-def has_input_mutation(
-    function: Callable[..., Any], inputs: Sequence[Any], pre_dispatch: bool
-) -> bool:
-    """Whether `function` writes to one of its inputs."""
-    return _has_potential_branch_input_mutation(function, list(inputs), pre_dispatch)
 
 
 def register_proxy(

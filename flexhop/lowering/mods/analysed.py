@@ -9,22 +9,23 @@ from typing import Any
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
+from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.packed_distances import without_bounded
 from flexhop.ops.graphs.own_positions import read_at_own_positions
 
 SCORE = ("score", *INDICES)
 JOINT = (*SCORE, "grad")
-# Kernels compute with positions in fp32, which represents the sum of two below this
-# (arithmetic.py).
-_LENGTH = 2**23
-RECENT = 64  # graphs that are cached: those of a few calls
-_SIZES = {"q": _LENGTH, "k": _LENGTH}
+# Decorator of functions of a graph that nobody changes any more: those of a few calls are cached.
+per_graph = functools.lru_cache(maxsize=64)
+# Bounds on indices: kernels compute with positions in fp32, which represents the sum of two below
+# this (arithmetic.py).
+SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)
 
 
 def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
     """The graph of a subgraph operand, in the form that kernels compute: the same for all
-    spellings.
+    spellings, and one graph for all calls of a compilation that have an equal operand.
 
     Args:
         mod: (*inputs, *captures) -> value or values.
@@ -33,10 +34,16 @@ def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
     return _kernel_graph(inductor.graph_module(mod), inputs)
 
 
-@functools.lru_cache(maxsize=RECENT)
+@per_graph
 def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
-    graph = read_at_own_positions(graph, inputs)
-    return with_magnitudes(without_bounded(graph, inputs), inputs, _SIZES)
+    given = graph.graph.find_nodes(op="placeholder")
+    key = (kernel_graph, inputs, forms_of(node.meta.get("val") for node in given))
+    return once(key, graph, lambda: _in_form(graph, inputs))
+
+
+def _in_form(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
+    plain = without_bounded(read_at_own_positions(graph, inputs), inputs)
+    return with_magnitudes(plain, analyse_kernel(plain, inputs))
 
 
 def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
@@ -44,10 +51,10 @@ def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
     return analyse_kernel(kernel_graph(mod, inputs), inputs)
 
 
-@functools.lru_cache(maxsize=RECENT)
+@per_graph
 def analyse_kernel(graph: fx.GraphModule, inputs: tuple[str, ...]) -> Analysis:
     """The facts about a graph as kernels compute it; args of `kernel_graph`."""
-    return analyse(graph, inputs, _SIZES)
+    return analyse(graph, inputs, SIZES)
 
 
 def positions_of(found: Analysis, values: Iterable[Any]) -> tuple[bool, bool]:

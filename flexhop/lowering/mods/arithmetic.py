@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import INDICES, Analysis, analyse, copied, dtype_of
+from flexhop.analysis import Analysis, copied, dtype_of, settled
+from flexhop.lowering.mods.analysed import analyse_kernel, per_graph
 from flexhop.lowering.mods.narrow import narrowed
 
 aten = torch.ops.aten
@@ -44,10 +45,9 @@ _ORDERED = (
 _QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 _REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
 _LARGEST = 2**24  # fp32 represents all integers up to this
-# Bounds on positions: the sum of two is exact.
-_SIZES: dict[str, int] = dict.fromkeys(INDICES, _LARGEST // 2)
 
 
+@per_graph
 def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     """The same function with cheaper divisions, integers of 32 bits if they fit, and sums in
     floats if they become floats.
@@ -58,7 +58,7 @@ def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     """
     graph = narrowed(graph, inputs)
     module, copies = copied(graph)
-    floats = _Floats(analyse(graph, inputs, _SIZES), copies)
+    floats = _Floats(analyse_kernel(graph, inputs), copies)
     for node, copy in copies.items():
         with module.graph.inserting_before(copy):
             floats.convert_operands(node)
@@ -66,9 +66,7 @@ def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
                 new.meta = dict(copy.meta)
                 copy.replace_all_uses_with(new)
                 copies[node] = new
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+    return settled(module, graph)
 
 
 def _division(node: fx.Node, copy: fx.Node, found: Analysis) -> fx.Node | None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import fx
 
-from flexhop.lowering.mods.analysed import SCORE, kernel_graph
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph, per_graph
 from flexhop.lowering.mods.graphs import value_of
 from flexhop.ops.args import AttentionArgs, CachedArgs
 
@@ -60,6 +60,7 @@ def has_caps(score: Any) -> bool:
     return bool(graph.find_nodes(op="call_function", target=aten.tanh.default))
 
 
+@per_graph
 def fold_caps(graph: fx.GraphModule, scale: float | None) -> Folded:
     """The same function, in which products of tanh and numbers are one operator.
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Writer, copied, dtype_of, name_of
-from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph
+from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph, per_graph
 from flexhop.lowering.mods.graphs import convert, returning
 from flexhop.lowering.mods.sides import NotDecided, Sides
 
@@ -62,6 +62,7 @@ class Line(NamedTuple):
     bend: fx.GraphModule | None
 
 
+@per_graph
 def key_line(score: fx.GraphModule) -> Line | None:
     """The line over keys that a score_mod adds; None if it adds anything else.
 

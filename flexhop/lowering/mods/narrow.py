@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import INDICES, Analysis, analyse, copied, dtype_of, name_of
+from flexhop.analysis import Analysis, copied, dtype_of, name_of
+from flexhop.lowering.mods.analysed import analyse_kernel
 from flexhop.lowering.mods.graphs import convert
 
-_SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)  # bounds, as in arithmetic.py
 _LIMIT = 2**31
 _CONVERSIONS = ("convert_element_type", "_to_copy")
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
@@ -39,7 +39,7 @@ def narrowed(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     if not any(dtype_of(node) == torch.int64 for node in graph.graph.nodes):
         return graph
     module, copies = copied(graph)
-    narrow = _Narrow(analyse(graph, inputs, _SIZES), copies)
+    narrow = _Narrow(analyse_kernel(graph, inputs), copies)
     for node, copy in copies.items():
         if node.op == "call_function" and dtype_of(node) != torch.int64:
             narrow.change_operands(node, copy)

@@ -20,22 +20,23 @@ from flexhop.analysis import (
     Equals,
     Form,
     Writer,
-    analyse,
     copied,
     dtype_of,
     name_of,
+    settled,
     truth_of,
 )
+from flexhop.lowering.mods.analysed import SIZES, analyse_kernel, per_graph
 from flexhop.lowering.mods.graphs import convert
 
 aten = torch.ops.aten
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-_SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)  # bounds on positions, as in arithmetic.py
 # A captured number from here on outweighs a sum below it, and may as well be this. The sum of both
 # has 32 bits.
 _FAR = 2**30
 
 
+@per_graph
 def separated(mask: fx.GraphModule) -> fx.GraphModule:
     """The same mask_mod, with comparisons between a part of the query and a part of the key.
 
@@ -43,13 +44,11 @@ def separated(mask: fx.GraphModule) -> fx.GraphModule:
         mask: (b, h, q_idx, kv_idx, *captures) -> bool; not changed.
     """
     module, copies = copied(mask)
-    writer = _Comparisons(analyse(mask, INDICES, _SIZES), copies)
+    writer = _Comparisons(analyse_kernel(mask, INDICES), copies)
     for node, copy in copies.items():
         if name_of(node) in _COMPARISONS and (new := writer.compare(node)) is not None:
             copy.replace_all_uses_with(new)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+    return settled(module, mask)
 
 
 class _Comparisons:
@@ -84,7 +83,7 @@ class _Comparisons:
         of_query, of_key = terms.pop(self.query, 0), terms.pop(self.key, 0)
         if abs(of_query) != 1 or of_key != -of_query:
             return False
-        total, far = 2 * _SIZES["q"] + abs(truth.form.offset), 0
+        total, far = 2 * SIZES["q"] + abs(truth.form.offset), 0
         for atom, factor in terms.items():
             is_integer = dtype_of(atom) in (torch.int32, torch.int64)
             if {"q", "k"} & self.found.forms.depends_on(atom) or not is_integer:

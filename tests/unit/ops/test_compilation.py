@@ -10,7 +10,8 @@ from torch.fx import symbolic_trace
 
 from flexhop import flex_attention
 from flexhop.compat import compilation
-from flexhop.compat.operators import hop, retrace
+from flexhop.compat.operators import mutation, retrace
+from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph
 from flexhop.ops.graphs import subgraphs, tables
 from tests.unit.ops.support import HEADS, LENGTH, assert_same, causal_mask, operands, quiet
 
@@ -21,7 +22,12 @@ def _count(monkeypatch: pytest.MonkeyPatch, layers: int) -> Counter[str]:
     """How often a model of equal layers traces and analyses mods below Dynamo."""
     found = Counter[str]()
     slopes, mask = torch.randn(HEADS, requires_grad=True), causal_mask()
-    asked = ((subgraphs, "trace_callable"), (tables, "analyse"), (retrace, "_retrace"))
+    asked = {
+        "trace_callable": subgraphs,
+        "analyse": tables,
+        "_has_potential_branch_input_mutation": mutation,
+        "_retrace": retrace,
+    }
 
     def model(q: Any, k: Any, v: Any) -> Any:
         for _ in range(layers):
@@ -29,7 +35,7 @@ def _count(monkeypatch: pytest.MonkeyPatch, layers: int) -> Counter[str]:
         return q
 
     with monkeypatch.context() as patch:
-        for room, name in (*asked, (hop, "has_input_mutation")):
+        for name, room in asked.items():
             plain = getattr(room, name)
             count = lambda *x, plain=plain, name=name: found.update([name]) or plain(*x)  # noqa: E731
             patch.setattr(room, name, count)
@@ -42,8 +48,9 @@ def test_mods_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one = _count(monkeypatch, 1)
     # Of score_mod and its gradient: one each in Dynamo, whose fake tensors end there, and one each
     # in AOTAutograd. There, `analyse` meets the mod of the user, and that without its hoisted
-    # parts, and the mods and the joint graph become part of the graph.
-    assert one == {"trace_callable": 4, "analyse": 2, "has_input_mutation": 2, "_retrace": 3}
+    # parts; the mask is looked at for writes; the mods and the joint graph enter the graph.
+    writes = "_has_potential_branch_input_mutation"
+    assert one == {"trace_callable": 4, "analyse": 2, writes: 1, "_retrace": 3}
     assert _count(monkeypatch, 2) == one
     assert not compilation._found
 
@@ -123,3 +130,20 @@ def test_once_knows_what_differs() -> None:
     one = [True, False, *[True] * 9]
     assert _questions(TracingContext(None), TracingContext(None)) == one + one
     compilation.forget()
+
+
+def test_lowerings_share_equal_graphs() -> None:
+    def traced(table: torch.Tensor) -> Any:
+        def mod(s: Any, b: Any, h: Any, m: Any, n: Any, table: Any) -> Any:
+            return s + table[(m - n).abs()]
+
+        return subgraphs.trace_score(mod, torch.zeros(1, 1, 4, 8), (table,))
+
+    with tracing(TracingContext(None)):
+        one, other, third = map(traced, (torch.ones(4), torch.zeros(4), torch.ones(5)))
+        known = kernel_graph(one, SCORE)
+        assert kernel_graph(other, SCORE) is known is kernel_graph(known, SCORE)
+        assert kernel_graph(third, SCORE) is not known
+        assert analysed(other, SCORE) is analysed(one, SCORE)
+        compilation.forget()
+        assert kernel_graph(traced(torch.ones(4)), SCORE) is not known
