@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node, traceback
 from torch.overrides import _get_current_function_mode_stack
 
-from flexhop.compat.kept import is_marked, keeping
+from flexhop.compat.kept import keeping
 
 __all__ = ["copy_of", "forget", "forms_of", "once", "say"]
 
@@ -33,15 +33,13 @@ def once(key: Hashable, function: Any, make: Callable[[], Any]) -> Any:
 
     Args:
         key: the question, and all that its answer depends on besides the function.
-        function: a mod. One that `mark` marked keeps its answers for later calls; one that is no
-            graph is asked each time.
+        function: a mod. Outside a compilation, one that `mark` marked keeps its answers for later
+            calls. Others that are no graph are asked each time.
         make: finds the answer, which nobody may change.
     """
-    if is_marked(function):
-        return keeping(key, function, make)
     context = TracingContext.try_get()
     if context is None or not isinstance(function, GraphModule):
-        return make()
+        return keeping(key, function, make)
     known = _found.setdefault(context, {})
     whole = (key, _text_of(function), _circumstances(context))
     if whole not in known:

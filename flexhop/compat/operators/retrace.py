@@ -40,6 +40,8 @@ def retraced(
             return _retrace(function, tracer)(*example)
 
     known = shared_graphs.origin(function)
+    if not isinstance(known, torch.fx.GraphModule):
+        return make()
     key = (retraced, tracer, forms_of(example), mode_of_mods, known is function)
     return copy_of(once(key, known, make))
 

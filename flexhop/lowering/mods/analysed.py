@@ -21,6 +21,7 @@ per_graph = functools.lru_cache(maxsize=64)
 # Bounds on indices: kernels compute with positions in fp32, which represents the sum of two below
 # this (arithmetic.py).
 SIZES: dict[str, int] = dict.fromkeys(INDICES, 2**23)
+_BOUNDS = tuple(SIZES.items())
 
 
 def kernel_graph(mod: Any, inputs: tuple[str, ...]) -> fx.GraphModule:
@@ -52,9 +53,14 @@ def analysed(mod: Any, inputs: tuple[str, ...]) -> Analysis:
 
 
 @per_graph
-def analyse_kernel(graph: fx.GraphModule, inputs: tuple[str, ...]) -> Analysis:
-    """The facts about a graph as kernels compute it; args of `kernel_graph`."""
-    return analyse(graph, inputs, SIZES)
+def analyse_kernel(
+    graph: fx.GraphModule, inputs: tuple[str, ...], bounds: tuple[tuple[str, int], ...] = _BOUNDS
+) -> Analysis:
+    """The facts about a graph as kernels compute it; args of `kernel_graph`.
+
+    bounds: on indices, by name.
+    """
+    return analyse(graph, inputs, dict(bounds))
 
 
 def positions_of(found: Analysis, values: Iterable[Any]) -> tuple[bool, bool]:

@@ -18,8 +18,9 @@ import sympy
 import torch
 from torch import fx
 
-from flexhop.analysis import Cases, Form, analyse, copied, truth_of
+from flexhop.analysis import Cases, Form, copied, truth_of
 from flexhop.compat.kernels import inductor
+from flexhop.lowering.mods.analysed import analyse_kernel
 from flexhop.ops.args import Site
 
 aten = torch.ops.aten
@@ -104,8 +105,8 @@ class _Wrap:
         sizes: Mapping[str, Any],
         copies: Mapping[fx.Node, fx.Node],
     ) -> None:
-        bounds = {name: n if isinstance(n, int) else LENGTH for name, n in sizes.items()}
-        self.found = analyse(graph, inputs, bounds)
+        bounds = ((name, n if isinstance(n, int) else LENGTH) for name, n in sizes.items())
+        self.found = analyse_kernel(graph, tuple(inputs), tuple(bounds))
         self.cases = Cases(self.found.forms, truth_of, frozenset())
         nodes = self.found.mod.inputs
         self.ends = {nodes[name]: inductor.as_expression(n) - 1 for name, n in sizes.items()}
