@@ -21,6 +21,7 @@ from benchmarks import (
     report,
     steps,
     varlen,
+    varlen_cases,
     varlen_worker,
 )
 from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod, make_score_mod
@@ -178,31 +179,31 @@ def test_the_decoding_program_runs_on_a_cpu(tmp_path: Path):
     assert (tmp_path / "numbers.json").exists()
 
 
-PACKS = {pack.name: pack for pack in varlen_worker.PACKS}
+PACKS = {pack.name: pack for pack in varlen_cases.PACKS}
 
 
 @pytest.mark.parametrize("name", PACKS)
 def test_packs_fill_their_tokens(name: str):
     pack = PACKS[name]
-    sizes = varlen_worker.lengths(pack)
+    sizes = varlen_cases.lengths(pack)
     assert sum(sizes) == pack.tokens and min(sizes) > 0
-    parts = varlen_worker.checked_parts(pack)
+    parts = [part.tokens for part in varlen_worker.checked_parts(pack)]
     assert parts[0].start == 0 and parts[-1].stop == pack.tokens
     assert len(parts) <= len(sizes)
     assert max(sizes) in {part.stop - part.start for part in parts}
 
 
 def test_there_are_packs_of_ten_thousand_and_of_one_long_sequence():
-    assert len(varlen_worker.lengths(PACKS["short-10k"])) >= 9_000
-    long, *short = sorted(varlen_worker.lengths(PACKS["skewed-16k"]), reverse=True)
+    assert len(varlen_cases.lengths(PACKS["short-10k"])) >= 9_000
+    long, *short = sorted(varlen_cases.lengths(PACKS["skewed-16k"]), reverse=True)
     assert long == 12 << 10 and len(short) > 16
 
 
 def test_a_wrong_packed_result_is_refused():
-    pack = varlen_worker.Pack("a", 24, 8, "equal", 2, 8)
+    pack = varlen_cases.Pack("a", 24, 8, "equal", 2, 8)
     tensors = varlen_worker.make_tensors(pack, torch.device("cpu"))
     parts = varlen_worker.checked_parts(pack)
-    exact = [varlen_worker.exact_sequence(tensors, part) for part in parts]
+    exact = [varlen_worker.exact_sequence(pack, tensors, part) for part in parts]
     for factor, is_right in ((1.0, True), (1.01, False)):
         found = {
             name: torch.cat([right[name] for right in exact])[:, None].float() * factor
