@@ -1,7 +1,5 @@
 """The dial FLEXHOP_DEBUG."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 
 from flexhop.errors import OptionValueError
 from flexhop.options import debug
+from tests.programs import run_code
 
 
 @pytest.fixture
@@ -46,9 +45,7 @@ def test_the_environment_is_read_once(dial):
 
 def test_a_wrong_stage_is_refused_at_import():
     code = "import os; os.environ['FLEXHOP_DEBUG'] = 'grpah'; import flexhop"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    result = run_code(code)
     assert "OptionValueError" in result.stderr
 
 

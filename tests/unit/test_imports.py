@@ -11,6 +11,7 @@ import torch
 
 from flexhop.compat import check_torch_version
 from flexhop.errors import TorchVersionWarning
+from tests.programs import run_code
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "scripts" / "check_private_imports.py"
@@ -26,7 +27,7 @@ def test_import_is_light():
     """Dynamo, Inductor and Triton cost seconds; they wait until somebody compiles."""
     heavy = ("torch._dynamo", "torch._inductor", "triton", "sympy")
     code = f"import sys, flexhop; print([m for m in {heavy} if m in sys.modules])"
-    result = run_python("-c", code)
+    result = run_code(code)
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
 
 
@@ -46,7 +47,7 @@ for name, mask_mod in masks.items():
     flexhop.create_block_mask(mask_mod, None, None, 512, 512, "cpu")
     print(*(m for m in ("torch._dynamo", "sympy") if m in sys.modules))
 """
-    result = run_python("-c", code)
+    result = run_code(code)
     assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
 
 
@@ -71,7 +72,7 @@ assert torch.allclose(compiled(query, query, query), flexhop.flex_attention(quer
 counted = flexhop.ops.forward.attention in flop_registry
 print(counted, torch._dynamo.__spec__.loader.__class__.__module__)
 """
-    result = run_python("-W", "ignore", "-c", code)
+    result = run_code("import warnings; warnings.simplefilter('ignore')\n" + code)
     assert result.stdout.split() == ["True", "_frozen_importlib_external"], result.stderr
 
 
@@ -92,13 +93,14 @@ def test_the_readme_of_compat_says_what_is_imported():
     code = (
         "import sys, flexhop; print(*(m for m in sys.modules if m.startswith('flexhop.compat.')))"
     )
-    loaded = run_python("-c", code).stdout.split()
+    loaded = run_code(code).stdout.split()
     modules = {name.removeprefix("flexhop.compat.") for name in loaded}
     assert sorted(named["import"]) == sorted(modules & {*files})
 
 
 def test_import_is_silent():
-    result = run_python("-W", "error::UserWarning:flexhop", "-c", "import flexhop")
+    code = "import warnings; warnings.filterwarnings('error', '', UserWarning, 'flexhop')"
+    result = run_code(code + "; import flexhop")
     assert (result.stdout, result.returncode) == ("", 0), result.stderr
 
 
@@ -119,8 +121,8 @@ def test_the_version_of_torch_is_checked(
 
 
 def test_import_warns_of_an_unknown_torch():
-    code = "import torch; torch.__version__ = '2.99.0'; import flexhop"
-    result = run_python("-W", "always", "-c", code)
+    code = "import torch, warnings; warnings.simplefilter('always'); torch.__version__ = '2.99.0'"
+    result = run_code(code + "; import flexhop")
     assert "TorchVersionWarning: flexhop supports torch 2.11 to 2.15" in result.stderr
     assert result.returncode == 0
 

@@ -1,7 +1,6 @@
 """Packages compiled ahead of time: what Inductor's C++ allocates for kernels."""
 
-import subprocess
-import sys
+from tests.programs import run_code
 
 PROGRAM = """
 import flexhop
@@ -19,7 +18,7 @@ print(CUDADeviceOpOverrides().cpp_scratch(8, empty)[0])
 
 def test_every_program_of_a_kernel_has_its_own_memory():
     """In a process of its own: importing flexhop is enough, before Inductor is."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = run_code(PROGRAM)
     assert done.returncode == 0, done.stderr
     size, name, empty = done.stdout.splitlines()
     assert size.startswith(f"int64_t {name}_size[] = {{")
