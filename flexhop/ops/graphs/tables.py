@@ -21,6 +21,7 @@ from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
+from flexhop.ops.graphs.own_positions import read_at_own_positions
 from flexhop.ops.graphs.subgraphs import needs_grad, trace_score
 
 aten = torch.ops.aten
@@ -106,7 +107,7 @@ def _choose(
     score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Tensor],
     sizes: Sequence[int],
 ) -> _Chosen | None:  # fmt: skip
-    graph = trace_score(score_mod, query, captures)
+    graph = read_at_own_positions(trace_score(score_mod, query, captures), INPUTS)
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
         found = analyse(graph, INPUTS, dict(zip(INPUTS[1:], sizes, strict=True)))

@@ -11,6 +11,7 @@ import flexhop
 from benchmarks.unusual import t5_bucket
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.graphs.tables import tabulate
+from flexhop.sequences.row_tables import RowTables, Window, local_score_mod, tabulate_rows
 
 HEADS, QUERIES, KEYS = 3, 48, 64
 SIDE = 8
@@ -176,3 +177,26 @@ def test_compiled_calls_have_the_same_results_and_gradients(mod):
         results.append((out, *grads))
     for wanted, found in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_a_bias_of_packed_keys_is_a_table_of_tokens():
+    """A kernel reads it once per key, not a sequence and a position first."""
+    cut = torch.tensor([0, 20, 20, KEYS])
+    rows = tabulate_rows(cut, cut, KEYS, Window())
+    rows = rows.with_keys(rows)
+    numbers, kinds = [*rows[:6], rows.key_sequence, rows.key_position], learned(3, HEADS, KEYS)
+
+    def mod(s, b, h, q, k, bias, *numbers):
+        places = RowTables(*numbers[:6], True, *numbers[6:])
+        own = lambda s, b, h, q, k: s + bias[b, h, k] * 0.5  # noqa: E731
+        return local_score_mod(own, places)(s, b, h, q, k)
+
+    query = torch.zeros(16, HEADS, KEYS, 8, dtype=torch.float64)
+    args = arguments(mod, kinds)._replace(query=query, score_captures=(kinds, *numbers))
+    found = tabulate(args)
+    assert found is not None
+    assert found.sizes == ((HEADS, KEYS),)
+    table = found.captures[-1]
+    wanted = kinds[rows.key_sequence, :, rows.key_position].T * 0.5
+    torch.testing.assert_close(table, wanted.view_as(table).to(table.dtype))
+    assert table.requires_grad
