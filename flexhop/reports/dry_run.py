@@ -30,7 +30,7 @@ from flexhop.ops.graphs.subgraphs import (
     trace_mask,
     trace_score,
 )
-from flexhop.ops.graphs.tables import Tabulated, tabulate
+from flexhop.ops.graphs.tables import Tabulated, tabulate, with_tables
 from flexhop.options import KernelOptions
 
 DEFAULT_CAPABILITY = (9, 0)
@@ -73,8 +73,7 @@ def survey(
         return _survey_cached(args, device, value_is_key)
     with getattr(args.query, "fake_mode", contextlib.nullcontext()):
         tables = tabulate(args)
-    if tables is not None:
-        args = args._replace(score_mod=tables.score_mod, score_captures=tables.captures)
+        args = with_tables(args)
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
     joint = None

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import Analysis, Coordinate, analyse, instructions_of, name_of, rate
-from flexhop.block_mask.scores import hidden_count
+from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, instructions_of, name_of, rate
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import read_at_own_positions
-from flexhop.ops.graphs.subgraphs import needs_grad, trace_score
+from flexhop.ops.graphs.subgraphs import needs_grad, trace_mask, trace_score
+from flexhop.ops.graphs.table_entries import Maker, Table, extent_of
 
 aten = torch.ops.aten
-INPUTS = ("score", "b", "h", "q", "k")
+INPUTS = ("score", *INDICES)
 _LARGEST = 2**22  # most entries of a table
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
@@ -39,28 +39,17 @@ _UNBOUNDED = frozenset({
 })  # fmt: skip
 
 
-class Table(NamedTuple):
-    """A part of a mod, as a table.
-
-    node: its values are the entries. axes: what they depend on, in dimension order: "b", "h", "q",
-    "k", or a Coordinate, one integer of both positions such as their distance.
-    """
-
-    node: fx.Node
-    axes: tuple[Any, ...]
-
-
 class Tabulated(NamedTuple):
-    """A score_mod that reads tables.
+    """A mod that reads tables.
 
     Args:
-        score_mod: (score, b, h, q_idx, kv_idx, *captures) -> score.
+        mod: takes what the mod takes, and *captures.
         captures: captured tensors, then tables.
         sizes: size of each table.
         saved: instructions per score that the tables save.
     """
 
-    score_mod: Callable[..., Tensor]
+    mod: Callable[..., Tensor]
     captures: tuple[Capture, ...]
     sizes: tuple[tuple[int, ...], ...]
     saved: float
@@ -72,7 +61,31 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     Tables are differentiable functions of the captures. Their sizes are those of one call, so no
     size may be dynamic.
     """
-    score_mod, query, captures = args.score_mod, args.query, args.score_captures
+    mod, captures = args.score_mod, args.score_captures
+    trace = lambda: trace_score(mod, args.query, captures)  # noqa: E731
+    return _tabulate(args, mod, captures, lambda sizes: _choose(trace(), INPUTS, captures, sizes))
+
+
+def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
+    """The same of a mask_mod of packed sequences: tables of what depends on a key alone.
+
+    Other masks become bits or ranges, which read nothing per key.
+    """
+    mod, captures = args.mask_mod, args.mask_captures
+
+    def choose(sizes: Sequence[int]) -> _Chosen | None:
+        graph = trace_mask(mod, args.query, captures)
+        is_packed = read_at_own_positions(graph, INDICES) is not graph
+        return _choose(graph, INDICES, captures, sizes) if is_packed else None
+
+    return _tabulate(args, mod, captures, choose)
+
+
+def _tabulate(
+    args: AttentionArgs, mod: Any, captures: Sequence[Any],
+    choose: Callable[[Sequence[int]], _Chosen | None],
+) -> Tabulated | None:  # fmt: skip
+    query = args.query
     sizes: Any = (*query.shape[:3], args.key.size(2))
     if not all(isinstance(size, int) for size in sizes):
         return None
@@ -80,10 +93,10 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
         return None
     needs = needs_grad(captures)
     key = (tabulate, score_dtype(query), query.device, forms_of(captures), sizes, needs)
-    choice = once(key, score_mod, lambda: _choose(score_mod, query, captures, sizes))
+    choice = once(key, mod, lambda: choose(sizes))
     if choice is None:
         return None
-    maker = _Maker(choice.found, captures)
+    maker = Maker(choice.found, captures)
     made = tuple(maker.make(table) for table in choice.tables)
     shapes = tuple(tuple(table.shape) for table in made)
     captures = (*(captures[i] for i in choice.kept), *made)
@@ -91,7 +104,7 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
 
 
 class _Chosen(NamedTuple):
-    """The tables of a score_mod.
+    """The tables of a mod.
 
     mod: reads the captures `kept`, then the tables. saved: see Tabulated.
     """
@@ -104,13 +117,12 @@ class _Chosen(NamedTuple):
 
 
 def _choose(
-    score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Tensor],
-    sizes: Sequence[int],
-) -> _Chosen | None:  # fmt: skip
-    graph = read_at_own_positions(trace_score(score_mod, query, captures), INPUTS)
+    mod: fx.GraphModule, inputs: Sequence[str], captures: Sequence[Tensor], sizes: Sequence[int]
+) -> _Chosen | None:
+    graph = read_at_own_positions(mod, inputs)
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
-        found = analyse(graph, INPUTS, dict(zip(INPUTS[1:], sizes, strict=True)))
+        found = analyse(graph, inputs, dict(zip(INDICES, sizes, strict=True)))
     is_trained = any(capture.requires_grad for capture in captures)
     # The analysis ignores what gradients do not pass through.
     stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
@@ -166,7 +178,7 @@ class _Choice:
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
         table = Table(node, (*others, *coordinates))
-        entries = math.prod(_extent(self.found, axis)[1] for axis in table.axes)
+        entries = math.prod(extent_of(self.found, axis)[1] for axis in table.axes)
         return table if entries <= min(_LARGEST, self.scores // _SCORES_PER_ENTRY) else None
 
     def _is_plain(self, node: fx.Node) -> bool:
@@ -222,11 +234,13 @@ class _Choice:
 
 
 def with_tables(args: AttentionArgs) -> AttentionArgs:
-    """A call whose score_mod reads tables; the same call if they save nothing."""
-    found = tabulate(args)
-    if found is None:
-        return args
-    return args._replace(score_mod=found.score_mod, score_captures=found.captures)
+    """A call whose mods read tables; the same call if they save nothing."""
+    score, mask = tabulate(args), tabulate_mask(args)
+    if score is not None:
+        args = args._replace(score_mod=score.mod, score_captures=score.captures)
+    if mask is not None:
+        args = args._replace(mask_mod=mask.mod, mask_captures=mask.captures)
+    return args
 
 
 def _dependents(found: Analysis, roots: Any) -> set[fx.Node]:
@@ -241,95 +255,6 @@ def _dependents(found: Analysis, roots: Any) -> set[fx.Node]:
 def _is_float(node: fx.Node) -> bool:
     example = node.meta.get("val")
     return isinstance(example, Tensor) and example.is_floating_point()
-
-
-def _extent(found: Analysis, axis: Any) -> tuple[int, int]:
-    """The first value along an axis, and the number of values."""
-    if isinstance(axis, Coordinate):
-        return axis.first, axis.size
-    return 0, found.forms.sizes[axis]
-
-
-class _Maker:
-    """Computes tables with the mod's own operators, on broadcasting tensors instead of scalars.
-
-    16-bit captured tensors are read in fp32, because gradients of their entries are summed in
-    fp32; kernels also compute with them in fp32.
-    """
-
-    def __init__(self, found: Analysis, captures: Sequence[Tensor]) -> None:
-        self._found = found
-        self._captures = dict(zip(found.mod.captures, captures, strict=True))
-        self._device = found.mod.inputs["q"].meta["val"].device
-
-    def make(self, table: Table) -> Tensor:
-        """The entries of a table, [*axes]."""
-        shape = [_extent(self._found, axis)[1] for axis in table.axes]
-        known = {node: _widened(capture) for node, capture in self._captures.items()}
-        inputs = self._found.mod.inputs
-        known |= {
-            inputs[axis]: self._along(table, axis, inputs[axis].meta["val"].dtype)
-            for axis in table.axes
-            if isinstance(axis, str)
-        }
-        return self._value(table, known, table.node).expand(shape).contiguous()
-
-    def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
-        """The values of an axis, along its dimension."""
-        first, size = _extent(self._found, axis)
-        values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
-        return values.view([-1 if axis == other else 1 for other in table.axes])
-
-    def _value(self, table: Table, known: dict[fx.Node, Any], node: Any) -> Any:
-        if not isinstance(node, fx.Node):
-            return node
-        if node not in known:
-            split = self._split(node)
-            if split is not None and split.coordinate in table.axes:
-                known[node] = self._from_sum(node, self._sum(table, known, split))
-            else:
-                known[node] = self._call(table, known, node)
-        return known[node]
-
-    def _split(self, node: fx.Node) -> Any:
-        """Split a node that adds a coordinate to other terms, or compares such a sum."""
-        forms = self._found.forms
-        is_sum = forms.form(node) is not None
-        compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
-        sees_both = forms.depends_on(node) >= {"q", "k"}
-        return forms.split(node) if sees_both and (is_sum or compares_two) else None
-
-    def _sum(self, table: Table, known: dict[fx.Node, Any], split: Any) -> Tensor:
-        total = split.factor * self._along(table, split.coordinate, torch.int64)
-        total = total + split.rest.offset
-        for atom, coefficient in split.rest.terms.items():
-            total = total + coefficient * self._value(table, known, atom)
-        return total
-
-    def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
-        """The sum itself, or for a comparison, the difference of its sides compared with 0."""
-        if self._found.forms.form(node) is not None:
-            return total.to(node.meta["val"].dtype)
-        return node.target(total, torch.zeros_like(total))  # type: ignore[operator]
-
-    def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
-        """The operator itself."""
-        value = lambda n: self._value(table, known, n)  # noqa: E731
-        args: Any = fx.map_arg(node.args, value)
-        kwargs = fx.map_arg(node.kwargs, value)
-        if node.target is aten.index.Tensor:
-            source, indices = args
-            # Python's brackets would read the value of an index that is the same everywhere.
-            return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-        if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
-            return result
-        return result.to(node.meta["val"].dtype)
-
-
-def _widened(capture: Tensor) -> Tensor:
-    is_narrow = capture.is_floating_point() and capture.dtype.itemsize < 4
-    return capture.float() if is_narrow else capture
 
 
 def _with_reads(

@@ -10,8 +10,14 @@ import torch
 import flexhop
 from benchmarks.unusual import t5_bucket
 from flexhop.ops.args import AttentionArgs
-from flexhop.ops.graphs.tables import tabulate
-from flexhop.sequences.row_tables import RowTables, Window, local_score_mod, tabulate_rows
+from flexhop.ops.graphs.tables import tabulate, tabulate_mask
+from flexhop.sequences.row_tables import (
+    RowTables,
+    Window,
+    local_mask_mod,
+    local_score_mod,
+    tabulate_rows,
+)
 
 HEADS, QUERIES, KEYS = 3, 48, 64
 SIDE = 8
@@ -110,7 +116,7 @@ def test_tables_hold_what_the_mod_computes(mod):
     assert found is not None
     assert list(found.sizes) == sizes
     assert found.saved > 2
-    wanted, made = scores(mod, (capture,)), scores(found.score_mod, found.captures)
+    wanted, made = scores(mod, (capture,)), scores(found.mod, found.captures)
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -121,7 +127,7 @@ def test_gradients_go_through_tables(mod):
     assert found is not None
     weights = torch.linspace(-1, 1, HEADS * QUERIES * KEYS, dtype=torch.float64)
     grads = []
-    for made in (scores(mod, (capture,)), scores(found.score_mod, found.captures)):
+    for made in (scores(mod, (capture,)), scores(found.mod, found.captures)):
         seen = made.isfinite()
         grads += torch.autograd.grad(
             made[seen], capture, weights.view_as(made)[seen], allow_unused=False
@@ -179,24 +185,63 @@ def test_compiled_calls_have_the_same_results_and_gradients(mod):
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
 
 
+PACKED = (3, 20, 41)  # where the sequences of KEYS tokens end, but the last
+
+
+def packed_rows() -> RowTables:
+    cut = torch.tensor([0, *PACKED, KEYS])
+    rows = tabulate_rows(cut, cut, KEYS, Window())
+    return rows.with_keys(rows)
+
+
+def in_sequences(make: Any, own: Any) -> Any:
+    """A mod of packed tokens whose last captures are the tables of rows."""
+
+    def mod(*args):
+        indices, capture, numbers = args[:-9], args[-9], args[-8:]
+        places = RowTables(*numbers[:6], True, *numbers[6:])
+        return make(lambda *local: own(*local, capture), places)(*indices)
+
+    return mod
+
+
+def packed_arguments(**changes: Any) -> AttentionArgs:
+    rows = packed_rows()
+    numbers = (*rows[:6], rows.key_sequence, rows.key_position)
+    query = torch.zeros(16, HEADS, KEYS, 8, dtype=torch.float64)
+    args = arguments(plain, PLAIN)._replace(query=query)
+    return args._replace(**{n: (*v, *numbers) if "capt" in n else v for n, v in changes.items()})
+
+
 def test_a_bias_of_packed_keys_is_a_table_of_tokens():
     """A kernel reads it once per key, not a sequence and a position first."""
-    cut = torch.tensor([0, 20, 20, KEYS])
-    rows = tabulate_rows(cut, cut, KEYS, Window())
-    rows = rows.with_keys(rows)
-    numbers, kinds = [*rows[:6], rows.key_sequence, rows.key_position], learned(3, HEADS, KEYS)
-
-    def mod(s, b, h, q, k, bias, *numbers):
-        places = RowTables(*numbers[:6], True, *numbers[6:])
-        own = lambda s, b, h, q, k: s + bias[b, h, k] * 0.5  # noqa: E731
-        return local_score_mod(own, places)(s, b, h, q, k)
-
-    query = torch.zeros(16, HEADS, KEYS, 8, dtype=torch.float64)
-    args = arguments(mod, kinds)._replace(query=query, score_captures=(kinds, *numbers))
-    found = tabulate(args)
+    rows, bias = packed_rows(), learned(len(PACKED) + 1, HEADS, KEYS)
+    mod = in_sequences(local_score_mod, lambda s, b, h, q, k, bias: s + bias[b, h, k] * 0.5)
+    found = tabulate(packed_arguments(score_mod=mod, score_captures=(bias,)))
     assert found is not None
     assert found.sizes == ((HEADS, KEYS),)
     table = found.captures[-1]
-    wanted = kinds[rows.key_sequence, :, rows.key_position].T * 0.5
-    torch.testing.assert_close(table, wanted.view_as(table).to(table.dtype))
+    wanted = bias[rows.key_sequence, :, rows.key_position].T * 0.5
+    torch.testing.assert_close(table, wanted)
     assert table.requires_grad
+
+
+def test_what_a_mask_reads_of_packed_keys_is_a_table_of_tokens():
+    rows, kinds = packed_rows(), torch.arange(4 * KEYS).view(4, KEYS) % 3
+    mod = in_sequences(local_mask_mod, lambda b, h, q, k, kinds: (kinds[b, k] > 0) | (q == k))
+    args = packed_arguments(mask_mod=mod, mask_captures=(kinds,))
+    found = tabulate_mask(args)
+    assert found is not None
+    assert found.sizes == ((KEYS,),)
+    assert torch.equal(found.captures[-1], kinds[rows.key_sequence, rows.key_position] > 0)
+    zero, places = torch.zeros((), dtype=torch.int32), torch.arange(KEYS, dtype=torch.int32)
+    indices = zero, zero, places[:, None], places
+    made = found.mod(*indices, *found.captures)
+    assert torch.equal(made, mod(*indices, *args.mask_captures))
+
+
+def test_masks_of_dense_calls_read_no_tables():
+    kinds = torch.arange(KEYS) % 3
+    mod = lambda b, h, q, k, kinds: torch.sin(kinds[kinds[k]] * 1.5) > 0  # noqa: E731
+    args = arguments(plain, PLAIN)._replace(mask_mod=mod, mask_captures=(kinds,))
+    assert tabulate_mask(args) is None

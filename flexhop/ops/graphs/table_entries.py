@@ -1,0 +1,114 @@
+"""The entries of a table: a part of a mod, computed for every value of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from flexhop.analysis import Analysis, Coordinate
+from flexhop.block_mask.scores import hidden_count
+
+aten = torch.ops.aten
+
+
+class Table(NamedTuple):
+    """A part of a mod, as a table.
+
+    node: its values are the entries. axes: what they depend on, in dimension order: "b", "h", "q",
+    "k", or a Coordinate, one integer of both positions such as their distance.
+    """
+
+    node: fx.Node
+    axes: tuple[Any, ...]
+
+
+def extent_of(found: Analysis, axis: Any) -> tuple[int, int]:
+    """The first value along an axis, and the number of values."""
+    if isinstance(axis, Coordinate):
+        return axis.first, axis.size
+    return 0, found.forms.sizes[axis]
+
+
+class Maker:
+    """Computes tables with the mod's own operators, on broadcasting tensors instead of scalars.
+
+    16-bit captured tensors are read in fp32, because gradients of their entries are summed in
+    fp32; kernels also compute with them in fp32.
+    """
+
+    def __init__(self, found: Analysis, captures: Sequence[Tensor]) -> None:
+        self._found = found
+        self._captures = dict(zip(found.mod.captures, captures, strict=True))
+        self._device = found.mod.inputs["q"].meta["val"].device
+
+    def make(self, table: Table) -> Tensor:
+        """The entries of a table, [*axes]."""
+        shape = [extent_of(self._found, axis)[1] for axis in table.axes]
+        known = {node: _widened(capture) for node, capture in self._captures.items()}
+        inputs = self._found.mod.inputs
+        known |= {
+            inputs[axis]: self._along(table, axis, inputs[axis].meta["val"].dtype)
+            for axis in table.axes
+            if isinstance(axis, str)
+        }
+        return self._value(table, known, table.node).expand(shape).contiguous()
+
+    def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
+        """The values of an axis, along its dimension."""
+        first, size = extent_of(self._found, axis)
+        values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
+        return values.view([-1 if axis == other else 1 for other in table.axes])
+
+    def _value(self, table: Table, known: dict[fx.Node, Any], node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in known:
+            split = self._split(node)
+            if split is not None and split.coordinate in table.axes:
+                known[node] = self._from_sum(node, self._sum(table, known, split))
+            else:
+                known[node] = self._call(table, known, node)
+        return known[node]
+
+    def _split(self, node: fx.Node) -> Any:
+        """Split a node that adds a coordinate to other terms, or compares such a sum."""
+        forms = self._found.forms
+        is_sum = forms.form(node) is not None
+        compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
+        sees_both = forms.depends_on(node) >= {"q", "k"}
+        return forms.split(node) if sees_both and (is_sum or compares_two) else None
+
+    def _sum(self, table: Table, known: dict[fx.Node, Any], split: Any) -> Tensor:
+        total = split.factor * self._along(table, split.coordinate, torch.int64)
+        total = total + split.rest.offset
+        for atom, coefficient in split.rest.terms.items():
+            total = total + coefficient * self._value(table, known, atom)
+        return total
+
+    def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
+        """The sum itself, or for a comparison, the difference of its sides compared with 0."""
+        if self._found.forms.form(node) is not None:
+            return total.to(node.meta["val"].dtype)
+        return node.target(total, torch.zeros_like(total))  # type: ignore[operator]
+
+    def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
+        """The operator itself."""
+        value = lambda n: self._value(table, known, n)  # noqa: E731
+        args: Any = fx.map_arg(node.args, value)
+        kwargs = fx.map_arg(node.kwargs, value)
+        if node.target is aten.index.Tensor:
+            source, indices = args
+            # Python's brackets would read the value of an index that is the same everywhere.
+            return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
+            return result
+        return result.to(node.meta["val"].dtype)
+
+
+def _widened(capture: Tensor) -> Tensor:
+    is_narrow = capture.is_floating_point() and capture.dtype.itemsize < 4
+    return capture.float() if is_narrow else capture
