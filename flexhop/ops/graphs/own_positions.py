@@ -40,6 +40,13 @@ def read_at_own_positions(mod: fx.GraphModule, inputs: Sequence[str]) -> fx.Grap
     return mod
 
 
+def may_have_positions(mod: Any) -> bool:
+    """Whether a mod may call `bounded`. A graph, traced or Dynamo's, says so without a trace."""
+    if not isinstance(mod, fx.GraphModule):
+        return True
+    return any(node.target in (BOUNDED, BOUNDED.overloadpacket) for node in mod.graph.nodes)
+
+
 def _positions(mod: fx.GraphModule) -> list[fx.Node]:
     return list(mod.graph.find_nodes(op="call_function", target=BOUNDED))
 

@@ -20,7 +20,7 @@ from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
-from flexhop.ops.graphs.own_positions import read_at_own_positions
+from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
 from flexhop.ops.graphs.subgraphs import needs_grad, trace_mask, trace_score
 from flexhop.ops.graphs.table_entries import Maker, Table, extent_of
 
@@ -72,6 +72,8 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     Other masks become bits or ranges, which read nothing per key.
     """
     mod, captures = args.mask_mod, args.mask_captures
+    if not may_have_positions(mod):
+        return None
 
     def choose(sizes: Sequence[int]) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
