@@ -54,7 +54,6 @@ class Mod:
 
 
 MODS = {
-    "": Mod(lambda t: {}),
     "kinds": Mod(lambda t: {"mask_mod": lambda b, h, q, k: (t[b, 0, k] > 0) | (q == k)}),
     "key-bias": Mod(lambda t: {"score_mod": lambda s, b, h, q, k: s + t[b, h, k]}),
     "gates": Mod(
@@ -62,6 +61,11 @@ MODS = {
         is_learned=True,
     ),
 }
+
+
+def words_of(pack: Pack, *table: torch.Tensor) -> dict[str, Any]:
+    """Arguments of flex_attention for the mod of a row; its table, if it has a mod."""
+    return MODS[pack.mod].words(*table) if pack.mod else {}
 
 
 def lengths(pack: Pack) -> list[int]:

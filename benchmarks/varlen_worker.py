@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as intree
 
 import flexhop
 from benchmarks.correctness import rounding_error
-from benchmarks.varlen_cases import MODS, Pack, lengths, offsets
+from benchmarks.varlen_cases import MODS, Pack, lengths, offsets, words_of
 from flexhop.masks import causal
 
 Attention = Callable[..., torch.Tensor]  # of query, key, value and the table of a mod
@@ -36,7 +36,7 @@ def build(name: str, pack: Pack, device: torch.device) -> Attention | None:
     if name in ("flexhop", "layers"):
 
         def attend(q: Any, k: Any, v: Any, *table: torch.Tensor) -> Any:
-            words = MODS[pack.mod].words(*table) if table else {}
+            words = words_of(pack, *table)
             return flexhop.varlen_attention(q, k, v, cut, is_causal=True, **words)
 
         return torch.compile(stack(attend) if name == "layers" else attend, fullgraph=True)
@@ -76,7 +76,7 @@ def _intree(pack: Pack, cut: torch.Tensor, *, is_ready: bool) -> Attention | Non
 
     def make_mask(*table: torch.Tensor) -> Any:
         documents, positions = place()
-        keep = (MODS[pack.mod].words(*table) if table else {}).get("mask_mod")
+        keep = words_of(pack, *table).get("mask_mod")
 
         def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             seen = (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
@@ -92,7 +92,7 @@ def _intree(pack: Pack, cut: torch.Tensor, *, is_ready: bool) -> Attention | Non
     placed = place()
 
     def score_mod(*table: torch.Tensor) -> Any:
-        mod = (MODS[pack.mod].words(*table) if table else {}).get("score_mod")
+        mod = words_of(pack, *table).get("score_mod")
         if mod is None:
             return None
         documents, positions = placed
@@ -187,7 +187,7 @@ def exact_sequence(pack: Pack, tensors: Tensors, part: Part) -> dict[str, torch.
     scores = query @ key.T / key.size(1) ** 0.5
     place = torch.arange(len(scores), device=scores.device)
     indices = torch.tensor(part.number), torch.tensor(pack.heads - 1), place[:, None], place
-    words = MODS[pack.mod].words(*tables) if tables else {}
+    words = words_of(pack, *tables)
     if "score_mod" in words:
         scores = words["score_mod"](scores, *indices)
     hidden = place[:, None] < place

@@ -166,7 +166,7 @@ def _autograd(*operands: Any) -> Any:
     args = AttentionArgs(*operands)
     has_tangents = transforms.has_tangents(operands)
     if hop.is_tracing(args.query) and not has_tangents:
-        args = with_tables(args)
+        args, _ = with_tables(args)
     if not (torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands)))):
         if has_tangents:
             return transforms.dual_results(_push, operands)

@@ -30,7 +30,7 @@ from flexhop.ops.graphs.subgraphs import (
     trace_mask,
     trace_score,
 )
-from flexhop.ops.graphs.tables import Tabulated, tabulate, with_tables
+from flexhop.ops.graphs.tables import Tabulated, with_tables
 from flexhop.options import KernelOptions
 
 DEFAULT_CAPABILITY = (9, 0)
@@ -72,8 +72,7 @@ def survey(
     if isinstance(args, CachedArgs):
         return _survey_cached(args, device, value_is_key)
     with getattr(args.query, "fake_mode", contextlib.nullcontext()):
-        tables = tabulate(args)
-        args = with_tables(args)
+        args, tables = with_tables(args)
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
     joint = None

@@ -82,8 +82,7 @@ def _mask(
     if block_mask is None:
         packing = Packing(cut_q.offsets, cut_k.offsets, cut_k.lengths, window, cut_q.lengths)
         return pack_mask(queries, keys, packing, None)
-    tables = nested_tables(cut_q, cut_k, queries, keys)
-    return tables, block_mask
+    return nested_tables(cut_q, cut_k, queries, keys), block_mask
 
 
 def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:

@@ -19,7 +19,6 @@ from flexhop.mods.bounded import BOUNDED
 
 aten = torch.ops.aten
 _PER_QUERY = ("score", "q")  # inputs on which a value of keys cannot depend
-_READS = (aten.index.Tensor,)
 
 
 def read_at_own_positions(mod: fx.GraphModule, inputs: Sequence[str]) -> fx.GraphModule:
@@ -29,12 +28,11 @@ def read_at_own_positions(mod: fx.GraphModule, inputs: Sequence[str]) -> fx.Grap
         mod: (*inputs, *captures) -> value or values.
         inputs: of score, b, h, q and k, those that it takes.
     """
-    if not any(node.args[2] for node in _positions(mod)):
+    if not _positions(mod):
         return mod
     mod, _ = copied(mod)
     for node in _positions(mod):
-        if node.args[2]:
-            _Redirected(mod.graph, node, inputs).redirect()
+        _Redirected(mod.graph, node, inputs).redirect()
     mod.graph.eliminate_dead_code()
     mod.recompile()
     return mod
@@ -48,7 +46,9 @@ def may_have_positions(mod: Any) -> bool:
 
 
 def _positions(mod: fx.GraphModule) -> list[fx.Node]:
-    return list(mod.graph.find_nodes(op="call_function", target=BOUNDED))
+    """Calls of `bounded` that know an equal value of the key."""
+    calls = mod.graph.find_nodes(op="call_function", target=BOUNDED)
+    return [node for node in calls if node.args[2]]
 
 
 class _Redirected:
@@ -63,7 +63,7 @@ class _Redirected:
     def __init__(self, graph: fx.Graph, position: fx.Node, inputs: Sequence[str]) -> None:
         equals: Any = position.args[2]
         own, *same = equals
-        self.graph, self.position = graph, position
+        self.graph = graph
         # Of values, what kernels compute in their place; None if that depends on the query.
         self.known: dict[fx.Node, fx.Node | None] = {position: own}
         self.known.update(zip(same[::2], same[1::2], strict=True))
@@ -78,7 +78,7 @@ class _Redirected:
         for node in list(self.graph.nodes):
             if not self.uses.isdisjoint(node.all_input_nodes):
                 self.uses.add(node)
-            if node.target in _READS and node in self.uses:
+            if node.target is aten.index.Tensor and node in self.uses:
                 new = self.of_key(node)
                 if new is not None:
                     node.replace_all_uses_with(new)

@@ -44,7 +44,7 @@ from flexhop.ops.graphs.reads import (
 )
 
 aten = torch.ops.aten
-_SCORE = ("score", *INDICES)
+INPUTS = ("score", *INDICES)  # of a score_mod, before its captures
 
 
 def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
@@ -326,7 +326,7 @@ def _differentiate(
     main: fx.GraphModule, query: Tensor, captures: list[Any], wanted: Sequence[bool]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Joint graph of `main`, traced on the examples `captures`; see BackwardArgs."""
-    split = split_reads(read_at_own_positions(main, _SCORE), wanted)
+    split = split_reads(read_at_own_positions(main, INPUTS), wanted)
 
     def joint(*inputs: Any) -> tuple[Tensor, ...]:
         mod_inputs = (*inputs[:NUM_SCORE_INPUTS], *inputs[NUM_SCORE_INPUTS + 1 :])

@@ -21,11 +21,10 @@ from flexhop.compat.operators import hop
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
-from flexhop.ops.graphs.subgraphs import needs_grad, trace_mask, trace_score
+from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
 from flexhop.ops.graphs.table_entries import Maker, Table, extent_of
 
 aten = torch.ops.aten
-INPUTS = ("score", *INDICES)
 _LARGEST = 2**22  # most entries of a table
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
@@ -62,8 +61,12 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     size may be dynamic.
     """
     mod, captures = args.score_mod, args.score_captures
-    trace = lambda: trace_score(mod, args.query, captures)  # noqa: E731
-    return _tabulate(args, mod, captures, lambda sizes: _choose(trace(), INPUTS, captures, sizes))
+
+    def choose(sizes: Sequence[int]) -> _Chosen | None:
+        graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
+        return _choose(graph, INPUTS, captures, sizes)
+
+    return _tabulate(args, mod, captures, choose)
 
 
 def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
@@ -77,8 +80,8 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
 
     def choose(sizes: Sequence[int]) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
-        is_packed = read_at_own_positions(graph, INDICES) is not graph
-        return _choose(graph, INDICES, captures, sizes) if is_packed else None
+        own = read_at_own_positions(graph, INDICES)
+        return None if own is graph else _choose(own, INDICES, captures, sizes)
 
     return _tabulate(args, mod, captures, choose)
 
@@ -119,9 +122,8 @@ class _Chosen(NamedTuple):
 
 
 def _choose(
-    mod: fx.GraphModule, inputs: Sequence[str], captures: Sequence[Tensor], sizes: Sequence[int]
+    graph: fx.GraphModule, inputs: Sequence[str], captures: Sequence[Tensor], sizes: Sequence[int]
 ) -> _Chosen | None:
-    graph = read_at_own_positions(mod, inputs)
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
         found = analyse(graph, inputs, dict(zip(INDICES, sizes, strict=True)))
@@ -235,14 +237,15 @@ class _Choice:
         return total
 
 
-def with_tables(args: AttentionArgs) -> AttentionArgs:
-    """A call whose mods read tables; the same call if they save nothing."""
+def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:
+    """A call whose mods read tables, and those of its score_mod; the same call and None if they
+    save nothing."""
     score, mask = tabulate(args), tabulate_mask(args)
     if score is not None:
         args = args._replace(score_mod=score.mod, score_captures=score.captures)
     if mask is not None:
         args = args._replace(mask_mod=mask.mod, mask_captures=mask.captures)
-    return args
+    return args, score
 
 
 def _dependents(found: Analysis, roots: Any) -> set[fx.Node]:
