@@ -9,38 +9,40 @@ import torch
 from torch import Tensor
 
 import flexhop
+from benchmarks.decoding_cases import Step, make_mask, make_score_mod
 from flexhop.mods import dequantize
 
 # Scale of every key: a power of two, so that what is stored is also exact in query's dtype.
 SCALE = 2.0**-5
 
 
-def rounded(step: Any, numbers: Tensor) -> Tensor:
+def rounded(step: Step, numbers: Tensor) -> Tensor:
     """What the cache holds of keys or values, in their dtype."""
     return numbers if not step.stored else (_stored(step, numbers).float() * SCALE).to(numbers)
 
 
-def _stored(step: Any, numbers: Tensor) -> Tensor:
+def _stored(step: Step, numbers: Tensor) -> Tensor:
     dtype = getattr(torch, step.stored)
     scaled = numbers.float() / SCALE
     return (scaled.round().clamp(-127, 127) if dtype == torch.int8 else scaled).to(dtype)
 
 
-def build(step: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def build(step: Step, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """flexhop on a cache of the keys and values that it is called with, made at the first call."""
     compiled = torch.compile(flexhop.flex_attention, fullgraph=True)
+    score_mod, mask = make_score_mod(step, device), make_mask(flexhop, step, device)
     made: dict[int, tuple[Tensor, Tensor, dict[str, Any]]] = {}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.data_ptr() not in made:
             made[key.data_ptr()] = _make(step, key, value)
         k, v, keywords = made[key.data_ptr()]
-        return compiled(query, k, v, enable_gqa=True, **keywords)
+        return compiled(query, k, v, score_mod, mask, enable_gqa=True, **keywords)
 
     return attend
 
 
-def _make(step: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _make(step: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     keywords: dict[str, Any] = {}
     tensors = [key, value]
     if step.stored:

@@ -14,9 +14,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import attention as sdpa
@@ -25,6 +25,7 @@ from torch.nn.attention import flex_attention as intree
 import flexhop
 from benchmarks import caches
 from benchmarks.correctness import rounding_error
+from benchmarks.decoding_cases import STEPS, Step, make_mask, make_mask_mod, make_score_mod
 from benchmarks.report import decoding_table
 from benchmarks.turns import answer, in_turn, wait_for_turn
 
@@ -36,141 +37,18 @@ CALLS = 12  # of a graph, at least
 ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class Step:
-    """``queries`` queries at the end of ``keys`` keys; ``sees`` and ``score`` are mods.
-
-    ``page`` and ``stored`` are of a cache, see benchmarks/caches.py; its peer is flexhop with
-    contiguous keys. ``latent`` values are the first columns of the keys.
-    """
-
-    name: str
-    batch: int
-    q_heads: int
-    kv_heads: int
-    keys: int
-    queries: int = 1
-    head_dim: int = 128
-    sees: Literal["all", "causal", "window", "document"] = "all"
-    score: Literal["none", "alibi", "softcap"] = "none"
-    page: int = 0
-    stored: Literal["", "int8", "float8_e4m3fn", "float8_e5m2"] = ""
-    latent: int = 0
-
-    @property
-    def columns(self) -> int:
-        """Of a key and its value that are read."""
-        return self.head_dim if self.latent else 2 * self.head_dim
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether keys are read from pages or converted."""
-        return self.page > 0 or self.stored != ""
-
-    @property
-    def shape(self) -> str:
-        """``(B,Hq,Hkv,M,N,D)``, as the tables print it."""
-        sizes = (self.batch, self.q_heads, self.kv_heads, self.queries, self.keys, self.head_dim)
-        return "(" + ",".join(map(str, sizes)) + ")"
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether SDPA computes the same thing without a mask tensor."""
-        return self.sees == "all" and self.score == "none" and not self.is_cached
-
-    def shrunk(self) -> "Step":
-        """The same problem small enough for a CPU."""
-        group = self.q_heads // self.kv_heads
-        page = min(self.page, 64)
-        small = replace(self, batch=1, q_heads=group, kv_heads=1, keys=256, page=page)
-        return replace(small, head_dim=32, latent=self.latent and 16)
-
-
-STEPS: tuple[Step, ...] = (
-    Step("batch-32", 32, 32, 8, 8 << 10),
-    Step("batch-8", 8, 32, 8, 32 << 10),
-    Step("no-group", 16, 16, 16, 8 << 10),
-    Step("one-128k", 1, 32, 8, 128 << 10),
-    Step("one-4k", 1, 32, 8, 4 << 10),
-    Step("one-32k", 1, 32, 8, 32 << 10),
-    Step("batch-8-16k", 8, 32, 8, 16 << 10),
-    Step("group-7", 8, 56, 8, 16 << 10),
-    Step("group-3", 8, 24, 8, 16 << 10),
-    Step("queries-4", 8, 32, 8, 16 << 10, queries=4),
-    Step("queries-16", 8, 32, 8, 16 << 10, queries=16),
-    Step("head-64", 32, 32, 8, 16 << 10, head_dim=64),
-    Step("head-256", 16, 16, 4, 16 << 10, head_dim=256),
-    Step("one-key-head-64", 16, 64, 1, 16 << 10),
-    Step("latent-576-512", 64, 128, 1, 8 << 10, head_dim=576, latent=512),
-    Step("latent-16-heads", 128, 16, 1, 8 << 10, head_dim=576, latent=512),
-    Step("alibi", 8, 32, 8, 32 << 10, score="alibi"),
-    Step("softcap", 8, 32, 8, 32 << 10, score="softcap"),
-    Step("causal", 8, 32, 8, 32 << 10, sees="causal"),
-    Step("window-16k", 8, 32, 8, 32 << 10, sees="window"),
-    Step("document-16k", 8, 32, 8, 32 << 10, sees="document"),
-    Step("one-window-64k", 1, 32, 8, 128 << 10, sees="window"),
-    Step("one-document-64k", 1, 32, 8, 128 << 10, sees="document"),
-    Step("one-64k", 1, 32, 8, 64 << 10),
-    *(Step(f"page-{n}", 8, 32, 8, 32 << 10, page=n) for n in (16, 64, 128, 256)),
-    Step("batch-32-page-16", 32, 32, 8, 8 << 10, page=16),
-    Step("one-page-16", 1, 32, 8, 128 << 10, page=16),
-    Step("one-page-64", 1, 32, 8, 128 << 10, page=64),
-    Step("int8", 8, 32, 8, 32 << 10, stored="int8"),
-    Step("e4m3", 8, 32, 8, 32 << 10, stored="float8_e4m3fn"),
-    Step("e5m2", 8, 32, 8, 32 << 10, stored="float8_e5m2"),
-    Step("e4m3-page-16", 8, 32, 8, 32 << 10, page=16, stored="float8_e4m3fn"),
-    Step("int8-page-16", 8, 32, 8, 32 << 10, page=16, stored="int8"),
-    Step("e4m3-page-128", 8, 32, 8, 32 << 10, page=128, stored="float8_e4m3fn"),
-)
-
-
-def make_mask_mod(step: Step, device: torch.device) -> Callable[..., Any] | None:
-    """What the queries see: the second half of the keys, by a window or by document."""
-    offset = torch.tensor(step.keys - step.queries, device=device)
-    half = step.keys // 2
-    ids = (torch.arange(step.keys, device=device) >= half).to(torch.int32)
-
-    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kv_idx <= q_idx + offset
-
-    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (kv_idx <= q_idx + offset) & (q_idx + offset - kv_idx < half)
-
-    def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return ids[q_idx + offset] == ids[kv_idx]
-
-    table = {"causal": causal, "window": window, "document": document}
-    return table.get(step.sees)
-
-
-def make_score_mod(step: Step, device: torch.device) -> Callable[..., Any] | None:
-    """The step's score_mod."""
-    offset = torch.tensor(step.keys - step.queries, device=device)
-    slopes = torch.exp2(-8.0 * torch.arange(1, step.q_heads + 1, device=device) / step.q_heads)
-
-    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + slopes[h] * (kv_idx - q_idx - offset)
-
-    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return 20.0 * torch.tanh(score / 20.0)
-
-    table = {"alibi": alibi, "softcap": softcap}
-    return table.get(step.score)
-
-
 def build(name: str, step: Step, device: torch.device) -> Attention | None:
     """An implementation, or None where it cannot do the step."""
     if step.is_cached and name != "contiguous":
-        return caches.build(step) if name == "flexhop" else None
+        return caches.build(step, device) if name == "flexhop" else None
     if name == "contiguous":
         return (
             build("flexhop", replace(step, page=0, stored=""), device) if step.is_cached else None
         )
     if name in ("flexhop", "in-tree"):
         module: Any = flexhop if name == "flexhop" else intree
-        mask_mod, score_mod = make_mask_mod(step, device), make_score_mod(step, device)
-        sizes = (None, None, step.queries, step.keys)
-        block_mask = mask_mod and module.create_block_mask(mask_mod, *sizes, device=str(device))
+        score_mod = make_score_mod(step, device)
+        block_mask = make_mask(module, step, device)
         compiled = torch.compile(module.flex_attention, fullgraph=True)
         return lambda q, k, v: compiled(q, k, v, score_mod, block_mask, enable_gqa=True)
     if not step.is_dense:
@@ -224,7 +102,7 @@ def scores_of(step: Step, tensors: Tensors) -> torch.Tensor:
 
 
 def seen_bytes(step: Step, tensors: Tensors, scores: torch.Tensor) -> int:
-    """Bytes of the keys and values that any query sees; the masks here are equal for all heads."""
+    """Bytes of the keys and values that any query sees; as many for each batch and key head."""
     keys = int((scores > -torch.inf).any(0).any(0).sum())
     size = 1 if step.stored else tensors[1].element_size()
     return step.columns * size * step.batch * step.kv_heads * keys

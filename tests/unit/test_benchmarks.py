@@ -16,6 +16,7 @@ from benchmarks import (
     area,
     correctness,
     decoding,
+    decoding_cases,
     derivatives,
     derivatives_worker,
     report,
@@ -144,7 +145,8 @@ def test_the_program_runs_on_a_cpu(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("batch-8", 1.0), ("causal", 1.0), ("window-16k", 0.5)]
+    ("name", "part"),
+    [("batch-8", 1.0), ("causal", 1.0), ("window-16k", 0.5), ("sinks", 17 / 64), ("chosen", 0.25)],
 )
 def test_bytes_are_those_of_the_keys_that_are_seen(name: str, part: float):
     step = next(step for step in decoding.STEPS if step.name == name).shrunk()
@@ -152,6 +154,25 @@ def test_bytes_are_those_of_the_keys_that_are_seen(name: str, part: float):
     scores = decoding.scores_of(step, tensors)
     whole = 2 * 4 * step.batch * step.kv_heads * step.keys * step.head_dim
     assert decoding.seen_bytes(step, tensors, scores) == part * whole
+
+
+MODDED = [step for step in decoding.STEPS if step.sees != "all" or step.score != "none"]
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+@pytest.mark.parametrize("step", MODDED, ids=lambda step: step.name)
+def test_steps_with_mods_are_checked_by_their_definition(step: decoding_cases.Step):
+    step = replace(step.shrunk(), queries=min(step.queries, 40))
+    (tensors,) = decoding.make_tensors(step, torch.device("cpu"))
+    scores = decoding.scores_of(step, tensors)
+    plain = decoding.scores_of(replace(step, sees="all", score="none"), tensors)
+    sees_all = step.sees == "causal" and step.queries == 1
+    assert torch.equal(scores, plain) == sees_all
+    exact = torch.softmax(scores, -1) @ tensors[2][-1, -1].double()
+    with torch.compiler.set_stance("force_eager"):
+        attention = decoding.build("flexhop", step, torch.device("cpu"))
+        assert attention is not None
+        assert decoding.largest_error(exact, attention(*tensors)) < 1e-5
 
 
 def test_a_decoding_table():
