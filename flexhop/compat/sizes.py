@@ -6,13 +6,15 @@ Symbols need SymPy, which `import flexhop` does not import.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["assert_all", "bound_of", "broadcast", "is_empty", "is_known"]
+__all__ = ["assert_all", "bound_of", "broadcast", "hint_of", "is_empty", "is_known"]
 
 # Code recompiles if a size exceeds the first of these that bounded it.
 _LIMITS = (2**17, 2**20, 2**24, 2**31 - 1)
+_UNSEEN = 8192  # the hint of a size that data determine
 
 
 def bound_of(size: int | torch.SymInt) -> int | None:
@@ -34,6 +36,20 @@ def bound_of(size: int | torch.SymInt) -> int | None:
         if guard_or_false(size <= limit) and guard_or_false(size >= -limit):
             return limit
     return None
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """The size at this compilation, without a guard: for choices, which hold for every size.
+
+    2.11: size_hint; since 2.13: optimization_hint.
+    """
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental import symbolic_shapes
+
+    new: Any = getattr(symbolic_shapes, "optimization_hint", None)
+    find = symbolic_shapes.size_hint if new is None else new
+    return int(find(size, fallback=_UNSEEN))
 
 
 def is_empty(size: int | torch.SymInt) -> bool:

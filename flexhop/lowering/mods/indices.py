@@ -145,6 +145,8 @@ class _Wrap:
         if example.dtype == torch.int64 and inductor.is_known(length < _LARGEST_SIZE):
             example = example.to(torch.int32)
             write(convert, nodes[0], torch.int32)
+        if self._is_inside(index, length):
+            return nodes[-1]
         if not self._is_at_most(index, -1, 0):
             plain = nodes[-1]
             shifted = write(aten.add.Tensor, plain, operand)
@@ -155,6 +157,19 @@ class _Wrap:
         if not self._is_at_most(index, 1, length - 1):
             write(aten.minimum.default, nodes[-1], _last(source, axis))
         return nodes[-1]
+
+    def _is_inside(self, index: fx.Node, length: Any) -> bool:
+        """Whether a sum with symbolic sizes is in range: not known to the analysis, which has
+        numbers only. If it is, intermediate sums may wrap around."""
+        total, shift = index, sympy.Integer(0)
+        while (parts := _addends(total)) is not None:
+            total, added = parts
+            shift += added
+        if total is index:
+            return False
+        return self._is_at_most(total, 1, length - 1 - shift) and self._is_at_most(
+            total, -1, shift
+        )
 
     def _is_at_most(self, index: fx.Node, sign: int, limit: Any) -> bool:
         """Whether sign * index is at most a limit, for certain."""
@@ -172,3 +187,16 @@ class _Wrap:
             low, high = (0, self.ends[node]) if node in self.ends else (low, high)
             total += factor * sympy.sympify(high if factor > 0 else low)
         return total
+
+
+def _addends(node: fx.Node) -> tuple[fx.Node, Any] | None:
+    """A sum of a tensor and a number, which may be a symbol, as its two parts."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or len(node.args) != 2:
+        return None
+    first, second = node.args
+    number = second.meta.get("val") if isinstance(second, fx.Node) else second
+    is_whole = isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
+    if node.kwargs or not isinstance(first, fx.Node) or not is_whole:
+        return None
+    added = inductor.as_expression(number)
+    return first, added if node.target is aten.add.Tensor else -added

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import Analysis, Coordinate
+from flexhop.analysis import Analysis, Coordinate, name_of
 from flexhop.block_mask.scores import hidden_count
+from flexhop.ops.args import Capture
 
 aten = torch.ops.aten
+_FEW = 2**12  # fewer values may be an axis in calls of any size
 
 
 class Table(NamedTuple):
@@ -25,11 +27,65 @@ class Table(NamedTuple):
     axes: tuple[Any, ...]
 
 
-def extent_of(found: Analysis, axis: Any) -> tuple[int, int]:
-    """The first value along an axis, and the number of values."""
-    if isinstance(axis, Coordinate):
-        return axis.first, axis.size
-    return 0, found.forms.sizes[axis]
+class Extents:
+    """The values along the axes of tables in calls of some sizes.
+
+    Args:
+        found: of the mod. Its bounds on indices hold for the sizes.
+        sizes: numbers of b, h, q and k by name; they may be symbols.
+    """
+
+    def __init__(self, found: Analysis, sizes: Mapping[str, Any]) -> None:
+        self._forms, self._sizes = found.forms, sizes
+        self._names = {node: name for name, node in found.mod.inputs.items()}
+        lengths = ((sizes[name], found.forms.sizes[name]) for name in "qk")
+        # The analysis then knows the ends of coordinates.
+        self._is_exact = all(isinstance(size, int) and size == bound for size, bound in lengths)
+
+    def of(self, axis: Any) -> tuple[Any, Any] | None:
+        """The first value along an axis, and the number of values; None if it is not known."""
+        if not isinstance(axis, Coordinate):
+            return 0, self._sizes[axis]
+        if self._is_exact:
+            return axis.first, axis.size
+        ends = self._sum(axis.terms, 0)
+        return None if ends is None else (ends[0], ends[1] - ends[0] + 1)
+
+    def _sum(self, terms: Iterable[tuple[fx.Node, int]], offset: int) -> tuple[Any, Any] | None:
+        low: Any = offset
+        high: Any = offset
+        for atom, factor in terms:
+            ends = self._ends(atom)
+            if ends is None:
+                return None
+            near, far = ends if factor > 0 else ends[::-1]
+            low, high = low + factor * near, high + factor * far
+        return low, high
+
+    def _ends(self, node: Any) -> tuple[Any, Any] | None:
+        """Bounds of an integer; None if the sizes do not give them."""
+        form, name = self._forms.form(node), self._names.get(node)
+        if name is not None:
+            return (0, self._sizes[name] - 1) if name in self._sizes else None
+        if form is not None and node not in form.terms:
+            return self._sum(form.terms.items(), form.offset)
+        low, high = self._forms.range_of(node)
+        if high - low < _FEW:  # remainders, bits, and what is clamped, in calls of any size
+            return low, high
+        return self._quotient(node)
+
+    def _quotient(self, node: fx.Node) -> tuple[Any, Any] | None:
+        """Bounds of a quotient of a bounded number, which is not negative, and a constant."""
+        is_shift = name_of(node) in ("bitwise_right_shift", "__rshift__")
+        is_floor = name_of(node) == "floor_divide" or bool(node.kwargs.get("rounding_mode"))
+        if not (is_shift or is_floor):
+            return None
+        ends, factor = self._ends(node.args[0]), self._forms.form(node.args[1])
+        if ends is None or factor is None or factor.terms or factor.offset < 0:
+            return None
+        divisor = 2**factor.offset if is_shift else factor.offset
+        is_plain = divisor > 0 and self._forms.range_of(node.args[0])[0] >= 0
+        return (ends[0] // divisor, ends[1] // divisor) if is_plain else None
 
 
 class Maker:
@@ -39,14 +95,14 @@ class Maker:
     fp32; kernels also compute with them in fp32.
     """
 
-    def __init__(self, found: Analysis, captures: Sequence[Tensor]) -> None:
-        self._found = found
+    def __init__(self, found: Analysis, captures: Sequence[Capture], extents: Extents) -> None:
+        self._found, self._extents = found, extents
         self._captures = dict(zip(found.mod.captures, captures, strict=True))
         self._device = found.mod.inputs["q"].meta["val"].device
 
     def make(self, table: Table) -> Tensor:
         """The entries of a table, [*axes]."""
-        shape = [extent_of(self._found, axis)[1] for axis in table.axes]
+        shape = [self._extent(axis)[1] for axis in table.axes]
         known = {node: _widened(capture) for node, capture in self._captures.items()}
         inputs = self._found.mod.inputs
         known |= {
@@ -56,9 +112,14 @@ class Maker:
         }
         return self._value(table, known, table.node).expand(shape).contiguous()
 
+    def _extent(self, axis: Any) -> tuple[Any, Any]:
+        extent = self._extents.of(axis)
+        assert extent is not None, "the axes of a chosen table have known extents"
+        return extent
+
     def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
         """The values of an axis, along its dimension."""
-        first, size = extent_of(self._found, axis)
+        first, size = self._extent(axis)
         values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
         return values.view([-1 if axis == other else 1 for other in table.axes])
 
@@ -109,6 +170,8 @@ class Maker:
         return result.to(node.meta["val"].dtype)
 
 
-def _widened(capture: Tensor) -> Tensor:
+def _widened(capture: Capture) -> Capture:
+    if not isinstance(capture, Tensor):
+        return capture
     is_narrow = capture.is_floating_point() and capture.dtype.itemsize < 4
     return capture.float() if is_narrow else capture

@@ -9,7 +9,7 @@ these operators by ordinary autograd.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +18,16 @@ from torch import Tensor, fx
 from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, instructions_of, name_of, rate
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
+from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
 from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
-from flexhop.ops.graphs.table_entries import Maker, Table, extent_of
+from flexhop.ops.graphs.table_entries import Extents, Maker, Table
 
 aten = torch.ops.aten
 _LARGEST = 2**22  # most entries of a table
+_LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
 _LEAST_SAVED = 2.0  # instructions per score
@@ -57,12 +59,12 @@ class Tabulated(NamedTuple):
 def tabulate(args: AttentionArgs) -> Tabulated | None:
     """Move parts of a call's score_mod into tables if reading them is cheaper; None if none is.
 
-    Tables are differentiable functions of the captures. Their sizes are those of one call, so no
-    size may be dynamic.
+    Tables are differentiable functions of the captures. Sizes may be symbols: tables then have as
+    many entries as the call needs, and this compilation's sizes decide whether they pay off.
     """
     mod, captures = args.score_mod, args.score_captures
 
-    def choose(sizes: Sequence[int]) -> _Chosen | None:
+    def choose(sizes: Sizes) -> _Chosen | None:
         graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
         return _choose(graph, INPUTS, captures, sizes)
 
@@ -78,7 +80,7 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     if not may_have_positions(mod):
         return None
 
-    def choose(sizes: Sequence[int]) -> _Chosen | None:
+    def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
         own = read_at_own_positions(graph, INDICES)
         return None if own is graph else _choose(own, INDICES, captures, sizes)
@@ -86,72 +88,122 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     return _tabulate(args, mod, captures, choose)
 
 
+class Sizes(NamedTuple):
+    """Numbers of b, h, q and k, by name.
+
+    now: in this call. bounds: in calls of the same code.
+    """
+
+    now: dict[str, int]
+    bounds: dict[str, int]
+
+    def longer(self) -> dict[str, int]:
+        """Sizes of another call of the same code, if some are dynamic."""
+        return {n: size if size == self.bounds[n] else 2 * size for n, size in self.now.items()}
+
+
+def _sizes(given: Mapping[str, Any]) -> Sizes:
+    bounds = {n: size if isinstance(size, int) else _LENGTH for n, size in given.items()}
+    return Sizes({name: hint_of(size) for name, size in given.items()}, bounds)
+
+
 def _tabulate(
     args: AttentionArgs, mod: Any, captures: Sequence[Any],
-    choose: Callable[[Sequence[int]], _Chosen | None],
+    choose: Callable[[Sizes], _Chosen | None],
 ) -> Tabulated | None:  # fmt: skip
     query = args.query
-    sizes: Any = (*query.shape[:3], args.key.size(2))
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    if not all(isinstance(capture, Tensor) for capture in captures):
+    given = dict(zip(INDICES, (*query.shape[:3], args.key.size(2)), strict=True))
+    if not all(isinstance(c, (Tensor, int, torch.SymInt)) for c in captures):
         return None
     needs = needs_grad(captures)
-    key = (tabulate, score_dtype(query), query.device, forms_of(captures), sizes, needs)
-    choice = once(key, mod, lambda: choose(sizes))
+    forms = forms_of((*captures, *given.values()))
+    key = (tabulate, score_dtype(query), query.device, forms, needs)
+    choice = once(key, mod, lambda: choose(_sizes(given)))
     if choice is None:
         return None
-    maker = Maker(choice.found, captures)
+    extents = Extents(choice.found, given)
+    maker = Maker(choice.found, captures, extents)
     made = tuple(maker.make(table) for table in choice.tables)
     shapes = tuple(tuple(table.shape) for table in made)
-    captures = (*(captures[i] for i in choice.kept), *made)
+    firsts = (extents.of(axis) for axis in choice.moving)
+    places = (-first[0] for first in firsts if first is not None)
+    captures = (*(captures[i] for i in choice.kept), *places, *made)
     return Tabulated(choice.mod, captures, shapes, choice.saved)
 
 
 class _Chosen(NamedTuple):
     """The tables of a mod.
 
-    mod: reads the captures `kept`, then the tables. saved: see Tabulated.
+    mod: reads the captures `kept`, then for each axis of `moving` where its first value is, then
+    the tables. saved: see Tabulated.
     """
 
     found: Analysis
     tables: Sequence[Table]
     mod: fx.GraphModule
     kept: tuple[int, ...]
+    moving: tuple[Coordinate, ...]
     saved: float
 
 
 def _choose(
-    graph: fx.GraphModule, inputs: Sequence[str], captures: Sequence[Tensor], sizes: Sequence[int]
+    graph: fx.GraphModule, inputs: Sequence[str], captures: Sequence[Capture], sizes: Sizes
 ) -> _Chosen | None:
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
-        found = analyse(graph, inputs, dict(zip(INDICES, sizes, strict=True)))
-    is_trained = any(capture.requires_grad for capture in captures)
+        found = analyse(graph, inputs, sizes.bounds)
+    is_trained = any(needs_grad(captures))
     # The analysis ignores what gradients do not pass through.
     stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
     if any(is_trained or "score" in found[node].depends for node in stops):
         return None
     if len(found.mod.captures) != len(captures):
         return None
-    choice = _Choice(found, captures, math.prod(sizes))
+    choice = _Choice(found, captures, sizes)
     with hop.without_modes():
         choice.look_at(found.mod.result)
     if not choice.tables:
         return None
-    return _Chosen(found, choice.tables, *_with_reads(found, choice.tables), choice.saved)
+    rewritten = _with_reads(found, choice.tables, choice.firsts)
+    return _Chosen(found, choice.tables, *rewritten, choice.saved)
 
 
 class _Choice:
     """Search from the result down for the largest parts that pay off as tables."""
 
-    def __init__(self, found: Analysis, captures: Sequence[Tensor], scores: int) -> None:
-        self.found, self.scores = found, scores
+    def __init__(self, found: Analysis, captures: Sequence[Capture], sizes: Sizes) -> None:
+        self.found, self.scores = found, math.prod(sizes.now.values())
         self.tables: list[Table] = []
         self.saved = 0.0
-        needs = (capture.requires_grad for capture in captures)
+        self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
+        needs = needs_grad(captures)
         trained = (n for n, need in zip(found.mod.captures, needs, strict=True) if need)
         self._trained = _dependents(found, trained)
+
+    @property
+    def firsts(self) -> dict[Coordinate, int | None]:
+        """The first value of each coordinate of the tables; None if calls differ in it."""
+        firsts: dict[Coordinate, int | None] = {}
+        for axis in (axis for table in self.tables for axis in table.axes):
+            if isinstance(axis, Coordinate):
+                values = {extent[0] for extent in self._both(axis)}
+                firsts[axis] = values.pop() if len(values) == 1 else None
+        return firsts
+
+    def _both(self, axis: Any) -> list[tuple[int, int]]:
+        """An axis in this call, and in a longer one; nothing if it is not known."""
+        found = (extents.of(axis) for extents in self._extents)
+        return [extent for extent in found if extent is not None]
+
+    def _entries(self, table: Table) -> float:
+        """How many entries a table has; infinite if it is not known, or grows too fast."""
+        both = [self._both(axis) for axis in table.axes]
+        if not all(both):
+            return math.inf
+        growing = [axis for axis, (now, then) in zip(table.axes, both, strict=True) if now != then]
+        if sum(axis not in ("b", "h") for axis in growing) > 1:
+            return math.inf  # as the scores do
+        return math.prod(now[1] for now, _ in both)
 
     def look_at(self, node: Any) -> None:
         """Choose a node, or parts of it."""
@@ -182,8 +234,11 @@ class _Choice:
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
         table = Table(node, (*others, *coordinates))
-        entries = math.prod(extent_of(self.found, axis)[1] for axis in table.axes)
-        return table if entries <= min(_LARGEST, self.scores // _SCORES_PER_ENTRY) else None
+        return (
+            table
+            if self._entries(table) <= min(_LARGEST, self.scores // _SCORES_PER_ENTRY)
+            else None
+        )
 
     def _is_plain(self, node: fx.Node) -> bool:
         """Whether all its inputs are numbers and depend on an index."""
@@ -263,28 +318,34 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _with_reads(
-    found: Analysis, tables: Sequence[Table]
-) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The mod with reads in place of the tabulated parts, and the captures that it still reads."""
-    writer = _Writer(found, tables)
+    found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
+) -> tuple[fx.GraphModule, tuple[int, ...], tuple[Coordinate, ...]]:
+    """The mod with reads in place of the tabulated parts, the captures that it still reads, and
+    the coordinates whose first values it takes."""
+    writer = _Writer(found, tables, firsts)
     writer.graph.output(writer.copy(found.mod.result))
     captures = [writer.known[node] for node in found.mod.captures]
     kept = tuple(i for i, node in enumerate(captures) if node.users)
     for node in captures:
         if not node.users:
             writer.graph.erase_node(node)
-    return fx.GraphModule(torch.nn.Module(), writer.graph), kept
+    return fx.GraphModule(torch.nn.Module(), writer.graph), kept, tuple(writer.moving)
 
 
 class _Writer:
     """Copies a mod, with reads in place of tabulated parts."""
 
-    def __init__(self, found: Analysis, tables: Sequence[Table]) -> None:
+    def __init__(
+        self, found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
+    ) -> None:
         self.graph, self.known = fx.Graph(), dict[fx.Node, fx.Node]()
         self._inputs = found.mod.inputs
         for node in (*found.mod.inputs.values(), *found.mod.captures):
             self.known[node] = self.graph.node_copy(node)
         self._tables = {table.node: table for table in tables}
+        self._firsts = firsts
+        moving = [axis for axis, first in firsts.items() if first is None]
+        self.moving = {axis: self.graph.placeholder(f"place_{i}") for i, axis in enumerate(moving)}
         self._sources = {
             table.node: self.graph.placeholder(f"table_{i}") for i, table in enumerate(tables)
         }
@@ -313,7 +374,10 @@ class _Writer:
                 part = self._call(aten.mul.Tensor, part, abs(coefficient))
             sign = aten.add.Tensor if coefficient > 0 else aten.sub.Tensor
             total = self._call(sign, total, part)
-        return self._call(aten.add.Tensor, total, -axis.first) if axis.first else total
+        if axis in self.moving:
+            return self._call(aten.add.Tensor, total, self.moving[axis])
+        first = self._firsts[axis]
+        return self._call(aten.add.Tensor, total, -first) if first else total
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self.graph.call_function(target, args)

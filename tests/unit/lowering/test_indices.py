@@ -31,6 +31,11 @@ def added(index: Any, length: Any, table: torch.Tensor) -> str:
         (torch.zeros(LENGTH),),
     )
     graph.graph.find_nodes(op="placeholder")[-1].meta["val"] = table
+    return limits(graph, length)
+
+
+def limits(graph: Any, length: Any) -> str:
+    """What is added to the indices of a graph."""
     graph = cheaper(graph, SCORE)
     sizes = {"b": 1, "h": 1, "q": length, "k": length}
     before = [node.target for node in graph.graph.nodes]
@@ -78,14 +83,44 @@ OPEN = {
 }
 
 
+def symbolic(shapes: ShapeEnv, name: str) -> torch.SymInt:
+    """A length that is dynamic, of LENGTH now."""
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(LENGTH, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=LENGTH, source=source)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("name", OPEN)
 def test_indices_of_symbolic_lengths(name):
     shapes = ShapeEnv()
-    source = ConstantSource("length")
-    symbol = shapes.create_symbol(LENGTH, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    length = shapes.create_symintnode(symbol, hint=LENGTH, source=source)
+    length = symbolic(shapes, "length")
     with FakeTensorMode(shape_env=shapes):
         table = torch.empty(length)
     index, expected = OPEN[name]
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(shapes))):
         assert added(index, length, table) == expected
+
+
+# Of the place in a table of all distances, which has 2 * length - 1 entries.
+PLACES = {
+    "distance": (lambda q, k, n: q - k + n - 1, ""),
+    "back": (lambda q, k, n: n + (k - q) - 1, ""),
+    "spread": (lambda q, k, n: 2 * q - k + n - 1, "wrap raise lower"),
+    "below": (lambda q, k, n: q - k + n - 2, "wrap raise lower"),
+    "above": (lambda q, k, n: q - k + n, "wrap raise lower"),
+    "negative": (lambda q, k, n: q - k - n, "wrap raise lower"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_indices_with_symbolic_numbers(name):
+    """A number that is captured is the length itself."""
+    index, expected = PLACES[name]
+    shapes = ShapeEnv()
+    length = symbolic(shapes, "length")
+    mod = lambda score, b, h, q, k, table, n: score + table[index(q, k, n)]  # noqa: E731
+    with FakeTensorMode(shape_env=shapes):
+        query, table = torch.zeros(1, 1, 2, 64), torch.empty(2 * length - 1)
+        graph = trace_score(mod, query, (table, length))
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(shapes))):
+        assert limits(graph, length) == expected
