@@ -257,23 +257,26 @@ def seed_input(args: AttentionArgs | BackwardArgs) -> list[Any]:
 
 
 def benchmark_inputs(
-    inputs: Sequence[Any], first_list: int, *, has_ranges: bool
+    inputs: Sequence[Any], first_list: int, blocks: MaskBlocks, *, has_states: bool = False
 ) -> dict[int, Callable[[Any], torch.Tensor]]:
     """Contents of the block lists while tiles are timed: every block partial, none full.
 
     Random contents would read outside the tensors. Ranges hold only the first key, because these
-    tensors do not tell how many keys there are.
+    tensors do not tell how many keys there are. has_states: whether a row of indices is blocks,
+    then states (portable/head_lists.py).
     """
+    has_ranges = blocks.has_ranges
+    columns = inductor.hint(inputs[first_list + 1].get_size()[-1]) // (1 + has_states)
 
     def counts(buffer: Any) -> torch.Tensor:
-        columns = inductor.hint(inputs[first_list + 1].get_size()[-1])
         return _sized(buffer).fill_(0 if has_ranges else columns)
 
     def indices(buffer: Any) -> torch.Tensor:
         target = _sized(buffer)
         if has_ranges:
             return target.fill_(1)
-        return target.copy_(torch.arange(target.shape[-1], device=target.device).expand_as(target))
+        position = torch.arange(target.shape[-1], device=target.device) % columns
+        return target.copy_(position.expand_as(target))
 
     def none(buffer: Any) -> torch.Tensor:
         return _sized(buffer).zero_()

@@ -10,8 +10,10 @@ import torch
 
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output, emit_one
-from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.portable.emit import emit_kernel
+from flexhop.lowering.portable.head_lists import emit_head_lists
+from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.templates import portable
 
 # A program reads a few rows of one number each, and at most 4096 accumulators at a time.
@@ -31,17 +33,20 @@ _COMBINE = inductor.make_template(
 
 
 def emit_decode(
-    call: KernelCall, operands: Sequence[Any], lists: Sequence[Any], output: Output
+    call: KernelCall, args: AttentionArgs | CachedArgs, lists: Sequence[Any], output: Output
 ) -> Any:
     """Emit attention of short queries.
 
     Args:
         call: data that all kernels of the call share.
-        operands: query, key, value.
+        args: operands with storage.
         lists: block lists of the queries.
         output: the result. lse is also written, and max_scores if the call asks for them.
     """
     count = kernels.num_splits(call.problem, call.options)
+    operands = (args.query, args.key, args.value)
+    if splits.merges_lists(call.problem):
+        lists = emit_head_lists(call.problem, args, lists)
 
     def emit(statistics: Sequence[Any], shares: Output) -> Any:
         return emit_kernel(call, "decode", [*operands, *statistics, *lists], shares)

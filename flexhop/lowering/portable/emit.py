@@ -12,7 +12,7 @@ from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_plan
-from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.shared import is_float32
@@ -112,7 +112,8 @@ def emit_kernel(
     generators = {}
     blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
     if blocks is not None:
-        generators = benchmark_inputs(inputs, first, has_ranges=blocks.has_ranges)
+        merged = kernel == "decode" and splits.merges_lists(problem)
+        generators = benchmark_inputs(inputs, first, blocks, has_states=merged)
     # Sums that the kernel adds to are inputs as well: their zeros must be there first.
     added_to = output.written if sites else ()
     operands = [*inputs, *call.captures, *call.seed, *added_to]

@@ -42,9 +42,9 @@ class _Attention:
         """The output."""
         lse, max_scores = output.written[0], output.written[-1]
         lists = block_inputs(args, "kv", lse, args.query)
-        operands = (args.query, args.key, args.value)
         if kernels.forward_kernel(call.problem, call.options) == "decode":
-            return decode.emit_decode(call, operands, lists, output)
+            return decode.emit_decode(call, args, lists, output)
+        operands = (args.query, args.key, args.value)
         return emit_kernel(call, "forward", [*operands, lse, max_scores, *lists], output)
 
 

@@ -72,10 +72,13 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
     del shared["TILES_PER_Q_BLOCK"], shared["CHECK_Q"]
     if problem.blocks is None:
         shared["SPARSE_Q_BLOCK_SIZE"] = splits.MAX_ROWS
+    # Even without a mask_mod, a block is visible to some heads only.
+    shared["HAS_PARTIAL_BLOCKS"] |= splits.merges_lists(problem)
     return DecodeConstants(
         **shared,
         SPLITS=num_splits(problem, options),
         PACKED_HEADS=splits.packed_heads(problem),
+        HAS_MERGED_LISTS=splits.merges_lists(problem),
         # A query that sees a key need not see one in every split.
         ROWS_GUARANTEED_SAFE=False,
         RETURN_MAX=problem.returns_max,

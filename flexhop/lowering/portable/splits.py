@@ -21,14 +21,34 @@ _WARPS_EACH = 8
 _ROUNDS = 4
 # Tiles per split in a call with many keys.
 _MANY_TILES = 64
+# Heads whose lists are merged: each has two bits of 32.
+_MOST_MERGED = 16
+# Bytes of keys and values from which the kernel that merges lists, some microseconds, pays off.
+_LEAST_MERGED = 32 << 20
 # Take the fewest splits that cost at most this much more time than the best number.
 _TOLERANCE = 1.05
 
 
+def merges_lists(problem: Problem) -> bool:
+    """Whether heads with lists of blocks of their own iterate over all blocks of their group.
+
+    Otherwise each reads the keys for itself. If the number of keys is dynamic, later calls may
+    have many.
+    """
+    blocks = problem.blocks
+    if blocks is None or not blocks.per_head or problem.is_wide:
+        return False
+    size = problem.itemsize if problem.cache is None else problem.cache.key_dtype.itemsize
+    width = (problem.head_dim + problem.value_head_dim) * size
+    read = problem.batch * problem.kv_heads * problem.key_len * width
+    is_many = problem.key_len_varies or read >= _LEAST_MERGED
+    return is_many and 1 < problem.group <= _MOST_MERGED
+
+
 def packed_heads(problem: Problem) -> int:
-    """Query heads per program: the group, unless every head has its own list of blocks."""
+    """Query heads per program: the group, unless each iterates over a list of its own."""
     own_lists = problem.blocks is not None and problem.blocks.per_head
-    return 1 if own_lists else problem.group
+    return 1 if own_lists and not merges_lists(problem) else problem.group
 
 
 def rows(problem: Problem) -> int:

@@ -26,6 +26,7 @@ KERNELS = {
     ),
     "cached_forward": ("portable/forward", *_CACHED_ATTEND),
     "cached_decode": ("portable/decode", *_CACHED_ATTEND),
+    "head_lists": ("portable/head_lists", *LISTS),
     "decode_combine": ("portable/decode_combine", "portable/weights"),
     "jvp_grad_query": (
         "portable/jvp_grad_query", "portable/push_grad_tile", *_BY_QUERY, *_BENT,

@@ -1,10 +1,11 @@
 """Which calls the decode kernel gets, and into how many shares it divides the keys."""
 
 import pytest
+import torch
 
 from flexhop.errors import OptionConflictError
 from flexhop.lowering.portable import kernels, splits
-from flexhop.lowering.problem import MaskBlocks
+from flexhop.lowering.problem import Cache, MaskBlocks
 from flexhop.options import KernelOptions, Tile
 from tests.problems import problem
 
@@ -50,8 +51,30 @@ def test_a_user_decides():
 def test_heads_are_packed_unless_they_have_lists_of_their_own():
     shared, own = (MaskBlocks(128, 128, True, per_head=own) for own in (False, True))
     assert splits.packed_heads(step()) == splits.packed_heads(step(blocks=shared)) == 4
-    assert splits.packed_heads(step(blocks=own)) == 1
-    assert kernels.constants("decode", step(blocks=own), PLAIN, Tile(16, 64))["PACKED_HEADS"] == 1
+    few = step(blocks=own, keys=4096)
+    assert splits.packed_heads(few) == 1
+    constants = kernels.constants("decode", few, PLAIN, Tile(16, 64))
+    assert (constants["PACKED_HEADS"], constants["HAS_MERGED_LISTS"]) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "packed"),
+    [
+        ({"keys": 8192}, 4),  # 32 MiB of keys and values
+        ({"keys": 8191}, 1),
+        ({"keys": 128, "key_len_varies": True}, 4),  # as many as it may have
+        ({"batch": 8, "keys": 1024}, 4),
+        ({"keys": 8192, "cache": Cache(0, torch.int8, torch.int8)}, 1),
+        ({"heads": 128}, 16),
+        ({"heads": 136}, 1),  # two bits for each do not fit
+        ({"heads": 8}, 1),
+        ({"head_dim": 576}, 1),
+    ],
+)
+def test_lists_of_heads_are_merged_if_their_keys_are_many(facts, packed):
+    call = step(blocks=MaskBlocks(128, 128, True, per_head=True), **facts)
+    assert splits.packed_heads(call) == packed
+    assert splits.merges_lists(call) == (packed > 1)
 
 
 def test_rows_are_those_of_one_block_of_queries():

@@ -17,7 +17,7 @@ import torch
 from flexhop.lowering.hopper import add_order, bits, latent
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
-from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable import head_lists, kernels
 from flexhop.lowering.portable.constants import DecodeCombineConstants
 from flexhop.lowering.problem import Cache
 from flexhop.options import KernelOptions, Tile
@@ -161,6 +161,7 @@ def _constants(kernel: str) -> set[str]:
         "hopper_backward": hopper_grad.HopperBackwardConstants,
         "mask_bits": bits.MaskBitsConstants,
         "add_order": add_order.AddOrderConstants,
+        "head_lists": head_lists.HeadListsConstants,
     }
     if kernel in classes:
         return {field.name for field in dataclasses.fields(classes[kernel])}
@@ -250,7 +251,7 @@ def test_ruff_finds_only_constants(kernel, tmp_path):
 
 def test_each_user_function_is_called_by_its_argument_names():
     for kernel in KERNELS:
-        if kernel in ("decode_combine", "add_order"):
+        if kernel in ("decode_combine", "add_order", "head_lists"):
             continue  # they have no scores
         functions = {
             f.name: f
