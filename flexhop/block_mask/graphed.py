@@ -75,8 +75,7 @@ def graph_coverage(mask: Mask, keep: MaskMod, grid: Grid) -> tuple[Tensor, Tenso
         maybe = maybe & existing_blocks(grid)
     if found.is_decided:
         return maybe, always
-    has_symbols = any(isinstance(c, torch.SymInt) for c in mask.captures or ())
-    if mask.captures is None or (is_open and not has_symbols):  # vmap refuses a symbol
+    if mask.captures is None:
         return compiled_coverage(keep, reduced)
     states = torch.where(always, EVERY, torch.where(mixed, SOME, UNKNOWN))
     states = torch.where(maybe, states, NONE).to(torch.int8)

@@ -116,8 +116,7 @@ def test_stretches_look_at_no_score(name, monkeypatch):
 def test_symbolic_lengths(name, monkeypatch):
     """One graph for all lengths; its lists have room for one block more."""
     torch._dynamo.reset()
-    if name == "by head":  # ranges are found without evaluating a score
-        monkeypatch.setattr(graphed, "compiled_coverage", no_scores)
+    monkeypatch.setattr(graphed, "compiled_coverage", no_scores)
     create = torch.compile(create_block_mask, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ((300, 300), (257, 130), (129, 640), (512, 512)):
         arguments = (NAMED[name], 1, 3, *lengths, "cpu", 64)
