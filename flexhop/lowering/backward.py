@@ -11,7 +11,15 @@ from flexhop.compat.kernels import inductor
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import Captured, KernelCall
-from flexhop.lowering.emission.sums import Reads, in_copies, make_sums, scatter_sites, values_of
+from flexhop.lowering.emission.sums import (
+    Reads,
+    in_copies,
+    in_own_entries,
+    make_sums,
+    scatter_sites,
+    score_sizes,
+    values_of,
+)
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.ops.args import BackwardArgs, unpack_sites
@@ -31,7 +39,8 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         [args.query, args.key, args.value, args.grad_out]
     )
     args = args._replace(query=query, key=key, value=value, grad_out=grad_out)
-    problem = read_problem(args, mods, grad=read_joint(args.joint, args.sites))
+    facts = read_joint(args.joint, args.sites, score_sizes(query, key))
+    problem = read_problem(args, mods, grad=facts)
     show_problem("backward", problem)
     options = user_options(args.options)
     choices = list(candidates("backward", problem, options))
@@ -44,6 +53,8 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         is_reproducible=bool(args.options.get("deterministic")),
     )  # fmt: skip
     reads = in_copies(reads, args.query, args.key)
+    visits_all = problem.blocks is None
+    reads = in_own_entries(reads, args.query, args.key, visits_all=visits_all)
     sums = make_sums(reads, args.query, args.key)
     sites = scatter_sites(reads, sums)
     captured = Captured(list(sums.values()), sites)

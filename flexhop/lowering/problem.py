@@ -95,6 +95,8 @@ class ModFacts(NamedTuple):
     mask_reads_keys: whether it does so at indices that depend on the key; mask_reads_per_element:
     on both query and key.
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
+    row_bytes: what score_mod reads per score in rows of keys, if it reads nothing else per pair
+    (lowering/mods/rows.py).
     mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
     that it keeps, if it is one (lowering/mods/bands.py). has_distances: whether score_mod computes
     q_idx - kv_idx and adds no line.
@@ -118,6 +120,7 @@ class ModFacts(NamedTuple):
     mask_pair_bytes: int = 0
     mask_reads_keys: bool = False
     has_distances: bool = False
+    row_bytes: int = 0
 
     @property
     def takes_scores(self) -> bool:
@@ -131,7 +134,8 @@ class GradFacts(NamedTuple):
     has_score_grad: whether the derivative differs from 1. grad_cost: instructions per score.
     grad_reads_score: whether it, or the gradient of a captured tensor, depends on the score.
     grad_has_functions: whether these need more than sums and products. captured_reads: the reads
-    of captured tensors that need gradients.
+    of captured tensors that need gradients. adds_captured: whether any of these gradients is a
+    sum; otherwise each score stores entries of its own.
     """
 
     has_score_grad: bool = True
@@ -139,6 +143,7 @@ class GradFacts(NamedTuple):
     grad_reads_score: bool = True
     grad_has_functions: bool = False
     captured_reads: tuple[ReadBy, ...] = ()
+    adds_captured: bool = True
 
 
 # Columns of the widest tile in one piece.
@@ -227,7 +232,7 @@ class Problem:
     def sums_exactly(self) -> bool:
         """Whether gradients of captured tensors are summed exactly, see
         lowering/emission/exact_sums.py."""
-        return self.is_deterministic and self.has_captured_grads
+        return self.is_deterministic and self.has_captured_grads and self.grad.adds_captured
 
     @property
     def itemsize(self) -> int:

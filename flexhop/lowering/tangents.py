@@ -14,10 +14,19 @@ from flexhop.compat.kernels import inductor
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
-from flexhop.lowering.emission.sums import Reads, in_copies, make_sums, scatter_sites, values_of
+from flexhop.lowering.emission.sums import (
+    Reads,
+    in_copies,
+    in_own_entries,
+    make_sums,
+    scatter_sites,
+    score_sizes,
+    values_of,
+)
 from flexhop.lowering.mods.captured import read_by
 from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.push import is_additive, lower_bend, lower_push
+from flexhop.lowering.mods.rows import adds_captured
 from flexhop.lowering.mods.sums import Sums, lower_sums
 from flexhop.lowering.operands import (
     block_inputs,
@@ -247,6 +256,8 @@ def _emit_kind(
         # The kernel for query adds to them, so it runs even if query needs no gradient.
         call = backward.tangents.call
         reads = in_copies(_reads(backward), call.query, call.key)
+        visits_all = backward.tangents.shared.problem.blocks is None
+        reads = in_own_entries(reads, call.query, call.key, visits_all=visits_all)
         sums = make_sums(reads, call.query, call.key)
         captured = Captured(list(sums.values()), scatter_sites(reads, sums))
         position = names.pop("query", None)
@@ -349,7 +360,11 @@ def _grad(
         assert functions.sums is not None
         joint += functions.sums.functions[1:]
         reads = tuple(read_by(functions.sums.graph, site) for site in functions.sums.sites)
-        problem = dataclasses.replace(problem, grad=problem.grad._replace(captured_reads=reads))
+        adds = adds_captured(
+            functions.sums.graph, functions.sums.sites, score_sizes(call.query, call.key)
+        )
+        grad = problem.grad._replace(captured_reads=reads, adds_captured=adds)
+        problem = dataclasses.replace(problem, grad=grad)
     shared = dataclasses.replace(shared, problem=problem)
     grad_out_dot = rows.grad_out_dot if has_dot else rows.grad_out
     operands = (*call[:3], rows.grad_out, *_or_stand_ins(call, dots), grad_out_dot, *rows[2:])

@@ -80,7 +80,8 @@ def survey(
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
     cap_scale = foldable_scale(args, has_texts=args.query.dtype.itemsize == 2)
     mods = read_mods(decompose(score), decompose(mask), cap_scale=cap_scale)
-    grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites)
+    sizes = (*args.query.shape[:3], args.key.shape[2])
+    grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites, sizes)
     problem = read_tensor_problem(args, device, mods, grad, value_is_key=value_is_key)
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py lowers it

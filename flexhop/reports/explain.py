@@ -328,13 +328,8 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         )
     if found.joint is None:
         notes.append("No operand requires a gradient, so no backward kernel would run.")
-    elif found.joint.sites and args.options.get("deterministic"):
-        notes.append("Gradients of captured tensors are summed exactly, as integers.")
     elif found.joint.sites:
-        notes.append(
-            f"The {_scatters(found.plans)} kernel adds gradients of captured tensors atomically: "
-            "their last bits differ from run to run."
-        )
+        notes.append(_note_of_captured(found, is_exact=bool(args.options.get("deterministic"))))
     if found.second:
         notes.append(found.second)
     if found.joint is not None and any(plan.kernel == "backward" for plan in found.plans):
@@ -356,6 +351,22 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         for words in found.failures
     ]
     return [*notes, *(_kernel_notes(found.plans[0]) if found.plans else [_NO_KERNEL])]
+
+
+def _note_of_captured(found: Any, *, is_exact: bool) -> str:
+    """How gradients of captured tensors come about; found: a Survey."""
+    kernel = _scatters(found.plans)
+    if not found.problem.grad.adds_captured:
+        return (
+            f"The {kernel} kernel stores the gradients of captured tensors, because each score "
+            "reads entries of its own."
+        )
+    if is_exact:
+        return "Gradients of captured tensors are summed exactly, as integers."
+    return (
+        f"The {kernel} kernel adds gradients of captured tensors atomically: their last bits "
+        "differ from run to run."
+    )
 
 
 def _scatters(plans: Sequence[Any]) -> str:

@@ -289,6 +289,11 @@ def zeros(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any
     return contiguous(result)
 
 
+def empty_contiguous(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any:
+    """Uninitialised contiguous tensor with storage."""
+    return contiguous(empty(size, None, dtype, device))
+
+
 def device_of(tensor: Any) -> torch.device:
     """The device of a lowered tensor."""
     return tensor.get_device()

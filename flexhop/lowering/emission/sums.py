@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.mods.captured import read_by, repeats
+from flexhop.lowering.mods.rows import adds_rows, own_entries
 from flexhop.ops.args import Site
 
 _BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
-_MANY_READS = 64  # scores per entry of a captured tensor
+# Scores that add to one number, from which it has 64 bits. Gradients of 16-bit operands are known
+# to eleven bits at most, and so many of them to a few more.
+_MANY_SCORES = {2: 2**14, 4: 64, 8: 64}
 _MOST_COPIES = 128  # templates/printers/holes.py: a copy by query and key
 # Scores that add to one number. Copies make them fewer, but a warp's additions to neighbouring
 # numbers are one access, to copies of them several.
@@ -26,7 +31,8 @@ class Reads(NamedTuple):
 
     first: number of the subgraph of the joint graph's first output in kernels. is_reproducible:
     whether the sums must be the same in any order. copies: of a capture's buffer, if more than
-    one.
+    one. own: captures in which each score has an entry of its own, so that kernels store its
+    gradient. visits_all: whether they visit every score.
     """
 
     joint: Any
@@ -35,6 +41,8 @@ class Reads(NamedTuple):
     first: int
     is_reproducible: bool
     copies: Mapping[int, int] = MappingProxyType({})
+    own: frozenset[int] = frozenset()
+    visits_all: bool = False
 
 
 def in_copies(reads: Reads, query: Any, key: Any) -> Reads:
@@ -55,35 +63,58 @@ def in_copies(reads: Reads, query: Any, key: Any) -> Reads:
     return reads._replace(copies=copies)
 
 
+def in_own_entries(reads: Reads, query: Any, key: Any, *, visits_all: bool) -> Reads:
+    """The reads, with gradients of biases of pairs stored and not added.
+
+    visits_all: whether kernels visit every score, even hidden ones.
+    """
+    own = own_entries(reads.joint, reads.sites, score_sizes(query, key))
+    return reads._replace(own=own, visits_all=visits_all)
+
+
 def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
-    """Zero-filled buffers for the gradients, by capture: [*size, copies], or [*size] if one."""
+    """Buffers for the gradients, by capture: [*size, copies], or [*size] if one.
+
+    They are zeros, unless every entry is stored.
+    """
     scores = _scores(query, key)
     buffers: dict[int, Any] = {}
     for position in sorted({site.capture for site in reads.sites}):
         like = reads.captures[position]
         size = like.get_size()
+        if position in reads.own:
+            is_whole = reads.visits_all and inductor.is_known(sympy.Eq(like.get_numel(), scores))
+            make = inductor.empty_contiguous if is_whole else inductor.zeros
+            buffers[position] = make(size, like.get_dtype(), like.get_device())
+            continue
         if position in reads.copies:
             size = [*size, reads.copies[position]]
         if reads.is_reproducible:
             buffers[position] = exact_sums.make_sums(size, like.get_device())
             continue
-        dtype = _sum_dtype(inductor.hint(scores), inductor.hint(like.get_numel()))
+        dtype = _sum_dtype(inductor.hint(scores), inductor.hint(math.prod(size)), query)
         buffers[position] = inductor.zeros(size, dtype, like.get_device())
     return buffers
 
 
+def score_sizes(query: Any, key: Any) -> tuple[Any, ...]:
+    """[B, Hq, M, N] of lowered operands."""
+    return *query.get_size()[:3], key.get_size()[2]
+
+
 def _scores(query: Any, key: Any) -> Any:
-    batch, heads, length, _ = query.get_size()
-    return batch * heads * length * key.get_size()[2]
+    return math.prod(score_sizes(query, key))
 
 
-def _sum_dtype(scores: int, entries: int) -> torch.dtype:
-    """The accumulation dtype of a captured tensor's gradient, given its number of entries.
+def _sum_dtype(scores: int, numbers: int, query: Any) -> torch.dtype:
+    """The dtype of sums, given how many numbers a buffer has.
 
-    If many scores read one entry, rounding after each addition would cost fp32 its last digits.
-    Such a tensor is much smaller than the scores, so fp64 costs little memory.
+    If many scores add to one number, rounding after each addition would cost fp32 its last digits.
+    Such a buffer is much smaller than the scores, so fp64 costs little memory. But a GPU adds four
+    neighbours of fp32 at once, and of fp64 only one.
     """
-    return torch.float64 if scores >= _MANY_READS * entries else torch.float32
+    is_many = scores >= _MANY_SCORES[query.get_dtype().itemsize] * numbers
+    return torch.float64 if is_many else torch.float32
 
 
 def scatter_sites(reads: Reads, buffers: dict[int, Any]) -> list[inductor.ScatterSite]:
@@ -95,7 +126,9 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     by = read_by(reads.joint, site)
     # Exact sums have their ten integers in front, copies come last; sites index what is between.
     strides = tuple(buffer.get_stride())
-    row, strides = (strides[0], strides[1:]) if reads.is_reproducible else (None, strides)
+    is_own = site.capture in reads.own
+    sums_exactly = reads.is_reproducible and not is_own
+    row, strides = (strides[0], strides[1:]) if sums_exactly else (None, strides)
     copies = reads.copies.get(site.capture, 1)
     strides = strides[:-1] if copies > 1 else strides
     return inductor.ScatterSite(
@@ -107,9 +140,11 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         uses_kv_idx=by not in ("head", "query"),
         by_distance=by == "distance",
         repeats=by in ("distance", "query") and repeats(reads.joint, site),
-        dtype="tl.float64" if buffer.get_dtype() == torch.float64 else "tl.float32",
+        dtype=f"tl.{str(buffer.get_dtype()).removeprefix('torch.')}",
         is_large=not inductor.fits_int32(buffer.get_numel()),
         row=row,
+        is_own=is_own,
+        is_row=copies == 1 and strides[-1:] == (1,) and adds_rows(reads.joint, site),
         copies=copies if by in _BY_PAIR else 1,
     )
 
@@ -126,7 +161,7 @@ def values_of(
 
 def _value(reads: Reads, position: int, sums: Any, fake: torch.Tensor) -> Any:
     copies = reads.copies.get(position)
-    if reads.is_reproducible:
+    if reads.is_reproducible and position not in reads.own:
         return exact_sums.lower_value(sums, fake, copies)
     if copies is not None:
         sums = inductor.call_lowering(torch.ops.aten.sum.dim_IntList, sums, [-1])

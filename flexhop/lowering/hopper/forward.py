@@ -23,6 +23,7 @@ from flexhop.lowering.hopper.tiles import (
     wider,
 )
 from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
 
@@ -30,6 +31,9 @@ _LARGEST_WIDTH = 256
 # Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
 # at other widths; and above which score_mod needs the registers that could hold queries.
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 14, 20, 8
+# Columns up to which the portable kernel is faster if score_mod reads rows of keys: 1.04 (128
+# columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
+_WIDTH_OF_ROWS = 128
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -87,6 +91,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the portable kernel is probably faster, from measurements; backend overrides it."""
     if kernels.forward_kernel(problem, options) == "decode":
         yield "the decode kernel is faster for so few queries"
+    if row_bytes_ahead(problem) and wider(problem) <= _WIDTH_OF_ROWS:
+        yield "the portable kernel loads the rows of keys that score_mod reads ahead"
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.mods.score_cost > most:
         yield (

@@ -21,9 +21,10 @@ from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.instructions import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.lines import key_line, zero
+from flexhop.lowering.mods.rows import adds_captured, row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
-from flexhop.ops.args import Site
+from flexhop.ops.args import Site, unpack_sites
 from flexhop.ops.graphs.reads import NUM_SCORE_INPUTS
 from flexhop.templates.printers.holes import DISTANCE
 
@@ -134,15 +135,19 @@ def read_mods(
         mask_band=key_band(mask),
         mask_pair_bytes=_pair_bytes(mask),
         has_distances=line is None and has_distances(score),
+        row_bytes=row_bytes(score),
     )
 
 
-def read_joint(joint: Any, sites: tuple[int, ...] = ()) -> GradFacts:
+def read_joint(
+    joint: Any, sites: tuple[int, ...] = (), sizes: Sequence[Any] | None = None
+) -> GradFacts:
     """The facts of a joint graph.
 
     Args:
         joint: the graph.
         sites: see BackwardArgs.
+        sizes: [B, Hq, M, N], if sites are given.
     """
     graph = kernel_graph(joint, JOINT)
     found = analysed(graph, JOINT)
@@ -153,6 +158,7 @@ def read_joint(joint: Any, sites: tuple[int, ...] = ()) -> GradFacts:
         grad_reads_score=reads_score,
         grad_has_functions=has_functions(found),
         captured_reads=read_sites(joint, sites),
+        adds_captured=sizes is None or adds_captured(joint, unpack_sites(sites), sizes),
     )
 
 

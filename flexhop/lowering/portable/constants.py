@@ -20,6 +20,7 @@ class KeyConstants:
     HAS_FULL_BLOCKS: bool
     HAS_PARTIAL_BLOCKS: bool
     CHECK_KV: bool
+    KEY_GROUP: int
     QK_HEAD_DIM: int
     QK_HEAD_DIM_ROUNDED: int
     V_HEAD_DIM: int

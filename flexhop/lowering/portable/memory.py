@@ -6,6 +6,7 @@ import torch
 
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import Problem, head_pieces, round_head_dim
 from flexhop.options import Tile
 
@@ -23,6 +24,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         # Operands of unequal width do not share a staging buffer there (seen in cubins).
         slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
     scores = tile.block_m * tile.block_n * item
+    slack += tile.block_m * tile.block_n * row_bytes_ahead(problem) * tile.num_stages
     rows, columns = tile.block_m, tile.block_n
     if problem.dtype == torch.float32 and not problem.is_tf32 and _DIVIDED in (qk, v):
         # multiply_rows holds one operand apart from the products that follow.

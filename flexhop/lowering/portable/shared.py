@@ -7,7 +7,6 @@ from typing import Any
 
 from flexhop.lowering.problem import (
     MaskBlocks,
-    ModFacts,
     Problem,
     float32_precision,
     round_head_dim,
@@ -15,6 +14,7 @@ from flexhop.lowering.problem import (
 from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)
+_KEY_GROUP = 8  # 16 bytes of 16-bit numbers, and what row_bytes_ahead needs
 
 
 def exponent(problem: Problem) -> dict[str, Any]:
@@ -65,6 +65,7 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
         "HAS_PARTIAL_BLOCKS": problem.blocks is not None and problem.mods.has_mask_mod,
         "CHECK_Q": not _is_aligned(blocks.q_size, tile.block_m, problem.is_query_multiple),
         "CHECK_KV": not _is_aligned(blocks.kv_size, tile.block_n, problem.is_key_multiple),
+        "KEY_GROUP": _KEY_GROUP if row_bytes_ahead(problem) else 1,
         "QK_HEAD_DIM": problem.head_dim,
         "QK_HEAD_DIM_ROUNDED": round_head_dim(problem.head_dim),
         "V_HEAD_DIM": problem.value_head_dim,
@@ -73,7 +74,7 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
         "HAS_SCORE_MOD": problem.mods.has_score_mod,
-        "ISOLATE_SCORE_MOD": _isolates_score_mod(problem.mods),
+        "ISOLATE_SCORE_MOD": _isolates_score_mod(problem),
         **exponent(problem),
         "SM_SCALE": problem.scale,
         "FLOAT32_PRECISION": float32_precision(options.float32_precision),
@@ -81,10 +82,23 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
     }
 
 
-def _isolates_score_mod(mods: ModFacts) -> bool:
+def _isolates_score_mod(problem: Problem) -> bool:
     # Triton fails on a branch whose result does not depend on the products: the scores then have
     # the layout of the weights as an operand, and it cannot reduce rows in that.
-    return mods.has_score_mod and mods.reads_per_element and mods.reads_score
+    mods = problem.mods
+    reads_apart = mods.reads_per_element and not row_bytes_ahead(problem)
+    return mods.has_score_mod and reads_apart and mods.reads_score
+
+
+def row_bytes_ahead(problem: Problem) -> int:
+    """Bytes per score that loops load ahead, in rows of keys, for score_mod.
+
+    Triton copies them to shared memory like the keys, if it knows that neighbours stay together.
+    Sequences in pages have lengths of their own.
+    """
+    is_paged = problem.cache is not None and problem.cache.page_size > 0
+    stays = not is_paged and problem.is_key_multiple(_KEY_GROUP)
+    return problem.mods.row_bytes if stays else 0
 
 
 def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:

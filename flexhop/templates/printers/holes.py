@@ -31,6 +31,8 @@ class ScatterSite(NamedTuple):
     row: Expr | None = (
         None  # stride of the rows of lowering/emission/exact_sums.py, if it holds such sums
     )
+    is_own: bool = False  # whether no other score adds to its entry, so that it is stored
+    is_row: bool = False  # whether neighbouring keys have neighbouring entries
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
 
 
@@ -72,10 +74,16 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
         # Masked values are 0 by now and add nothing.
         lines.append(f"add_exactly({pointer}, {index} + {zeros}, grad_{number}, {row})")
         return "\n".join(lines)
-    lines.append(
-        f"tl.atomic_add({pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), "
-        f"mask={mask}, sem='relaxed')"
-    )
+
+    def write(mask: str) -> str:
+        what = f"{pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), mask={mask}"
+        return f"tl.store({what})" if site.is_own else f"tl.atomic_add({what}, sem='relaxed')"
+
+    # Zeros, too: of floats, four neighbours take one instruction.
+    if site.is_own or (site.is_row and site.dtype == "tl.float32"):
+        lines += ["if CHECKED:", f"    {write('in_range')}", "else:", f"    {write('None')}"]
+    else:
+        lines.append(write(mask))
     return "\n".join(lines)
 
 

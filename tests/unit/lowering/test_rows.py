@@ -1,0 +1,58 @@
+"""Which reads are in rows of keys, and which gradients of captured tensors are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flexhop.compat.graphs.inline import decompose
+from flexhop.lowering.mods.lower import read_joint
+from flexhop.lowering.mods.rows import row_bytes
+from flexhop.ops.graphs.subgraphs import trace_joint, trace_score
+
+SIZES = (2, 3, 16, 24)
+QUERY = torch.zeros(*SIZES[:3], 8)
+PAIRS = torch.zeros(SIZES, requires_grad=True)
+HALVES = torch.zeros(SIZES, dtype=torch.bfloat16, requires_grad=True)
+WIDE = torch.zeros(2, 3, 16, 25, requires_grad=True)
+TURNED = torch.zeros(2, 3, 24, 16).transpose(2, 3).requires_grad_()
+TABLE, PLACES = torch.zeros(3, 64), torch.arange(24)
+
+# score_mod, its captured tensors, bytes that it reads in rows, whether gradients are sums.
+MODS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, bool]] = {
+    "pairs": (lambda s, b, h, q, k, t: s + t[b, h, q, k], (PAIRS,), 4, False),
+    "16 bits": (lambda s, b, h, q, k, t: s + 2 * t[b, h, q, k], (HALVES,), 2, False),
+    "spelled": (lambda s, b, h, q, k, t: t[b, h, q][k + q - q] + s, (PAIRS,), 4, False),
+    "all heads": (lambda s, b, h, q, k, t: s + t[b, 0, q, k], (PAIRS,), 4, True),
+    "all batches": (lambda s, b, h, q, k, t: s + t[0, h, q, k], (PAIRS,), 4, True),
+    "two queries": (lambda s, b, h, q, k, t: s + t[b, h, q // 2, k], (PAIRS,), 4, True),
+    "twice": (lambda s, b, h, q, k, t: s * t[b, h, q, k] + t[b, h, k, 0], (PAIRS,), 4, True),
+    "a table, too": (
+        lambda s, b, h, q, k, t, u: s + t[b, h, q, k] + u[h, k - q + 16], (PAIRS, TABLE), 0, False,
+    ),
+    "distance": (lambda s, b, h, q, k, t: s + t[b, h, 0, k - q], (PAIRS,), 0, True),
+    "next key": (lambda s, b, h, q, k, t: s + t[b, h, q, k + 1], (WIDE,), 0, True),
+    "places": (lambda s, b, h, q, k, t, p: s + t[b, h, q, p[k]], (PAIRS, PLACES), 0, True),
+    "turned": (lambda s, b, h, q, k, t: s + t[b, h, q, k], (TURNED,), 0, False),
+    "unaligned": (lambda s, b, h, q, k, t: s + t[b, h, q, k], (WIDE,), 0, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_rows_and_own_entries(name: str):
+    score_mod, captures, size, is_sum = MODS[name]
+    assert row_bytes(decompose(trace_score(score_mod, QUERY, captures))) == size
+    traced = trace_joint(score_mod, QUERY, captures)
+    facts = read_joint(decompose(traced.joint), traced.sites, SIZES)
+    assert facts.adds_captured == is_sum
+
+
+def test_an_index_of_one_value_may_be_missing():
+    one = torch.zeros(24, 16, requires_grad=True)
+    traced = trace_joint(lambda s, b, h, q, k, t: s + t[k, q], QUERY, (one,))
+    joint = decompose(traced.joint)
+    assert not read_joint(joint, traced.sites, (1, 1, 16, 24)).adds_captured
+    assert read_joint(joint, traced.sites, (2, 1, 16, 24)).adds_captured
