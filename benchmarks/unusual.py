@@ -17,6 +17,11 @@ class Sizes(Protocol):
     """What makers need of a problem."""
 
     @property
+    def batch(self) -> int:
+        """Sequences."""
+        ...
+
+    @property
     def q_heads(self) -> int:
         """Query heads."""
         ...
@@ -56,6 +61,12 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("patches-4k-d64", 4, 16, 16, 4096, 64, "full", "patches"),
     ("patches-4k-d128", 4, 16, 16, 4096, 128, "full", "patches"),
     ("pair-bias-2k-d128", 2, 8, 8, 2048, 128, "full", "pair_bias"),
+    ("pairs-768-d32", 32, 8, 8, 768, 32, "full", "learned_pairs"),
+    ("pairs-4k-d64", 2, 16, 16, 4096, 64, "full", "learned_pairs"),
+    ("pairs-2k-d128", 4, 16, 16, 2048, 128, "full", "learned_pairs"),
+    ("own-pairs-1k-d64", 4, 16, 16, 1024, 64, "full", "own_pairs"),
+    ("own-pairs-1000-d64", 4, 16, 16, 1000, 64, "full", "own_pairs"),
+    ("own-pairs-2k-d128", 4, 16, 16, 2048, 128, "full", "own_pairs"),
     ("key-bias-4k-d128", 4, 16, 16, 4096, 128, "causal", "key_bias"),
     ("forget-gate-4k-d128", 4, 16, 16, 4096, 128, "causal", "forget_gate"),
     ("temperature-4k-d128", 4, 16, 16, 4096, 128, "causal", "temperature"),
@@ -181,9 +192,9 @@ MASKS: dict[str, Callable[[Sizes, Any], Mod]] = {
 }
 
 
-def _learned(device: Any, *size: int) -> torch.Tensor:
+def _learned(device: Any, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(size, generator=generator).to(device).requires_grad_()
+    return torch.randn(size, generator=generator).to(device, dtype).requires_grad_()
 
 
 def _with(mod: Any, *learned: torch.Tensor) -> Mod:
@@ -276,6 +287,17 @@ def _pair_bias(case: Sizes, device: Any) -> Mod:
     return lambda s, b, h, q, k: s + bias[h, q, k]
 
 
+def _learned_pairs(case: Sizes, device: Any) -> Mod:
+    bias = _learned(device, case.q_heads, case.length, case.length, dtype=torch.bfloat16)
+    return _with(lambda s, b, h, q, k: s + bias[h, q, k], bias)
+
+
+def _own_pairs(case: Sizes, device: Any) -> Mod:
+    sizes = (case.batch, case.q_heads, case.length, case.length)
+    bias = _learned(device, *sizes, dtype=torch.bfloat16)
+    return _with(lambda s, b, h, q, k: s + bias[b, h, q, k], bias)
+
+
 def _key_bias(case: Sizes, device: Any) -> Mod:
     bias = _learned(device, case.q_heads, case.length)
     return _with(lambda s, b, h, q, k: s + bias[h, k], bias)
@@ -305,6 +327,8 @@ SCORES: dict[str, Callable[[Sizes, Any], Mod]] = {
     "rotary_phase": _rotary_phase,
     "patches": _patches,
     "pair_bias": _pair_bias,
+    "learned_pairs": _learned_pairs,
+    "own_pairs": _own_pairs,
     "key_bias": _key_bias,
     "forget_gate": _forget_gate,
     "temperature": _temperature,

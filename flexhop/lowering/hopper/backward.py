@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
+from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -140,6 +141,8 @@ def slower(problem: Problem) -> Iterator[str]:
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
             f"score: above {_COSTLY_GRAD} the portable kernels are faster"
         )
+    if row_bytes_ahead(problem) and problem.blocks is None and width(problem) == 64:
+        yield "the portable kernels load the rows of keys that score_mod reads ahead"
     fewest = _FEWEST_NARROW_QUERIES if width(problem) == 64 else _FEWEST_QUERIES
     if width(problem) == _LARGEST_OWN and tiles >= _MANY_TILES * processors:
         fewest = _FEWEST_MANY_QUERIES
