@@ -22,7 +22,7 @@ from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some
 from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split, agreed
-from flexhop.analysis.graph import Mod, dtype_of, read_graph
+from flexhop.analysis.graph import Mod, constant_of, dtype_of, read_graph
 from flexhop.analysis.graph_tables import GraphTables
 from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.magnitudes import with_magnitudes
@@ -64,6 +64,7 @@ __all__ = [
     "agreed",
     "analyse",
     "can_compute",
+    "constant_of",
     "copied",
     "dtype_of",
     "evaluate",

@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import Mod
 
 from flexhop.compat.kernels import inductor
 
-__all__ = ["guard_aligned_strides", "guard_at_most"]
+__all__ = ["guard_aligned_strides", "guard_at_most", "guard_not_negative"]
 
 
 def guard_aligned_strides(tensors: Sequence[Any]) -> None:
@@ -37,3 +37,16 @@ def guard_at_most(value: Any, limit: int) -> bool:
     A data-dependent size has no answer yet and counts as larger.
     """
     return bool(V.graph.sizevars.guard_or_false(sympy.Le(value, limit)))
+
+
+def guard_not_negative(values: Sequence[Any]) -> bool:
+    """Whether values are at least 0 in every call, with guards if they are in this one.
+
+    Code that is compiled ahead of time has no guards.
+    """
+    relations = [sympy.Ge(value, 0) for value in values]
+    if all(map(inductor.is_known, relations)):
+        return True
+    if sympy.false in relations or min(map(inductor.hint, values)) < 0 or V.graph.aot_mode:
+        return False
+    return all(V.graph.sizevars.guard_or_false(relation) for relation in relations)

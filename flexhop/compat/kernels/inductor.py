@@ -28,6 +28,7 @@ from torch._inductor.select_algorithm import (
     realize_inputs,
 )
 from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat.graphs import views
 from flexhop.compat.kernels import tanh
@@ -317,6 +318,11 @@ def as_expressions(values: Sequence[Any]) -> list[Any]:
 def as_expression(value: Any) -> Any:
     """A SymInt or int as a sympy expression."""
     return as_expressions([value])[0]
+
+
+def quotient(size: Any, divisor: int) -> Any:
+    """A size divided by a number and rounded down."""
+    return FloorDiv(size, divisor)
 
 
 def is_known(condition: Any) -> bool:

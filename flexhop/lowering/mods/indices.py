@@ -18,7 +18,8 @@ import sympy
 import torch
 from torch import fx
 
-from flexhop.analysis import Cases, Form, copied, truth_of
+from flexhop.analysis import Cases, Form, constant_of, copied, name_of, truth_of
+from flexhop.compat.graphs import guards
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.analysed import analyse_kernel
 from flexhop.ops.args import Site
@@ -159,34 +160,50 @@ class _Wrap:
         return nodes[-1]
 
     def _is_inside(self, index: fx.Node, length: Any) -> bool:
-        """Whether a sum with symbolic sizes is in range: not known to the analysis, which has
-        numbers only. If it is, intermediate sums may wrap around."""
+        """Whether a sum with sizes or numbers is in range, perhaps with a guard on symbols.
+
+        A table of distances is read in range unless the program is wrong, but it has a size of its
+        own. The sum is then computed right, even if parts of it wrap around.
+        """
         total, shift = index, sympy.Integer(0)
         while (parts := _addends(total)) is not None:
             total, added = parts
             shift += added
         if total is index:
             return False
-        return self._is_at_most(total, 1, length - 1 - shift) and self._is_at_most(
-            total, -1, shift
-        )
+        high, low = (self._most_in_cases(total, sign) for sign in (1, -1))
+        room = [length - 1 - shift - end for end in high] + [shift - end for end in low]
+        return bool(high) and bool(low) and guards.guard_not_negative(room)
 
     def _is_at_most(self, index: fx.Node, sign: int, limit: Any) -> bool:
         """Whether sign * index is at most a limit, for certain."""
-        facts, node = self.found[index], self.found.known[index]
+        facts = self.found[index]
         ends = [sympy.sympify(sign * (facts.high if sign > 0 else facts.low))]
         if not inductor.is_known(ends[0] <= limit):
-            ends = [self._most(case.form.times(sign)) for case in self.cases.of(node) or ()]
+            ends = self._most_in_cases(index, sign)
         return bool(ends) and all(inductor.is_known(end <= limit) for end in ends)
+
+    def _most_in_cases(self, index: fx.Node, sign: int) -> list[Any]:
+        """The largest values of sign * index, case by case; empty if they are not known."""
+        cases = self.cases.of(self.found.known[index]) or ()
+        return [self._most(case.form.times(sign)) for case in cases]
 
     def _most(self, form: Form) -> Any:
         """The largest value of a form."""
         total: Any = sympy.Integer(form.offset)
         for node, factor in form.terms.items():
-            low, high = self.found.forms.range_of(node)
-            low, high = (0, self.ends[node]) if node in self.ends else (low, high)
+            low, high = self._ends_of(node)
             total += factor * sympy.sympify(high if factor > 0 else low)
         return total
+
+    def _ends_of(self, node: fx.Node) -> tuple[Any, Any]:
+        """Bounds of an atom of a form: of indices and their quotients, those of this call."""
+        if node in self.ends:
+            return 0, self.ends[node]
+        divisor = _divisor(node)
+        if divisor is not None and node.args[0] in self.ends:
+            return 0, inductor.quotient(self.ends[node.args[0]], divisor)  # pyright: ignore
+        return self.found.forms.range_of(node)
 
 
 def _addends(node: fx.Node) -> tuple[fx.Node, Any] | None:
@@ -200,3 +217,16 @@ def _addends(node: fx.Node) -> tuple[fx.Node, Any] | None:
         return None
     added = inductor.as_expression(number)
     return first, added if node.target is aten.add.Tensor else -added
+
+
+def _divisor(node: fx.Node) -> int | None:
+    """The number by which a node divides an index, and rounds down."""
+    if node.op != "call_function" or len(node.args) != 2:
+        return None
+    number = constant_of(node.args[1])
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        return None
+    if name_of(node) in ("bitwise_right_shift", "__rshift__"):
+        return 2**number
+    is_rounded = name_of(node) == "floor_divide" or bool(node.kwargs.get("rounding_mode"))
+    return number if is_rounded and number else None

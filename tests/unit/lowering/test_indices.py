@@ -83,6 +83,12 @@ OPEN = {
 }
 
 
+def within(shapes: ShapeEnv, *, aot_mode: bool = False) -> Any:
+    """A lowering."""
+    sizevars = SizeVarAllocator(shapes)
+    return V.set_graph_handler(SimpleNamespace(sizevars=sizevars, aot_mode=aot_mode))
+
+
 def symbolic(shapes: ShapeEnv, name: str) -> torch.SymInt:
     """A length that is dynamic, of LENGTH now."""
     source = ConstantSource(name)
@@ -97,7 +103,7 @@ def test_indices_of_symbolic_lengths(name):
     with FakeTensorMode(shape_env=shapes):
         table = torch.empty(length)
     index, expected = OPEN[name]
-    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(shapes))):
+    with within(shapes):
         assert added(index, length, table) == expected
 
 
@@ -105,6 +111,8 @@ def test_indices_of_symbolic_lengths(name):
 PLACES = {
     "distance": (lambda q, k, n: q - k + n - 1, ""),
     "back": (lambda q, k, n: n + (k - q) - 1, ""),
+    "rows": (lambda q, k, n: q // 4 - k // 4 + (n - 1) // 4, ""),
+    "fewer rows": (lambda q, k, n: q // 4 - k // 4 + (n - 1) // 5, "wrap raise lower"),
     "spread": (lambda q, k, n: 2 * q - k + n - 1, "wrap raise lower"),
     "below": (lambda q, k, n: q - k + n - 2, "wrap raise lower"),
     "above": (lambda q, k, n: q - k + n, "wrap raise lower"),
@@ -122,5 +130,24 @@ def test_indices_with_symbolic_numbers(name):
     with FakeTensorMode(shape_env=shapes):
         query, table = torch.zeros(1, 1, 2, 64), torch.empty(2 * length - 1)
         graph = trace_score(mod, query, (table, length))
-    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(shapes))):
+    with within(shapes):
         assert limits(graph, length) == expected
+
+
+@pytest.mark.parametrize("rows", [2 * LENGTH - 1, 2 * LENGTH - 2, None])
+@pytest.mark.parametrize("aot_mode", [False, True])
+def test_a_table_of_a_size_of_its_own_is_read_in_range_with_a_guard(rows, aot_mode):
+    """Only if it is in range now, and if something checks the guard. None: of any size."""
+    shapes = ShapeEnv()
+    length = symbolic(shapes, "length")
+    size = symbolic(shapes, "size") + LENGTH - 1 if rows is None else rows
+    mod = lambda score, b, h, q, k, table: score + table[q - k + LENGTH - 1]  # noqa: E731
+    with FakeTensorMode(shape_env=shapes):
+        query, table = torch.zeros(1, 1, 2, 64), torch.empty(size)
+        graph = trace_score(mod, query, (table,))
+    guards = len(shapes.guards)
+    with within(shapes, aot_mode=aot_mode):
+        found = limits(graph, length)
+    is_guarded = not aot_mode and rows != 2 * LENGTH - 2
+    assert found == ("" if is_guarded else "wrap raise lower")
+    assert (len(shapes.guards) > guards) == is_guarded
