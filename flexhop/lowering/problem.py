@@ -97,9 +97,10 @@ class ModFacts(NamedTuple):
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
     row_bytes: what score_mod reads per score in rows of keys, if it reads nothing else per pair
     (lowering/mods/rows.py).
-    mask_uses_batch, mask_uses_head: whether it depends on b and h. mask_band: the band of keys
-    that it keeps, if it is one (lowering/mods/bands.py). has_distances: whether score_mod computes
-    q_idx - kv_idx and adds no line.
+    mask_reads_narrow_keys: whether mask_mod reads by the key, and only elements below four bytes.
+    mask_uses_batch, mask_uses_head, mask_uses_query: whether it depends on b, h and q_idx.
+    mask_band: the band of keys that it keeps, if it is one (lowering/mods/bands.py).
+    has_distances: whether score_mod computes q_idx - kv_idx and adds no line.
     """
 
     has_score_mod: bool
@@ -119,6 +120,8 @@ class ModFacts(NamedTuple):
     mask_band: Band | None
     mask_pair_bytes: int = 0
     mask_reads_keys: bool = False
+    mask_reads_narrow_keys: bool = False
+    mask_uses_query: bool = False
     has_distances: bool = False
     row_bytes: int = 0
 

@@ -64,3 +64,29 @@ def test_no_byte_is_read_alone(stored):
 @pytest.mark.parametrize(("page", "is_one"), [(16, False), (64, True), (128, True), (256, True)])
 def test_a_page_is_looked_up_once_for_a_tile_within_it(page, is_one):
     assert cached_kernel(90, 1, page, BF16).constants["ONE_PAGE"] is is_one
+
+
+@pytest.mark.parametrize("keeps", ["keys", "keys before"])
+def test_scores_have_one_layout_where_a_mask_reads_a_byte_per_key(keeps):
+    """What is loaded in another layout would have all maxima and sums computed in both."""
+    keep, length = torch.ones(4, 8192, dtype=torch.bool), torch.full((4,), 8192)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        before = q_idx + length[b] > kv_idx
+        return keep[b, kv_idx] if keeps == "keys" else keep[b, kv_idx] & before
+
+    mask = flexhop.create_block_mask(mask_mod, 4, None, 1, 8192, device="cpu")
+    scale = torch.ones(4, 8, 8192)
+
+    def call(query, key, value):
+        mod = dequantize(scale)
+        return flexhop.flex_attention(
+            query, key, value, block_mask=mask, enable_gqa=True, k_mod=mod, v_mod=mod
+        )
+
+    query = torch.zeros(4, 32, 1, 128, dtype=BF16)
+    key, value = (torch.zeros(4, 8, 8192, 128, dtype=E4M3) for _ in range(2))
+    kernel = generate_code(call, query, key, value).kernel_with("add_values")
+    assert kernel.constants["ISOLATE_MASK_MOD"] is True
+    masked, free = (loop for loop in compile_kernel(kernel, 90).loops() if "HMMA" in loop)
+    assert masked.count("SHFL") == free.count("SHFL")

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import flexhop
 from flexhop.offline.interpret import Memory, interpret
+from tests.budgets import assert_within_budget
 from tests.cache_cases import (
     CASES,
     E4M3,
@@ -15,6 +17,7 @@ from tests.cache_cases import (
     make_cache_inputs,
     operands,
 )
+from tests.caches import place
 
 
 def interpreted(case, seed: int = 0):
@@ -58,3 +61,37 @@ def test_symbolic_sizes(name):
         memory=Memory(poison=True, check_bounds=True),
     )  # fmt: skip
     assert_cache_case(case, inputs, generated.result)
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+@pytest.mark.parametrize(
+    ("queries", "dtype", "is_apart"),
+    [(1, torch.bool, True), (2, torch.int8, False), (1, torch.int32, False)],
+)
+def test_a_mask_of_keys(queries, dtype, is_apart):
+    """One of bytes is evaluated apart from the scores; a sequence is empty, one sees nothing."""
+    torch.manual_seed(0)
+    query = torch.randn(4, 6, queries, 32, dtype=torch.float16)
+    key, value = (torch.randn(4, 2, 304, 32, dtype=torch.float16) for _ in range(2))
+    paged, keep = place(key, value, [177, 0, 45, 304], 16), (torch.rand(4, 304) < 0.3).to(dtype)
+    keep[2] = 0
+    query[0, 0] = torch.nan
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (keep[b, kv_idx] != 0) & (q_idx + 170 >= kv_idx)
+
+    mask = flexhop.create_block_mask(mask_mod, 4, None, queries, 304, "cpu", BLOCK_SIZE=(128, 48))
+
+    def call(query, key, value):
+        return flexhop.flex_attention(
+            query, key, value, block_mask=mask, page_table=paged.table, enable_gqa=True
+        )
+
+    caches = paged.key_cache, paged.value_cache
+    found = interpret(call, query, *caches, memory=Memory(poison=True, check_bounds=True))
+    assert found.kernel_with("attend_share").constants["ISOLATE_MASK_MOD"] is is_apart
+    exact = call(query.double(), *(cache.double() for cache in caches))
+    assert (found.result[1:3] == 0).all()
+    assert found.result[0, 0].isnan().all() and not found.result[0, 1:].isnan().any()
+    results = (found.result, exact, call(query, *caches))
+    assert_within_budget(*(result[:, 1:] for result in results), name="out")

@@ -128,9 +128,11 @@ def read_mods(
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
         mask_reads_keys=any(of_key for _, of_key in mask_reads),
+        mask_reads_narrow_keys=_reads_narrow_keys(mask),
         mask_reads_per_element=any(map(all, mask_reads)),
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
+        mask_uses_query="q" in mask_depends,
         mask_cost=mask_instructions(analysed(mask, INDICES)),
         mask_band=key_band(mask),
         mask_pair_bytes=_pair_bytes(mask),
@@ -173,6 +175,14 @@ def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[b
     found = analysed(mod, roles)
     reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
+
+
+def _reads_narrow_keys(mask: fx.GraphModule) -> bool:
+    """See ModFacts.mask_reads_narrow_keys."""
+    found = analysed(mask, INDICES)
+    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    of_keys = [read for read in reads if positions_of(found, read.args[1])[1]]
+    return bool(of_keys) and all(read.meta["val"].dtype.itemsize < 4 for read in of_keys)
 
 
 def _pair_bytes(mask: fx.GraphModule) -> int:

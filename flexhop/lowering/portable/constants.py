@@ -75,6 +75,7 @@ class DecodeConstants(KeyConstants):
 
     SPLITS: int
     PACKED_HEADS: int
+    ISOLATE_MASK_MOD: bool
     HAS_MERGED_LISTS: bool  # whether heads with lists of their own iterate over one
     PRESCALE_QK: bool
     ROWS_GUARANTEED_SAFE: bool

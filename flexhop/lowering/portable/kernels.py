@@ -31,6 +31,7 @@ from flexhop.lowering.portable.shared import (
     exponent,
     heads_per_section,
     is_float32,
+    isolates_mask_mod,
     prescaled,
 )
 from flexhop.lowering.portable.shared import shared as shared_constants
@@ -78,6 +79,7 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
         **shared,
         SPLITS=num_splits(problem, options),
         PACKED_HEADS=splits.packed_heads(problem),
+        ISOLATE_MASK_MOD=isolates_mask_mod(problem),
         HAS_MERGED_LISTS=splits.merges_lists(problem),
         # A query that sees a key need not see one in every split.
         ROWS_GUARANTEED_SAFE=False,

@@ -101,6 +101,17 @@ def row_bytes_ahead(problem: Problem) -> int:
     return problem.mods.row_bytes if stays else 0
 
 
+def isolates_mask_mod(problem: Problem) -> bool:
+    """Whether decode evaluates masks of keys in a branch, apart from the scores.
+
+    Triton copies what it loads ahead in words of four bytes. It loads narrower numbers as they are
+    used, in a layout that the scores then take, and computes their maxima and weights twice.
+    """
+    mods = problem.mods
+    by_row = mods.mask_uses_head or (mods.mask_uses_query and problem.query_len > 1)
+    return mods.mask_reads_narrow_keys and not by_row and not is_float32(problem)
+
+
 def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
     """Whether grad_query has the mask in a branch that only tiles of partial blocks take.
 
