@@ -34,13 +34,14 @@ def row_bytes(score: fx.GraphModule) -> int:
 
 
 def adds_rows(joint: Any, site: Site) -> bool:
-    """Whether the entries of a gradient that neighbouring keys add to are neighbours."""
+    """Whether pairs have entries, those of neighbouring keys side by side."""
     found = analysed(joint, JOINT)
-    return _ends_in_key(found, [found.mod.results[i] for i in site.indices])
+    indices = [found.mod.results[i] for i in site.indices]
+    return all(positions_of(found, indices)) and _ends_in_key(found, indices)
 
 
 def own_entries(joint: Any, sites: Sequence[Site], sizes: Sequence[Any]) -> frozenset[int]:
-    """Captured tensors in which each score has an entry of its own.
+    """Captured tensors in which each score has an entry of its own, and pairs have entries.
 
     Args:
         joint, sites: of the gradient.
@@ -48,6 +49,7 @@ def own_entries(joint: Any, sites: Sequence[Site], sizes: Sequence[Any]) -> froz
     """
     named = zip(INDICES, sizes, strict=True)
     needed = {name for name, size in named if not inductor.is_known(sympy.Eq(size, 1))}
+    needed |= {"q", "k"}
     counts = Counter(site.capture for site in sites)
     found = analysed(joint, JOINT)
     return frozenset(

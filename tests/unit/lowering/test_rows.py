@@ -10,7 +10,8 @@ import torch
 
 from flexhop.compat.graphs.inline import decompose
 from flexhop.lowering.mods.lower import read_joint
-from flexhop.lowering.mods.rows import row_bytes
+from flexhop.lowering.mods.rows import adds_rows, row_bytes
+from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint, trace_score
 
 SIZES = (2, 3, 16, 24)
@@ -56,3 +57,11 @@ def test_an_index_of_one_value_may_be_missing():
     joint = decompose(traced.joint)
     assert not read_joint(joint, traced.sites, (1, 1, 16, 24)).adds_captured
     assert read_joint(joint, traced.sites, (2, 1, 16, 24)).adds_captured
+
+
+def test_what_a_whole_column_adds_to_is_a_sum():
+    keys = torch.zeros(2, 3, 24, requires_grad=True)
+    traced = trace_joint(lambda s, b, h, q, k, t: s + t[b, h, k], QUERY, (keys,))
+    joint = decompose(traced.joint)
+    assert read_joint(joint, traced.sites, (2, 3, 1, 24)).adds_captured
+    assert not any(adds_rows(joint, site) for site in unpack_sites(traced.sites))
