@@ -38,6 +38,7 @@ from flexhop.templates.printers.holes import (
     INDEX_NAMES,
     Dropout,
     ScatterSite,
+    as_factor,
     draw_kept,
     scatter,
 )
@@ -118,6 +119,15 @@ class TemplateKernel(TritonTemplateKernel):
         if not (is_store and isinstance(index, sympy.Integer)) or self.template_mask is None:
             return found
         return dataclasses.replace(found, mask_vars=found.mask_vars | {self.template_mask})
+
+    def size(self, name: str | None, index: int) -> str:
+        """Text of a size, to compute with."""
+        return as_factor(super().size(name, index))
+
+    def stride(self, name: str | None, index: int | None = None) -> str:
+        """Text of a stride, to compute with; of all strides without an index."""
+        found = super().stride(name, index)
+        return found if index is None else as_factor(found)
 
     def scatter_sites(self, *more: str) -> str:
         """Text that adds the gradient of every site to its buffer; more: inputs of `scatter`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy
 
-from flexhop.templates.printers.holes import INDEX_NAMES, ScatterSite
+from flexhop.templates.printers.holes import INDEX_NAMES, ScatterSite, as_factor
 
 __all__ = ["add", "add_sites", "finish", "finish_sites", "start"]
 
@@ -116,7 +116,7 @@ def _locate(
         name = f"index_{number}_{axis}"
         lines.append(kernel.modification(subgraph, name, **inputs))
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
-        offset += f" + {name}.to({wide}) * {size}"
+        offset += f" + {name}.to({wide}) * {as_factor(size)}"
     return lines, offset
 
 

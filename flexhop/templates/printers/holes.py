@@ -36,6 +36,11 @@ class ScatterSite(NamedTuple):
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
 
 
+def as_factor(text: str) -> str:
+    """A size or stride as a factor: a symbolic one may be a sum, 2 * length - 1."""
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
 def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] = ()) -> str:
     """The text that adds the gradient of one site to its buffer.
 
@@ -53,7 +58,7 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
         lines.append(kernel.modification(subgraph, name, **inputs))
         wide = ".to(tl.int64)" if site.is_large else ""
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
-        index += f" + {name}{wide} * {size}"
+        index += f" + {name}{wide} * {as_factor(size)}"
     if site.copies > 1:
         # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
         place = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
