@@ -228,8 +228,11 @@ def score_mod_grad(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_B
             backward_text("learned_table", "scatter_captured_grads"),
             """\
 @triton.jit
-def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr10, in_ptr11, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep):
-    \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.\"\"\"
+def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr10, in_ptr11, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep, in_range, CHECKED: tl.constexpr):
+    \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.
+
+    keep: which weights are not 0. CHECKED: whether queries and keys that are not in_range may occur.
+    \"\"\"
     tmp12 = (grad_score)
     grad_0 = tmp12
 
@@ -250,8 +253,11 @@ def scatter_captured_grads(arg_Q, arg_K, arg_V, arg_LSE, arg_DELTA, arg_DO, arg_
             backward_text("learned_factor", "scatter_captured_grads"),
             """\
 @triton.jit
-def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, in_ptr6, in_ptr7, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep):
-    \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.\"\"\"
+def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_KV_NUM_BLOCKS, arg_DO, in_ptr6, in_ptr7, out_ptr0, score, b, h, q_idx, kv_idx, grad_score, keep, in_range, CHECKED: tl.constexpr):
+    \"\"\"Add the gradients of the captured tensors of one [BLOCK_M, BLOCK_N] tile where they were read.
+
+    keep: which weights are not 0. CHECKED: whether queries and keys that are not in_range may occur.
+    \"\"\"
     tmp9 = (grad_score)
     tmp10 = (score)
     tmp11 = tmp9 * tmp10
