@@ -83,15 +83,19 @@ def test_a_mask_of_keys(queries, dtype, is_apart):
     mask = flexhop.create_block_mask(mask_mod, 4, None, queries, 304, "cpu", BLOCK_SIZE=(128, 48))
 
     def call(query, key, value):
-        return flexhop.flex_attention(
-            query, key, value, block_mask=mask, page_table=paged.table, enable_gqa=True
-        )
+        out, aux = flexhop.flex_attention(
+            query, key, value, block_mask=mask, page_table=paged.table, enable_gqa=True,
+            return_aux=flexhop.AuxRequest(max_scores=True),
+        )  # fmt: skip
+        return out, aux.max_scores
 
     caches = paged.key_cache, paged.value_cache
     found = interpret(call, query, *caches, memory=Memory(poison=True, check_bounds=True))
     assert found.kernel_with("attend_share").constants["ISOLATE_MASK_MOD"] is is_apart
-    exact = call(query.double(), *(cache.double() for cache in caches))
-    assert (found.result[1:3] == 0).all()
-    assert found.result[0, 0].isnan().all() and not found.result[0, 1:].isnan().any()
-    results = (found.result, exact, call(query, *caches))
+    out, largest = found.result
+    exact, exact_largest = call(query.double(), *(cache.double() for cache in caches))
+    assert (out[1:3] == 0).all()
+    assert out[0, 0].isnan().all() and not out[0, 1:].isnan().any()
+    assert torch.equal(largest.isnan(), exact_largest.isnan())
+    results = (out, exact, call(query, *caches)[0])
     assert_within_budget(*(result[:, 1:] for result in results), name="out")

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from flexhop.analysis import INDICES
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
-from flexhop.lowering.mods.captured import read_by, repeats
+from flexhop.lowering.mods.captured import depends_on, read_by, repeats
 from flexhop.lowering.mods.rows import adds_rows, own_entries
 from flexhop.ops.args import Site
 
@@ -92,7 +93,8 @@ def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
         if reads.is_reproducible:
             buffers[position] = exact_sums.make_sums(size, like.get_device())
             continue
-        dtype = _sum_dtype(inductor.hint(scores), inductor.hint(math.prod(size)), query)
+        numbers = _numbers(reads, position, query, key)
+        dtype = _sum_dtype(inductor.hint(scores), numbers, query)
         buffers[position] = inductor.zeros(size, dtype, like.get_device())
     return buffers
 
@@ -106,8 +108,17 @@ def _scores(query: Any, key: Any) -> Any:
     return math.prod(score_sizes(query, key))
 
 
+def _numbers(reads: Reads, position: int, query: Any, key: Any) -> int:
+    """How many numbers of a capture's buffer are added to, at most."""
+    sizes = dict(zip(INDICES, map(inductor.hint, score_sizes(query, key)), strict=True))
+    sites = [site for site in reads.sites if site.capture == position]
+    read = [math.prod(sizes[i] for i in depends_on(reads.joint, site)) for site in sites]
+    entries = inductor.hint(reads.captures[position].get_numel())
+    return min(entries, max(read)) * reads.copies.get(position, 1)
+
+
 def _sum_dtype(scores: int, numbers: int, query: Any) -> torch.dtype:
-    """The dtype of sums, given how many numbers a buffer has.
+    """The dtype of sums, given how many numbers scores add to.
 
     If many scores add to one number, rounding after each addition would cost fp32 its last digits.
     Such a buffer is much smaller than the scores, so fp64 costs little memory. But a GPU adds four

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from flexhop.analysis import Analysis, Coordinate
+from flexhop.analysis import INDICES, Analysis, Coordinate
 from flexhop.lowering.mods.analysed import JOINT, analysed, positions_of
 from flexhop.lowering.problem import ReadBy
 from flexhop.ops.args import Site, unpack_sites
@@ -38,6 +38,12 @@ def repeats(joint: Any, site: Site) -> bool:
     """
     found = analysed(joint, JOINT)
     return not any(_is_one_to_one(found, index) for index in _indices(found, site))
+
+
+def depends_on(joint: Any, site: Site) -> frozenset[str]:
+    """The indices of a score that say which entry it reads, by name."""
+    found = analysed(joint, JOINT)
+    return found.forms.of_all(_indices(found, site)) & frozenset(INDICES)
 
 
 def _indices(found: Analysis, site: Site) -> list[fx.Node]:
