@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.lowering.hopper import versions
 from flexhop.offline import generate_code
 from flexhop.offline.interpret import Memory, interpret
 
@@ -45,6 +46,7 @@ def test_results_and_gradients():
         torch.testing.assert_close(copy.grad, grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_factors_of_hopper_kernels():
     """A sum is a factor in parentheses."""
 
