@@ -10,16 +10,8 @@ from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import inductor
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
-from flexhop.lowering.emission.kernel import Captured, KernelCall
-from flexhop.lowering.emission.sums import (
-    Reads,
-    in_copies,
-    in_own_entries,
-    make_sums,
-    scatter_sites,
-    score_sizes,
-    values_of,
-)
+from flexhop.lowering.emission.kernel import KernelCall
+from flexhop.lowering.emission.sums import Reads, gather, score_sizes
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.ops.args import BackwardArgs, unpack_sites
@@ -52,14 +44,10 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         args.joint, unpack_sites(args.sites), args.score_captures, 2,
         is_reproducible=bool(args.options.get("deterministic")),
     )  # fmt: skip
-    reads = in_copies(reads, args.query, args.key)
-    visits_all = problem.blocks is None
-    reads = in_own_entries(reads, args.query, args.key, visits_all=visits_all)
-    sums = make_sums(reads, args.query, args.key)
-    sites = scatter_sites(reads, sums)
-    captured = Captured(list(sums.values()), sites)
+    gathered = gather(reads, args.query, args.key, visits_all=problem.blocks is None)
+    captured = gathered.captured
     # Without sites, kernels call the gradient of the score alone.
-    joint = joint if sites else joint[:1]
+    joint = joint if captured.sites else joint[:1]
     captures = [*score_captures, *mask_captures]
     call = KernelCall(problem, options, mods, captures, seed=seed_input(args))
     for choice in choices:
@@ -69,5 +57,5 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         grads = fallback.attempt(f"backward, {choice.dialect.title}", emit, problem)
         if grads is not None:
             fakes = BackwardArgs(*inline.fake_operands()).score_captures
-            return (*grads, list(values_of(reads, sums, fakes).values()))
+            return (*grads, list(gathered.values(fakes).values()))
     return chunked.lower_attention_backward(*operands)

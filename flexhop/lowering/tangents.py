@@ -14,15 +14,7 @@ from flexhop.compat.kernels import inductor
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
-from flexhop.lowering.emission.sums import (
-    Reads,
-    in_copies,
-    in_own_entries,
-    make_sums,
-    scatter_sites,
-    score_sizes,
-    values_of,
-)
+from flexhop.lowering.emission.sums import Reads, gather, score_sizes
 from flexhop.lowering.mods.captured import read_by
 from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.push import is_additive, lower_bend, lower_push
@@ -255,15 +247,12 @@ def _emit_kind(
     if of_captures:
         # The kernel for query adds to them, so it runs even if query needs no gradient.
         call = backward.tangents.call
-        reads = in_copies(_reads(backward), call.query, call.key)
         visits_all = backward.tangents.shared.problem.blocks is None
-        reads = in_own_entries(reads, call.query, call.key, visits_all=visits_all)
-        sums = make_sums(reads, call.query, call.key)
-        captured = Captured(list(sums.values()), scatter_sites(reads, sums))
+        gathered = gather(_reads(backward), call.query, call.key, visits_all=visits_all)
         position = names.pop("query", None)
-        found["query"] = _grad(backward, rows, "query", position, captured)
+        found["query"] = _grad(backward, rows, "query", position, gathered.captured)
         fakes = DerivativeArgs(*inline.fake_operands()).score_captures
-        values = values_of(reads, sums, fakes)
+        values = gathered.values(fakes)
         found |= {w.name: values[w.capture] for w in of_captures if w.capture is not None}
     for name in names:
         if name in OPERANDS:

@@ -153,15 +153,15 @@ def test_gradients_of_captured_tensors(name, dropout_p, deterministic):
 @pytest.fixture
 def copies(monkeypatch):
     """Numbers of copies that kernels are given, by capture, with few scores for each."""
-    given = []
+    given, in_copies = [], sums.in_copies
 
     def spread(*args):
-        reads = sums.in_copies(*args)
+        reads = in_copies(*args)
         given.append(dict(reads.copies))
         return reads
 
     monkeypatch.setattr(sums, "_FEW_SCORES", 16)
-    monkeypatch.setattr("flexhop.lowering.backward.in_copies", spread)
+    monkeypatch.setattr(sums, "in_copies", spread)
     return given
 
 

@@ -13,6 +13,7 @@ import torch
 from flexhop.analysis import INDICES
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
+from flexhop.lowering.emission.kernel import Captured
 from flexhop.lowering.mods.captured import depends_on, read_by, repeats
 from flexhop.lowering.mods.rows import adds_rows, own_entries
 from flexhop.ops.args import Site
@@ -128,11 +129,6 @@ def _sum_dtype(scores: int, numbers: int, query: Any) -> torch.dtype:
     return torch.float64 if is_many else torch.float32
 
 
-def scatter_sites(reads: Reads, buffers: dict[int, Any]) -> list[inductor.ScatterSite]:
-    """How a kernel adds to the buffers."""
-    return [_scatter_site(reads, site, buffers[site.capture]) for site in reads.sites]
-
-
 def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite:
     by = read_by(reads.joint, site)
     # Exact sums have their ten integers in front, copies come last; sites index what is between.
@@ -160,14 +156,31 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     )
 
 
-def values_of(
-    reads: Reads, buffers: dict[int, Any], fakes: Sequence[torch.Tensor]
-) -> dict[int, Any]:
-    """The sums in their captures' dtypes; read after the kernel, or they would be zeros.
+class Gathered(NamedTuple):
+    """Gradients of captured tensors, by capture: what a kernel writes, and then their values."""
 
-    fakes: the captures as fake tensors.
-    """
-    return {i: _value(reads, i, sums, fakes[i]) for i, sums in buffers.items()}
+    reads: Reads
+    buffers: Mapping[int, Any]
+
+    @property
+    def captured(self) -> Captured:
+        """What a kernel writes to, and where."""
+        sites = [_scatter_site(self.reads, s, self.buffers[s.capture]) for s in self.reads.sites]
+        return Captured(list(self.buffers.values()), sites)
+
+    def values(self, fakes: Sequence[torch.Tensor]) -> dict[int, Any]:
+        """The gradients in their captures' dtypes; read after the kernel, or they would be zeros.
+
+        fakes: the captures as fake tensors.
+        """
+        return {i: _value(self.reads, i, sums, fakes[i]) for i, sums in self.buffers.items()}
+
+
+def gather(reads: Reads, query: Any, key: Any, *, visits_all: bool) -> Gathered:
+    """Plan the gradients of captured tensors; visits_all: see `in_own_entries`."""
+    spread = in_copies(reads, query, key)
+    planned = in_own_entries(spread, query, key, visits_all=visits_all)
+    return Gathered(planned, make_sums(planned, query, key))
 
 
 def _value(reads: Reads, position: int, sums: Any, fake: torch.Tensor) -> Any:

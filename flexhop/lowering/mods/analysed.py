@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
@@ -68,3 +69,10 @@ def positions_of(found: Analysis, values: Iterable[Any]) -> tuple[bool, bool]:
     depends = found.forms.of_all(values)
     reads_score = "score" in depends
     return reads_score or "q" in depends, reads_score or "k" in depends
+
+
+def reads_of(found: Analysis) -> list[tuple[fx.Node, tuple[bool, bool]]]:
+    """Reads of captured tensors; for each, `positions_of` its indices."""
+    reads = found.mod.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
+    indices: Any = (read.args[1] for read in reads)
+    return [(read, positions_of(found, of)) for read, of in zip(reads, indices, strict=True)]

@@ -11,7 +11,7 @@ from torch import fx
 
 from flexhop.analysis import INDICES
 from flexhop.compat.kernels import inductor, pointwise
-from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, positions_of
+from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, reads_of
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
@@ -172,24 +172,19 @@ def _depends(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[str]:
 
 def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:
     """For each read of a captured tensor: do indices depend on q_idx, and on kv_idx?"""
-    found = analysed(mod, roles)
-    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    return [positions_of(found, read.args[1]) for read in reads]  # type: ignore[arg-type]
+    return [positions for _, positions in reads_of(analysed(mod, roles))]
 
 
 def _reads_narrow_keys(mask: fx.GraphModule) -> bool:
     """See ModFacts.mask_reads_narrow_keys."""
-    found = analysed(mask, INDICES)
-    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    of_keys = [read for read in reads if positions_of(found, read.args[1])[1]]
+    of_keys = [read for read, (_, of_key) in reads_of(analysed(mask, INDICES)) if of_key]
     return bool(of_keys) and all(read.meta["val"].dtype.itemsize < 4 for read in of_keys)
 
 
 def _pair_bytes(mask: fx.GraphModule) -> int:
     """See ModFacts.mask_pair_bytes."""
     found = analysed(mask, INDICES)
-    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    pairs = [read for read in reads if all(positions_of(found, read.args[1]))]
+    pairs = [read for read, positions in reads_of(found) if all(positions)]
     behind: set[fx.Node] = set()  # what depends on a pair
     for node in found.mod.graph.nodes:
         if any(source in behind or source in pairs for source in node.all_input_nodes):

@@ -11,23 +11,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from flexhop.analysis import INDICES, Analysis
 from flexhop.compat.kernels import inductor
-from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, positions_of
+from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, positions_of, reads_of
 from flexhop.ops.args import Site
 
-aten = torch.ops.aten
 _PIECE = 16  # bytes
 
 
 def row_bytes(score: fx.GraphModule) -> int:
     """Bytes that a score_mod reads per score in rows of keys; 0 if it reads other pairs, too."""
     found = analysed(score, SCORE)
-    reads = found.mod.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    pairs = [read for read in reads if all(positions_of(found, read.args[1]))]
+    pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
     if not all(_is_aligned(read.args[0]) and _ends_in_key(found, read.args[1]) for read in pairs):
         return 0
     return sum(read.meta["val"].dtype.itemsize for read in pairs)
@@ -88,7 +85,7 @@ def _ends_in_key(found: Analysis, indices: Sequence[Any]) -> bool:
     form = found.forms.form(last) if isinstance(last, fx.Node) else None
     if form is None or form.offset or dict(form.terms) != {found.mod.inputs["k"]: 1}:
         return False
-    return not positions_of(found, [i for i in others if isinstance(i, fx.Node)])[1]
+    return not positions_of(found, others)[1]
 
 
 def _is_aligned(source: Any) -> bool:
