@@ -31,15 +31,17 @@ def compile_to_layouts(kernel: Kernel, architecture: int) -> None:
 
 
 def shared_memory(kernel: Kernel, architecture: int) -> int:
-    """Bytes of shared memory of a kernel. Triton allocates them before LLVM optimises."""
-    unoptimised = mock.patch.object(compiler.llvm, "optimize_module")
-    # Triton's cache would hand over the kernel, and make_ptx would not be called.
-    uncached = mock.patch.dict("os.environ", TRITON_ALWAYS_COMPILE="1")
-    with _stops_before_ptx() as make_ptx, unoptimised, uncached:
-        with contextlib.suppress(_FarEnough):
-            compile_kernel(kernel, architecture)
-    (_, metadata, *_), _ = make_ptx.call_args
-    return metadata["shared"]
+    """Bytes of shared memory of a kernel. Triton allocates them before its code becomes LLVM's."""
+    passes = compiler.nvidia.passes.ttgpuir
+    unconverted = mock.patch.object(passes, "add_to_llvmir")
+    far_enough = mock.patch.object(compiler.llvm, "to_module", side_effect=_FarEnough)
+    # Triton's cache would hand over the kernel, and lines are told of LLVM's code.
+    knobs = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DISABLE_LINE_INFO": "1"}
+    told = mock.patch.dict("os.environ", knobs)
+    with unconverted, far_enough as to_module, told, contextlib.suppress(_FarEnough):
+        compile_kernel(kernel, architecture)
+    (code, _), _ = to_module.call_args
+    return code.get_int_attr("ttg.shared")
 
 
 @contextlib.contextmanager

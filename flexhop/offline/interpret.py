@@ -67,13 +67,13 @@ def interpret(
 
     def run_kernels(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
         graphs.append(graph)
-        return load(graph.code, memory, emulator=emulator)
+        return load(graph.codes[0], memory, emulator=emulator)
 
     compiled = trace(function, run_kernels, generation.pop("capability", (9, 0)), **generation)
     result = compiled(*args)
     if grad:
         differentiate(result, grad)
-    codes = [canonical(graph.code) for graph in graphs]
+    codes = [canonical(graph.codes[0]) for graph in graphs]
     return Generated(codes[0], codes[1] if len(codes) > 1 else None, result)
 
 

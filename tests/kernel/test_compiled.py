@@ -23,7 +23,7 @@ from flexhop.lowering.hopper import tiles, versions
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.masks import causal
-from flexhop.offline import Kernel, generate_code
+from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 from flexhop.options import Tile
 from tests.compiler_stages import shared_memory
@@ -59,31 +59,33 @@ def role(kernel: Kernel) -> str:
     return "grad_value" if "WRITES_KEY : tl.constexpr = False" in source else name
 
 
-def generate(
-    architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: int
-) -> list[Kernel]:
-    """Generate the causal kernels of one problem, forward and backward."""
+@functools.cache
+def generate(dims: tuple[int, int], dtype: torch.dtype, length: int) -> dict[int, list[Kernel]]:
+    """Generate the causal kernels of one problem, forward and backward, for each architecture."""
     width, value_width = dims
+    architectures = [a for a, *rest in (*DEFAULT, *TIGHT) if rest == [dims, dtype, length]]
     inputs = [
         torch.zeros(1, 2, length, d, dtype=dtype, requires_grad=True)
         for d in (width, width, value_width)
     ]
     mask = flexhop.create_block_mask(causal, None, None, length, length, "cpu")
     options = flexhop.KernelOptions(backend="triton")
-    generated = generate_code(
+    found = generate_codes(
         lambda q, k, v: flexhop.flex_attention(q, k, v, block_mask=mask, kernel_options=options),
-        *inputs, grad=True, capability=(architecture // 10, architecture % 10),
+        *inputs, grad=True, capabilities=[divmod(a, 10) for a in architectures],
     )  # fmt: skip
-    call = problem(architecture, width, value_head_dim=value_width, dtype=dtype)
-    assert {role(kernel) for kernel in generated.templates} == set(launched_kernels(call))
-    return generated.templates
+    templates = {a: one.templates for a, one in zip(architectures, found, strict=True)}
+    for architecture, kernels_of_it in templates.items():
+        call = problem(architecture, width, value_head_dim=value_width, dtype=dtype)
+        assert {role(kernel) for kernel in kernels_of_it} == set(launched_kernels(call))
+    return templates
 
 
 def build(
     architecture: int, dims: tuple[int, int], dtype: torch.dtype, length: int
 ) -> list[tuple[str, Cubin]]:
     """Compile them; by role."""
-    kernels = generate(architecture, dims, dtype, length)
+    kernels = generate(dims, dtype, length)[architecture]
     return [(role(kernel), compile_kernel(kernel, architecture)) for kernel in kernels]
 
 
@@ -102,7 +104,7 @@ def allocate(
     limit = GPUS[architecture // 10, architecture % 10].shared_memory
     return [
         Shared(role(kernel), shared_memory(kernel, architecture), estimate_of(kernel, call), limit)
-        for kernel in generate(architecture, dims, dtype, length)
+        for kernel in generate(dims, dtype, length)[architecture]
     ]
 
 
@@ -179,16 +181,21 @@ def build_document_hopper(width: int, length: int) -> tuple[Cubin, Cubin, list[s
     return stores, cubin, product_notes(cubin)
 
 
+PRODUCTS = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+DEFAULT = [
+    (architecture, (width, width), torch.bfloat16, 1024)
+    for width in (64, 128, 256)
+    for architecture in PRODUCTS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize(
-    ("architecture", "product"), [(80, "mma"), (90, "wgmma"), (100, "tcgen05")]
-)
-def test_default_configurations(architecture, product, width):
+@pytest.mark.parametrize(("architecture", "dims", "dtype", "length"), DEFAULT)
+def test_default_configurations(architecture, dims, dtype, length):
     """They do not spill, and use the matrix products of their architecture."""
-    for name, cubin in build(architecture, (width, width), torch.bfloat16, 1024):
+    for name, cubin in build(architecture, dims, dtype, length):
         assert cubin.spills == 0, f"{name}: {cubin.registers} registers"
-        assert getattr(cubin, product) > 0, name
+        assert getattr(cubin, PRODUCTS[architecture]) > 0, name
 
 
 # The widest heads where memory is smallest, where an operand stays in shared memory (90, 100), and
@@ -217,9 +224,10 @@ def test_kernels_need_no_more_shared_memory_than_estimated_and_fit(
         assert used <= estimate <= limit, kernel
 
 
+@functools.cache
 def generate_decode(
-    architecture: int, dims: tuple[int, int], dtype: torch.dtype, queries: int
-) -> list[Kernel]:
+    dims: tuple[int, int], dtype: torch.dtype, queries: int
+) -> dict[int, list[Kernel]]:
     """Generate the kernels of short queries of 4 heads each, with both mods."""
     width, value_width = dims
     inputs = [
@@ -230,13 +238,13 @@ def generate_decode(
     mask = flexhop.create_block_mask(
         lambda b, h, q, k: (ids[q] == ids[k]) & (k > q), None, None, queries, 4096, "cpu"
     )
-    generated = generate_code(
+    found = generate_codes(
         lambda q, k, v: flexhop.flex_attention(
             q, k, v, lambda s, b, h, q, k: s + h * (k - q), mask, enable_gqa=True
         ),
-        *inputs, capability=(architecture // 10, architecture % 10),
+        *inputs, capabilities=[divmod(a, 10) for a in PRODUCTS],
     )  # fmt: skip
-    return generated.templates
+    return {a: one.templates for a, one in zip(PRODUCTS, found, strict=True)}
 
 
 DECODED = [
@@ -250,14 +258,14 @@ DECODED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dims", "dtype", "queries"), DECODED)
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", PRODUCTS)
 def test_decode_does_not_spill_and_fits(architecture, dims, dtype, queries):
     call = problem(
         architecture, dims[0], value_head_dim=dims[1], dtype=dtype, query_len=queries,
         key_len=4096, kv_heads=2,
     )  # fmt: skip
     limit = GPUS[architecture // 10, architecture % 10].shared_memory
-    found = {role(one): one for one in generate_decode(architecture, dims, dtype, queries)}
+    found = {role(one): one for one in generate_decode(dims, dtype, queries)[architecture]}
     assert set(found) == {"decode", "decode_combine"}
     for name, kernel in found.items():
         cubin = compile_kernel(kernel, architecture)

@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 import torch
+from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
 from flexhop.compat.offline.fake_gpu import GPUS
-from flexhop.offline import Kernel, generate_code
+from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import compile_kernel, wrong_products
 
 MARKS = ("attend_blocks", "attend_share", "grad_query_blocks", "grad_key_value_blocks")
 
 
-def templates(architecture: int, width: int, dropout_p: float, **keywords) -> dict[str, Kernel]:
-    """The kernels of one dense call, by the function that tells which they are."""
-    queries = keywords.pop("queries", 1024)
+ARCHITECTURES = (80, 90, 100)
+
+
+def by_distance(table):
+    return lambda s, b, h, q, k: s + table[h, q - k + 1024]
+
+
+@functools.cache
+def templates(
+    width: int, dropout_p: float, queries: int = 1024, *, reads_table: bool = False
+) -> dict[int, dict[str, Kernel]]:
+    """The kernels of one dense call, by architecture and the function that tells which they are.
+
+    With a table its gradient is deterministic.
+    """
     sizes = ((1, 2, queries, width), *[(1, 2, 1024, width)] * 2)
     inputs = [torch.zeros(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
     table = torch.zeros(2, 2048, requires_grad=True)
-    score_mod = keywords.pop("make_mod", lambda table: None)
-    generated = generate_code(
-        lambda q, k, v, table, seed: flexhop.flex_attention(
-            q, k, v, score_mod(table), dropout_p=dropout_p, dropout_seed=seed,
-            kernel_options=flexhop.KernelOptions(backend="triton"),
-        ),
-        *inputs, table, torch.tensor([1, 2]), grad=queries > 1,
-        capability=divmod(architecture, 10),
-    )  # fmt: skip
-    found = {}
-    for kernel in generated.templates:
-        found |= {mark: kernel for mark in MARKS if mark in kernel.functions}
-    return found
+    with DeterministicGuard(reads_table):
+        generated = generate_codes(
+            lambda q, k, v, table, seed: flexhop.flex_attention(
+                q, k, v, by_distance(table) if reads_table else None,
+                dropout_p=dropout_p, dropout_seed=seed,
+                kernel_options=flexhop.KernelOptions(backend="triton"),
+            ),
+            *inputs, table, torch.tensor([1, 2]), grad=queries > 1,
+            capabilities=[divmod(a, 10) for a in ARCHITECTURES],
+        )  # fmt: skip
+    return {
+        architecture: {
+            mark: kernel for kernel in one.templates for mark in MARKS if mark in kernel.functions
+        }
+        for architecture, one in zip(ARCHITECTURES, generated, strict=True)
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("width", [64, 128])
 def test_kernels_fit(architecture, width):
-    kernels = templates(architecture, width, 0.1)
-    kernels |= templates(architecture, width, 0.1, queries=1)
+    kernels = templates(width, 0.1)[architecture] | templates(width, 0.1, 1)[architecture]
     assert set(kernels) == set(MARKS)
     limit = GPUS[divmod(architecture, 10)].shared_memory
     for name, kernel in kernels.items():
@@ -103,7 +119,7 @@ def test_no_factor_of_a_product_has_one_bit_numbers():
 @pytest.mark.slow
 def test_drawing_exchanges_nothing_between_threads():
     """A thread draws for the weights that it holds: not one access to shared memory more."""
-    plain, dropping = (templates(90, 128, p) for p in (0.0, 0.1))
+    plain, dropping = (templates(128, p)[90] for p in (0.0, 0.1))
     for name in ("grad_query_blocks",):
         tile = [plain[name].constants[side] for side in ("BLOCK_M", "BLOCK_N")]
         assert tile == [dropping[name].constants[side] for side in ("BLOCK_M", "BLOCK_N")]
@@ -114,17 +130,9 @@ def test_drawing_exchanges_nothing_between_threads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_exact_sums_fit(architecture):
-    torch.use_deterministic_algorithms(True)
-    try:
-        kernels = templates(
-            architecture, 128, 0.0,
-            make_mod=lambda table: lambda s, b, h, q, k: s + table[h, q - k + 1024],
-        )  # fmt: skip
-    finally:
-        torch.use_deterministic_algorithms(False)
-    kernel = kernels["grad_query_blocks"]
+    kernel = templates(128, 0.0, reads_table=True)[architecture]["grad_query_blocks"]
     assert "add_exactly" in kernel.functions
     cubin = compile_kernel(kernel, architecture)
     assert cubin.shared <= GPUS[divmod(architecture, 10)].shared_memory

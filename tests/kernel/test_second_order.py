@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from flexhop.compat.mods import signs
 from flexhop.lowering import chunked
 from flexhop.lowering import derivative as derivative_lowering
 from flexhop.masks import causal
-from flexhop.offline import generate_code
+from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Memory, interpret
 from tests.kernel.test_tangents import gaps
@@ -298,7 +299,11 @@ def test_detached_tangents_leave_the_backward_pass(mod: Any):
     check(generated.result, grad(loss, ALL), inputs)
 
 
-def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
+ARCHITECTURES = (80, 90, 100)
+
+
+@functools.cache
+def kernels(width: int, dtype: torch.dtype) -> dict[int, list[Kernel]]:
     inputs = [torch.zeros(1, 2, 1024, width, dtype=dtype) for _ in range(3)]
     mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
 
@@ -307,16 +312,23 @@ def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
             *x, block_mask=mask, kernel_options=OPTIONS, return_aux=AuxRequest(lse=True)
         )
 
-    generated = generate_code(
-        twice(attend), *inputs, *inputs, capability=(architecture // 10, architecture % 10)
+    generated = generate_codes(
+        twice(attend), *inputs, *inputs, capabilities=[divmod(a, 10) for a in ARCHITECTURES]
     )
-    found = [k for k in generated.templates if MARK in k.functions]
+    return {
+        architecture: [kernel for kernel in one.templates if MARK in kernel.functions]
+        for architecture, one in zip(ARCHITECTURES, generated, strict=True)
+    }
+
+
+def cubins(architecture: int, width: int, dtype: torch.dtype) -> list[Any]:
+    found = kernels(width, dtype)[architecture]
     assert len(found) == 3
     return [compile_kernel(kernel, architecture) for kernel in found]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_default_tiles_do_not_spill(architecture: int, width: int):
     for found in cubins(architecture, width, torch.bfloat16):
@@ -325,7 +337,7 @@ def test_default_tiles_do_not_spill(architecture: int, width: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_default_tiles_of_float32(architecture: int):
     """Heads of more than 64 columns ran in chunks."""
     for found in cubins(architecture, 128, torch.float32):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import flexhop
 from flexhop import AuxRequest, KernelOptions
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.masks import causal
-from flexhop.offline import generate_code
+from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import compile_kernel, local_accesses
 from flexhop.offline.interpret import Memory, interpret
 
@@ -112,22 +113,35 @@ def softened(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (s * 0.7).tanh() * 2 - 0.1 * (i - j)
 
 
-def cubin(architecture: int, width: int, dtype: torch.dtype, score: Any = None) -> Any:
+ARCHITECTURES = (80, 90, 100)
+
+
+@functools.cache
+def kernels(
+    width: int, dtype: torch.dtype, score: Any, matmul_precision: str
+) -> dict[int, Kernel]:
+    assert matmul_precision == torch.get_float32_matmul_precision()
     inputs = [torch.zeros(1, 2, 1024, width, dtype=dtype) for _ in range(3)]
     mask = flexhop.create_block_mask(causal, None, None, 1024, 1024, "cpu")
 
     def attend(*x: Tensor) -> Tensor:
         return flexhop.flex_attention(*x, score, block_mask=mask, kernel_options=OPTIONS)
 
-    generated = generate_code(
+    generated = generate_codes(
         lambda *x: torch.func.jvp(attend, x, x), *inputs,
-        capability=(architecture // 10, architecture % 10),
+        capabilities=[divmod(a, 10) for a in ARCHITECTURES],
     )  # fmt: skip
-    return compile_kernel(generated.kernel_with("push_blocks"), architecture)
+    found = [one.kernel_with("push_blocks") for one in generated]
+    return dict(zip(ARCHITECTURES, found, strict=True))
+
+
+def cubin(architecture: int, width: int, dtype: torch.dtype, score: Any = None) -> Any:
+    found = kernels(width, dtype, score, torch.get_float32_matmul_precision())
+    return compile_kernel(found[architecture], architecture)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_default_tiles_do_not_spill(architecture: int, width: int):
     found = cubin(architecture, width, torch.bfloat16)
@@ -170,7 +184,7 @@ def test_128_columns_are_loaded_ahead(mask: Any, score: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("score", [None, softened], ids=["plain", "softened"])
 def test_default_tiles_of_exact_float32(score: Any, architecture: int):
     """Products of 256 columns are divided; undivided ones spilled 2,000 registers and more."""

@@ -28,7 +28,7 @@ import torch._subclasses.fake_tensor as fake_tensor
 import torch.utils._pytree as pytree
 import torch.utils._triton as triton_utils
 import triton
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -350,9 +350,17 @@ def gpu_code(
             _strided_like(fake, given) if isinstance(given, torch.Tensor) else given
             for fake, given in zip(fakes, inputs, strict=True)
         ]
+        _forget_output_strides()
         inductor.compile_fx_inner(moved, examples, **keywords)
     (text,) = texts
     return text
+
+
+def _forget_output_strides() -> None:
+    """Those of the same graph for another GPU: Inductor reports them once."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
 
 
 def _strided_like(fake: Any, given: torch.Tensor) -> Any:

@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import flexhop
 from flexhop.compat.offline.fake_gpu import GPUS, fake_gpu
-from flexhop.offline import generate
+from flexhop.offline import generate, generate_code, generate_codes
 
 
 def _layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -92,3 +93,20 @@ def test_unknown_gpu_is_refused():
 def test_a_number_that_the_function_makes_a_tensor_of():
     generated = generate(lambda x: torch.maximum(x, torch.tensor(0.5)), torch.zeros(8))
     torch.testing.assert_close(generated.result, torch.full((8,), 0.5))
+
+
+def test_several_gpus_get_what_each_gets_alone():
+    """Graphs are traced once. What is known of one GPU, such as tiles, must not reach the next."""
+
+    def attend(x, weight):
+        kernel_options = {"backend": "triton"}
+        return flexhop.flex_attention(_layer(x, weight), x, x, kernel_options=kernel_options)
+
+    x, weight = torch.zeros(1, 1, 130, 256), torch.ones(256)
+    capabilities = [(8, 0), (12, 0)]
+    found = generate_codes(attend, x, weight, capabilities=capabilities)
+    for capability, together in zip(capabilities, found, strict=True):
+        alone = generate_code(attend, x, weight, capability=capability)
+        assert together.forward == alone.forward
+    tiles = [[kernel.constants["BLOCK_N"] for kernel in one.templates] for one in found]
+    assert tiles[0] != tiles[1]
