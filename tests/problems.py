@@ -33,7 +33,8 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
     """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields and theirs."""
     groups: tuple[Any, ...] = (ModFacts, GradFacts)
     parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
-    parts[ModFacts]["mask_band"], parts[GradFacts]["captured_reads"] = None, ()
+    parts[ModFacts] |= {"mask_band": None, "key_read_bytes": frozenset()}
+    parts[GradFacts]["captured_reads"] = ()
     for values in parts.values():
         values |= {name: facts.pop(name) for name in tuple(facts) if name in values}
     usual: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Problem)), False)

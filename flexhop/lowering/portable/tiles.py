@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.float32 import FLOAT32
 from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.portable.row_tiles import ROWS
+from flexhop.lowering.portable.position_tiles import READS
 from flexhop.lowering.portable.rules import (
     Rule,
     Tiles,
@@ -247,7 +247,7 @@ RULES: tuple[Rule, ...] = (
             "decode": {128: Tile(16, 128, 8, 3), 256: Tile(16, 64, 8, 3)},
         },
     ),
-    *ROWS,
+    *READS,
     # Loads of tables compete with the operands' loads, so more programs help.
     Rule(
         "tables read per score",

@@ -520,7 +520,8 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
         "mask_reads_per_element", "mask_reads_keys", "mask_pair_bytes", "is_tf32",
-        "has_distances", "mask_reads_narrow_keys", "mask_uses_query",
+        "has_distances", "mask_reads_narrow_keys", "mask_reads_by_position", "key_read_bytes",
+        "mask_uses_query",
         "row_bytes", "adds_captured",  # the kernels read and add whatever is captured
         "takes_products",
         "cache",  # such calls have an operator of their own, without gradients

@@ -1,0 +1,64 @@
+"""Tiles for mods that read captured tensors at a query or at a key, such as ids of documents.
+
+What is read at the queries or keys of a tile has to be less than one number for each thread.
+Triton takes as many numbers as threads for an expensive load, and gives the scores the layout of
+its result. A maximum of a row then takes five exchanges between threads for each score: with
+documents of 64 columns on sm_90, a step of 64 x 128 scores by four warps has 3400 instructions,
+two steps of 64 x 64 have 1040.
+
+It copies elements of four bytes ahead if no branch is around them, as in the kernel for short
+queries, and they have no layout of their own.
+"""
+
+from __future__ import annotations
+
+from flexhop.lowering.portable.row_tiles import ROWS
+from flexhop.lowering.portable.rules import Rule, is_mma_sync, is_sm90, is_sm100
+from flexhop.lowering.problem import Problem
+from flexhop.options import Tile
+
+_REASON = "captured tensors read by position"
+_COPIED_AHEAD = frozenset({4})  # bytes of an element
+
+
+def _reads(problem: Problem) -> bool:
+    return problem.mods.reads_by_position or problem.mods.mask_reads_by_position
+
+
+def _reads_others(problem: Problem) -> bool:
+    return not problem.mods.key_read_bytes <= _COPIED_AHEAD
+
+
+_POSITIONS: tuple[Rule, ...] = (
+    # Forward, 64 columns, ms by tile: (64, 128, 4), (128, 64, 8), (64, 64, 4), (128, 128, 8).
+    # Documents 1.34, 0.19, 0.17, 0.25; keys' bytes in a mask 3.64, 0.56, 0.56, 0.75; a bias of
+    # keys in bf16 6.0, 0.73, 0.76, 1.08.
+    Rule(_REASON, lambda p: is_sm90(p) and _reads(p), {"forward": {64: Tile(64, 64, 4, 3)}}),
+    Rule(
+        _REASON,
+        lambda p: is_sm90(p) and _reads_others(p),
+        {"decode": {64: Tile(128, 64, 4, 4)}},
+    ),
+    # The usual tiles with more warps, or fewer keys for each: chosen from machine code.
+    Rule(
+        _REASON,
+        lambda p: is_sm100(p) and _reads(p),
+        {"forward": {64: Tile(128, 64, 8, 3)}},
+        measured=False,
+    ),
+    Rule(
+        _REASON,
+        lambda p: is_sm100(p) and _reads_others(p),
+        {"decode": {64: Tile(128, 64, 4, 4)}},
+        measured=False,
+    ),
+    Rule(
+        _REASON,
+        lambda p: is_mma_sync(p) and _reads(p),
+        {"forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3)}},
+        measured=False,
+    ),
+)
+
+# Rows of keys move in stages, and decide before.
+READS: tuple[Rule, ...] = (*ROWS, *_POSITIONS)

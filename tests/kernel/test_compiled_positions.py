@@ -1,0 +1,43 @@
+"""Compiled portable kernels whose mods read captured tensors at a query or a key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexhop
+from flexhop.offline import generate_code
+from flexhop.offline.cubin import compile_kernel, local_accesses
+
+LENGTH = 512
+# Of rows: two numbers of each thread, a maximum and a sum, passed on twice or thrice; for operands
+# of products, mma.sync exchanges some more.
+MOST_EXCHANGES = 24
+
+
+@pytest.mark.parametrize("queries", [LENGTH, 8])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_scores_keep_the_layout_of_products(architecture: int, queries: int):
+    # With the layout of what is read, a maximum takes five exchanges for each score.
+    ids = torch.arange(LENGTH) // 100
+    bias = torch.zeros(LENGTH, dtype=torch.bfloat16)
+
+    def document(b, h, q_idx, kv_idx):
+        return ids[q_idx] == ids[kv_idx]
+
+    q = torch.empty(1, 8, queries, 64, dtype=torch.bfloat16)
+    k = torch.empty(1, 1, LENGTH, 64, dtype=torch.bfloat16)
+    mask = flexhop.create_block_mask(document, None, None, queries, LENGTH, device="cpu")
+    code = generate_code(
+        lambda q, k: flexhop.flex_attention(
+            q, k, k, score_mod=lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx], block_mask=mask,
+            enable_gqa=True, kernel_options={"backend": "triton"},
+        ),
+        q, k,
+    )  # fmt: skip
+    cubin = compile_kernel(code.templates[0], architecture)
+    steps = [loop for loop in cubin.loops() if loop.count("MUFU.EX2") > 1 and "MMA" in loop]
+    assert steps
+    for step in steps:
+        assert step.count("SHFL") <= MOST_EXCHANGES
+        assert not local_accesses(step)
