@@ -33,7 +33,8 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
     """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields and theirs."""
     groups: tuple[Any, ...] = (ModFacts, GradFacts)
     parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
-    parts[ModFacts] |= {"mask_band": None, "key_read_bytes": frozenset()}
+    none = {"mask_band": None, "key_bytes": frozenset(), "mask_key_bytes": frozenset()}
+    parts[ModFacts] |= none
     parts[GradFacts]["captured_reads"] = ()
     for values in parts.values():
         values |= {name: facts.pop(name) for name in tuple(facts) if name in values}

@@ -93,12 +93,12 @@ class ModFacts(NamedTuple):
     whether score_mod adds a line over keys, and whether the line has bends or steps
     (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
     mask_reads_by_position: whether it does so at indices that depend on query or key;
-    mask_reads_keys: on the key; mask_reads_per_element: on both.
+    mask_reads_per_element: on both.
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
     row_bytes: what score_mod reads per score in rows of keys, if it reads nothing else per pair
     (lowering/mods/rows.py).
-    mask_reads_narrow_keys: whether mask_mod reads by the key, and only elements below four bytes.
-    key_read_bytes: sizes of the elements that both read at indices that depend on the key alone.
+    key_bytes: sizes of the elements that score_mod reads at indices that depend on the key alone.
+    mask_key_bytes: sizes of the elements that mask_mod reads at indices that depend on the key.
     mask_uses_batch, mask_uses_head, mask_uses_query: whether it depends on b, h and q_idx.
     mask_band: the band of keys that it keeps, if it is one (lowering/mods/bands.py).
     has_distances: whether score_mod computes q_idx - kv_idx and adds no line.
@@ -121,12 +121,16 @@ class ModFacts(NamedTuple):
     mask_band: Band | None
     mask_pair_bytes: int = 0
     mask_reads_by_position: bool = False
-    mask_reads_keys: bool = False
-    mask_reads_narrow_keys: bool = False
-    key_read_bytes: frozenset[int] = frozenset()
+    key_bytes: frozenset[int] = frozenset()
+    mask_key_bytes: frozenset[int] = frozenset()
     mask_uses_query: bool = False
     has_distances: bool = False
     row_bytes: int = 0
+
+    @property
+    def mask_reads_keys(self) -> bool:
+        """Whether mask_mod reads captured tensors at indices that depend on the key."""
+        return bool(self.mask_key_bytes)
 
     @property
     def takes_scores(self) -> bool:

@@ -30,6 +30,7 @@ _FEWEST_MANY_QUERIES, _MANY_TILES = 512, 16
 _FEWEST_HEADS = 16
 _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
+_COSTLY_MASK = 20  # likewise, of a mask_mod that does not become bits, at 64 columns
 # Kernels with up to 256 bytes were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 288
 # Barriers, the consumers' tile indices, and what all warps are given.
@@ -140,6 +141,12 @@ def slower(problem: Problem) -> Iterator[str]:
         yield (
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
             f"score: above {_COSTLY_GRAD} the portable kernels are faster"
+        )
+    is_asked = bits.asks(problem, bits.of_keys(problem))
+    if is_asked and problem.mods.mask_cost > _COSTLY_MASK and width(problem) == 64:
+        yield (
+            f"mask_mod takes about {problem.mods.mask_cost:.0f} instructions per score and does "
+            f"not become bits: above {_COSTLY_MASK} the portable kernels are faster"
         )
     if row_bytes_ahead(problem) and problem.blocks is None and width(problem) == 64:
         yield "the portable kernels load the rows of keys that score_mod reads ahead"

@@ -120,6 +120,13 @@ def _is_possible(problem: Problem, blocks: MaskBlocks) -> bool:
     return problem.mods.has_mask_mod and is_shared and not (blocks.has_ranges or problem.has_spans)
 
 
+def asks(problem: Problem, stored: StoredBits) -> bool:
+    """Whether a kernel with these bits evaluates mask_mod for the scores of all partial blocks."""
+    by_numbers = problem.has_spans or problem.mods.mask_band is not None
+    by_numbers |= problem.blocks is not None and problem.blocks.has_ranges
+    return problem.mods.has_mask_mod and not (stored.blocks or by_numbers)
+
+
 class _Columns(NamedTuple):
     """How many blocks a row may list: at most, if that is known, and at this compilation."""
 

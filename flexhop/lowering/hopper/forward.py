@@ -34,6 +34,9 @@ _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 14, 20, 8
 # Columns up to which the portable kernel is faster if score_mod reads rows of keys: 1.04 (128
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
 _WIDTH_OF_ROWS = 128
+# Columns up to which the portable kernel is faster if score_mod reads at keys (1.1 to 1.6 times)
+# or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times).
+_WIDTH_OF_READS, _COSTLY_MASK = 64, 6
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -93,11 +96,25 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "the decode kernel is faster for so few queries"
     if row_bytes_ahead(problem) and wider(problem) <= _WIDTH_OF_ROWS:
         yield "the portable kernel loads the rows of keys that score_mod reads ahead"
+    if wider(problem) <= _WIDTH_OF_READS:
+        yield from _slower_reads(problem)
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.mods.score_cost > most:
         yield (
             f"score_mod takes about {problem.mods.score_cost:.0f} instructions per score: above "
             f"{most} the portable kernel is faster"
+        )
+
+
+def _slower_reads(problem: Problem) -> Iterator[str]:
+    mods, stored = problem.mods, bits.of_queries(problem)
+    if mods.key_bytes and not (mods.reads_per_element or stored.blocks):
+        yield "score_mod reads at keys, and the portable kernel does so ahead"
+    is_short = mods.mask_cost <= _COSTLY_MASK or mods.has_key_slope
+    if bits.asks(problem, stored) and not is_short:
+        yield (
+            f"mask_mod takes about {mods.mask_cost:.0f} instructions per score and does not "
+            f"become bits: above {_COSTLY_MASK} the portable kernel is faster"
         )
 
 

@@ -128,9 +128,8 @@ def read_mods(
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
         mask_reads_by_position=any(map(any, mask_reads)),
-        mask_reads_keys=any(of_key for _, of_key in mask_reads),
-        mask_reads_narrow_keys=_reads_narrow_keys(mask),
-        key_read_bytes=_key_read_bytes(score, SCORE) | _key_read_bytes(mask, INDICES),
+        key_bytes=_read_bytes(score, SCORE, ((False, True),)),
+        mask_key_bytes=_read_bytes(mask, INDICES, ((False, True), (True, True))),
         mask_reads_per_element=any(map(all, mask_reads)),
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
@@ -177,17 +176,12 @@ def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[b
     return [positions for _, positions in reads_of(analysed(mod, roles))]
 
 
-def _reads_narrow_keys(mask: fx.GraphModule) -> bool:
-    """See ModFacts.mask_reads_narrow_keys."""
-    of_keys = [read for read, (_, of_key) in reads_of(analysed(mask, INDICES)) if of_key]
-    return bool(of_keys) and all(read.meta["val"].dtype.itemsize < 4 for read in of_keys)
-
-
-def _key_read_bytes(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[int]:
-    """See ModFacts.key_read_bytes."""
-    reads = reads_of(analysed(mod, roles))
-    of_keys = [read for read, positions in reads if positions == (False, True)]
-    return frozenset(read.meta["val"].dtype.itemsize for read in of_keys)
+def _read_bytes(
+    mod: fx.GraphModule, roles: tuple[str, ...], at: tuple[tuple[bool, bool], ...]
+) -> frozenset[int]:
+    """Sizes of the elements that a mod reads at such positions; see ModFacts.key_bytes."""
+    reads = [read for read, positions in reads_of(analysed(mod, roles)) if positions in at]
+    return frozenset(read.meta["val"].dtype.itemsize for read in reads)
 
 
 def _pair_bytes(mask: fx.GraphModule) -> int:

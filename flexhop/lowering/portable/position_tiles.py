@@ -6,8 +6,8 @@ its result. A maximum of a row then takes five exchanges between threads for eac
 documents of 64 columns on sm_90, a step of 64 x 128 scores by four warps has 3400 instructions,
 two steps of 64 x 64 have 1040.
 
-It copies elements of four bytes ahead if no branch is around them, as in the kernel for short
-queries, and they have no layout of their own.
+It copies elements of four bytes ahead if no branch is around them, as around a mask in the forward
+kernel, and has no layout for them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,45 @@ from flexhop.options import Tile
 
 _REASON = "captured tensors read by position"
 _COPIED_AHEAD = frozenset({4})  # bytes of an element
+LONG_MASK = 20  # instructions per score
+
+
+def _reads_keys(problem: Problem) -> bool:
+    """Whether the forward kernel reads elements at keys that are not copied ahead."""
+    return problem.mods.mask_reads_keys or not problem.mods.key_bytes <= _COPIED_AHEAD
 
 
 def _reads(problem: Problem) -> bool:
-    return problem.mods.reads_by_position or problem.mods.mask_reads_by_position
+    """The same at queries or keys."""
+    return problem.mods.mask_reads_by_position or _reads_keys(problem)
 
 
 def _reads_others(problem: Problem) -> bool:
-    return not problem.mods.key_read_bytes <= _COPIED_AHEAD
+    """The same for the kernel for short queries, which has no branch around a mask."""
+    mods = problem.mods
+    return not mods.key_bytes | mods.mask_key_bytes <= _COPIED_AHEAD
 
 
 _POSITIONS: tuple[Rule, ...] = (
     # Forward, 64 columns, ms by tile: (64, 128, 4), (128, 64, 8), (64, 64, 4), (128, 128, 8).
     # Documents 1.34, 0.19, 0.17, 0.25; keys' bytes in a mask 3.64, 0.56, 0.56, 0.75; a bias of
-    # keys in bf16 6.0, 0.73, 0.76, 1.08.
-    Rule(_REASON, lambda p: is_sm90(p) and _reads(p), {"forward": {64: Tile(64, 64, 4, 3)}}),
+    # keys in bf16 6.0, 0.73, 0.76, 1.08. In fp32, the first is the fastest by a sixth.
+    Rule(_REASON, lambda p: is_sm90(p) and _reads_keys(p), {"forward": {64: Tile(64, 64, 4, 3)}}),
     Rule(
         _REASON,
         lambda p: is_sm90(p) and _reads_others(p),
         {"decode": {64: Tile(128, 64, 4, 4)}},
     ),
+    # 0.58 and 0.44 ms for dilations of heads, of which each score takes a remainder.
+    Rule(
+        "a long mask_mod",
+        lambda p: is_sm90(p) and p.mods.mask_cost > LONG_MASK,
+        {"forward": {64: Tile(64, 64, 4, 3)}},
+    ),
     # The usual tiles with more warps, or fewer keys for each: chosen from machine code.
     Rule(
         _REASON,
-        lambda p: is_sm100(p) and _reads(p),
+        lambda p: is_sm100(p) and _reads_keys(p),
         {"forward": {64: Tile(128, 64, 8, 3)}},
         measured=False,
     ),

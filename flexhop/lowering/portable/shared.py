@@ -109,7 +109,8 @@ def isolates_mask_mod(problem: Problem) -> bool:
     """
     mods = problem.mods
     by_row = mods.mask_uses_head or (mods.mask_uses_query and problem.query_len > 1)
-    return mods.mask_reads_narrow_keys and not by_row and not is_float32(problem)
+    is_narrow = max(mods.mask_key_bytes, default=4) < 4
+    return is_narrow and not by_row and not is_float32(problem)
 
 
 def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:

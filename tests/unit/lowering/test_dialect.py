@@ -481,6 +481,40 @@ def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
     assert choose_forward(call, ANY) == ("hopper", "")
 
 
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [
+        ({"has_score_mod": True, "key_bytes": frozenset({4})}, "triton"),
+        ({"has_score_mod": True, "key_bytes": frozenset({4}), "head_dim": 128}, "hopper"),
+        # A table by distance has sums of its own.
+        (
+            {"has_score_mod": True, "key_bytes": frozenset({4}), "reads_per_element": True},
+            "hopper",
+        ),
+        ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 8.0}, "triton"),
+        ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 5.0}, "hopper"),
+        ({"has_mask_mod": True, "mask_cost": 8.0}, "hopper"),  # bits of all heads
+    ],
+)
+def test_reads_at_keys_and_masks_of_heads_have_the_portable_kernel_at_64_columns(facts, chosen):
+    columns = MaskBlocks(128, 128, True, kv_columns=8, q_columns=8)
+    blocks = columns if "mask_cost" in facts else None
+    widths = {"head_dim": 64, "value_head_dim": facts.get("head_dim", 64)}
+    call = problem(**LARGE | widths | {"blocks": blocks} | facts)
+    assert choose_forward(call, AUTO)[0] == chosen
+    assert choose_forward(call, ANY)[0] == "hopper"
+
+
+@pytest.mark.parametrize(("cost", "chosen"), [(30.0, "triton"), (8.0, "hopper")])
+def test_long_masks_of_heads_have_portable_gradients_at_64_columns(cost, chosen):
+    facts = {"has_mask_mod": True, "mask_uses_head": True, "mask_cost": cost}
+    blocks = MaskBlocks(128, 128, True, kv_columns=8, q_columns=8)
+    for width, expected in ((64, chosen), (128, "hopper")):
+        widths = {"head_dim": width, "value_head_dim": width}
+        call = problem(**LARGE | widths | {"blocks": blocks} | facts)
+        assert choose_backward(call, AUTO)[0] == expected
+
+
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_long_score_mods_have_steps_of_64_keys(width):
     widths = {"head_dim": width, "value_head_dim": width}
@@ -519,8 +553,8 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
-        "mask_reads_per_element", "mask_reads_keys", "mask_pair_bytes", "is_tf32",
-        "has_distances", "mask_reads_narrow_keys", "mask_reads_by_position", "key_read_bytes",
+        "mask_reads_per_element", "mask_pair_bytes", "is_tf32",
+        "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query",
         "row_bytes", "adds_captured",  # the kernels read and add whatever is captured
         "takes_products",

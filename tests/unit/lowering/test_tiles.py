@@ -67,7 +67,7 @@ def test_reports_name_the_rule_that_gave_a_tile():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
 def test_reads_by_position_are_less_than_one_for_each_thread(architecture, width):
-    facts = {"reads_by_position": True, "key_read_bytes": frozenset({1, 4})}
+    facts = {"reads_by_position": True, "key_bytes": frozenset({1, 4})}
     call = problem(architecture, width, has_score_mod=True, **facts)
     (forward,) = kernels.choose_tiles("forward", call, KernelOptions(), search=False)
     assert max(forward.block_m, forward.block_n) < 32 * forward.num_warps
