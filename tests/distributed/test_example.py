@@ -3,10 +3,11 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import INDUCTOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,7 +18,7 @@ def test_training_goes_on_after_a_rank_is_killed(tmp_path):
     launch = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
     example = [str(ROOT / "examples" / "long_context.py"), "--device", "cpu", "--steps", "9"]
     done = subprocess.run(
-        [sys.executable, *launch, *example, "--folder", str(tmp_path), "--kill-rank-at", "6"],
+        [python(*INDUCTOR), *launch, *example, "--folder", str(tmp_path), "--kill-rank-at", "6"],
         capture_output=True, text=True, timeout=600,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

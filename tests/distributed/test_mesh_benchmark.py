@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks import mesh, mesh_profile, turns
+from tests.programs import INDUCTOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def test_the_program_runs_on_a_cpu(tmp_path):
     options = "-m benchmarks.mesh --device cpu --jobs ^documents-64k --layers 2 --rounds 2".split()
     processes = [
         subprocess.Popen(
-            [sys.executable, *options, "--json", str(tmp_path / f"{rank}.json")],
+            [python(*INDUCTOR), *options, "--json", str(tmp_path / f"{rank}.json")],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=os.environ | settings | {"RANK": str(rank), "PYTHONPATH": path},
         )

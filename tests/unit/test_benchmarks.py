@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from benchmarks.cases import CASES, PREFIX, WINDOW, document_ids, make_mask_mod,
 from flexhop.lowering import derivative as derivative_lowering
 from flexhop.lowering.chunked import lower_definition
 from flexhop.offline import generate_code
+from tests.programs import INDUCTOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {case.name: case for case in CASES}
@@ -133,7 +133,7 @@ def test_table_and_geometric_mean():
 def test_the_program_runs_on_a_cpu(tmp_path: Path):
     command = "-m benchmarks --device cpu --cases causal-2k --workers 1 --rounds 3 --peers in-tree"
     result = subprocess.run(
-        [sys.executable, *command.split(), "--json", str(tmp_path / "numbers.json")],
+        [python(*INDUCTOR), *command.split(), "--json", str(tmp_path / "numbers.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -189,7 +189,7 @@ def test_a_decoding_table():
 def test_the_decoding_program_runs_on_a_cpu(tmp_path: Path):
     command = "-m benchmarks.decoding --device cpu --steps ^alibi --peers flash"
     result = subprocess.run(
-        [sys.executable, *command.split(), "--json", str(tmp_path / "numbers.json")],
+        [python(*INDUCTOR), *command.split(), "--json", str(tmp_path / "numbers.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -247,7 +247,7 @@ def test_a_table_of_packs():
 def test_the_program_of_packed_sequences_runs_on_a_cpu(tmp_path: Path):
     command = "-m benchmarks.varlen --device cpu --rows ^equal-1k --peers dense"
     result = subprocess.run(
-        [sys.executable, *command.split(), "--json", str(tmp_path / "numbers.json")],
+        [python(*INDUCTOR), *command.split(), "--json", str(tmp_path / "numbers.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -321,7 +321,7 @@ def test_the_program_of_derivatives_runs_on_a_cpu(tmp_path: Path):
         "-m benchmarks.derivatives --device cpu --at-once 2 --only ^4k-64.tangent|slopes.host"
     )
     result = subprocess.run(
-        [sys.executable, *command.split(), "--json", str(path)],
+        [python(*INDUCTOR), *command.split(), "--json", str(path)],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr

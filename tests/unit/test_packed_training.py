@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import INDUCTOR, python
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -32,7 +34,7 @@ def test_packs_are_full_and_speeches_are_kept_apart():
 @pytest.mark.slow
 def test_the_loss_falls():
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, str(ROOT / "examples" / "packed_training.py")]
+    command = [python(*INDUCTOR), str(ROOT / "examples" / "packed_training.py")]
     done = subprocess.run(
         [*command, "--device", "cpu", "--steps", "12"],
         capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": path},

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexhop.cache import paged
+from tests.programs import INDUCTOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ def test_all_ways_of_generating_agree(cache):
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     arguments = ["--requests", "4", "--slots", "2", "--pages", "16", *cache]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "serving.py"), *arguments],
+        [python(*INDUCTOR), str(ROOT / "examples" / "serving.py"), *arguments],
         capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

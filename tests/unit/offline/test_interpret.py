@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 import traceback
 
 import pytest
@@ -12,6 +10,7 @@ from flexhop.offline import interpreter, kept_types, rewriting
 from flexhop.offline import kernel as kernel_parts
 from flexhop.offline.interpret import Memory, OutOfBoundsError, interpret, run_kernel
 from flexhop.offline.interpreter import interpreting, launch
+from tests.programs import run_code
 from tests.unit.offline.kernels import POINTERS, kernel
 
 _ASSEMBLY = "v = tl.inline_asm_elementwise('{}', '=f,f', [v], tl.float32, True, 1)"
@@ -274,4 +273,4 @@ import triton.language as tl
 
 sys.exit(language.static_range is not tl.static_range)
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert run_code(program).returncode == 0
