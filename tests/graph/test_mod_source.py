@@ -267,8 +267,8 @@ def scatter_captured_grads(arg_FULL_KV_INDICES, arg_K, arg_V, arg_LSE, arg_FULL_
     index_0_0 = tmp12
 
     grad_0 = tl.where(keep, grad_0, 0.0)
-    grad_0 = tl.sum(grad_0, 1, keep_dims=True)
-    tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0.to(tl.float64), mask=None, sem='relaxed')
+    grad_0_sum = tl.sum(grad_0, 1, keep_dims=True)
+    tl.atomic_add(in_ptr7 + (0 + index_0_0 * 1 + tl.zeros_like(q_idx).to(tl.int32)), grad_0_sum.to(tl.float64), mask=None, sem='relaxed')
 """,
         )
 

@@ -14,7 +14,13 @@ from flexhop.analysis import INDICES
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.emission.kernel import Captured
-from flexhop.lowering.mods.captured import depends_on, read_by, repeats
+from flexhop.lowering.mods.captured import (
+    NOT_SHARED,
+    depends_on,
+    read_by,
+    repeats,
+    shared_entries,
+)
 from flexhop.lowering.mods.rows import adds_rows, own_entries
 from flexhop.ops.args import Site
 
@@ -138,6 +144,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     row, strides = (strides[0], strides[1:]) if sums_exactly else (None, strides)
     copies = reads.copies.get(site.capture, 1)
     strides = strides[:-1] if copies > 1 else strides
+    shared = NOT_SHARED if is_own or copies > 1 else shared_entries(reads.joint, site)
     return inductor.ScatterSite(
         buffer=buffer.get_name(),
         strides=strides,
@@ -153,6 +160,8 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         is_own=is_own,
         is_row=copies == 1 and strides[-1:] == (1,) and adds_rows(reads.joint, site),
         copies=copies if by in _BY_PAIR else 1,
+        shared_axis=shared.axis,
+        shared_indices=shared.indices,
     )
 
 

@@ -3,7 +3,7 @@ indices."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -44,6 +44,42 @@ def depends_on(joint: Any, site: Site) -> frozenset[str]:
     """The indices of a score that say which entry it reads, by name."""
     found = analysed(joint, JOINT)
     return found.forms.of_all(_indices(found, site)) & frozenset(INDICES)
+
+
+class SharedEntries(NamedTuple):
+    """Where all keys of a query may read one entry, or all queries of a key.
+
+    axis: of tiles [queries, keys], over which their gradients are summed: 1, or 0; None: never.
+    indices: which indices of the site have to be the same for it, throughout a tile.
+    """
+
+    axis: int | None
+    indices: tuple[int, ...]
+
+
+NOT_SHARED = SharedEntries(None, ())
+
+
+def shared_entries(joint: Any, site: Site) -> SharedEntries:
+    """Whether scores of a query read one entry if some function of their distance is the same.
+
+    Most tiles are so far from the diagonal that a clamped distance, or a bucket, is.
+    """
+    found, by_distance, sides = analysed(joint, JOINT), [], set[bool]()
+    for place, result in enumerate(site.indices):
+        index = found.mod.results[result]
+        if not isinstance(index, fx.Node):
+            continue
+        uses_q_idx, uses_kv_idx = positions_of(found, [index])
+        if not (uses_q_idx and uses_kv_idx):
+            sides |= {uses_q_idx} if uses_q_idx or uses_kv_idx else set()
+        elif _is_by_distance(found, index) and not _is_one_to_one(found, index):
+            by_distance.append(place)
+        else:
+            return NOT_SHARED
+    if not by_distance or len(sides) != 1:
+        return NOT_SHARED
+    return SharedEntries(int(sides.pop()), tuple(by_distance))
 
 
 def _indices(found: Analysis, site: Site) -> list[fx.Node]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -34,6 +35,8 @@ class ScatterSite(NamedTuple):
     is_own: bool = False  # whether no other score adds to its entry, so that it is stored
     is_row: bool = False  # whether neighbouring keys have neighbouring entries
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
+    shared_axis: int | None = None  # along it, scores of a tile have one entry (1: of a query) ..
+    shared_indices: tuple[int, ...] = ()  # .. if these indices are the same in all of the tile
 
 
 def as_factor(text: str) -> str:
@@ -51,45 +54,71 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
         more: further inputs of its functions.
     """
     inputs = {name: name for name in ("score", *INDEX_NAMES, "grad_score", *more)}
-    lines = [kernel.modification(site.value, f"grad_{number}", **inputs)]
-    index = "0"
-    for axis, (subgraph, stride) in enumerate(zip(site.indices, site.strides, strict=True)):
-        name = f"index_{number}_{axis}"
-        lines.append(kernel.modification(subgraph, name, **inputs))
+    grad = f"grad_{number}"
+    lines = [kernel.modification(site.value, grad, **inputs)]
+    names = [f"index_{number}_{axis}" for axis in range(len(site.indices))]
+    lines += map(lambda n, name: kernel.modification(n, name, **inputs), site.indices, names)
+    lines.append(f"{grad} = tl.where(keep, {grad}, 0.0)")
+    if site.shared_axis is None:
+        lines += _add(kernel, site, names, grad, _summed(site))
+        return "\n".join(lines)
+    shared = [names[i] for i in site.shared_indices]
+    same = " & ".join(f"(tl.min({name}) == tl.max({name}))" for name in shared)
+    first = [f"tl.min({name})" if name in shared else name for name in names]
+    together = _add(kernel, site, first, grad, (site.shared_axis,))
+    alone = _add(kernel, site, names, grad, ())
+    lines += [f"if {same}:", *_indented(together), "else:", *_indented(alone)]
+    return "\n".join(lines)
+
+
+def _summed(site: ScatterSite) -> tuple[int, ...]:
+    """Axes of a tile along which all scores add to one place: they are summed first."""
+    return (() if site.uses_kv_idx else (1,)) + (() if site.uses_q_idx else (0,))
+
+
+def _place(kernel: Any, site: ScatterSite, names: Sequence[str]) -> str:
+    """The offset of entries with such indices."""
+    place = "0"
+    for name, stride in zip(names, site.strides, strict=False):
         wide = ".to(tl.int64)" if site.is_large else ""
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
-        index += f" + {name}{wide} * {as_factor(size)}"
+        place += f" + {name}{wide} * {as_factor(size)}"
     if site.copies > 1:
         # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
-        place = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
-        index += f" + ({place} & {site.copies - 1})"
-    lines.append(f"grad_{number} = tl.where(keep, grad_{number}, 0.0)")
-    shape, mask = "keep", "keep"
-    if not site.uses_kv_idx:
-        # Every key of a query adds to one place: sum them first.
-        lines.append(f"grad_{number} = tl.sum(grad_{number}, 1, keep_dims=True)")
-        shape, mask = "q_idx", "None"
-    if not site.uses_q_idx:
-        lines.append(f"grad_{number} = tl.sum(grad_{number}, 0, keep_dims=True)")
-        shape, mask = ("kv_idx" if site.uses_kv_idx else f"grad_{number}"), "None"
-    zeros = f"tl.zeros_like({shape}).to(tl.int32)"
+        copy = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
+        place += f" + ({copy} & {site.copies - 1})"
+    return place
+
+
+def _add(
+    kernel: Any, site: ScatterSite, names: Sequence[str], grad: str, summed: tuple[int, ...]
+) -> list[str]:
+    """Lines that add `grad`, summed over axes of the tile, to the entries with such indices."""
+    lines = []
+    for axis in summed:
+        lines.append(f"{grad}_sum = tl.sum({grad}, {axis}, keep_dims=True)")
+        grad = f"{grad}_sum"  # a name has one shape in both branches
+    shape = {(): "keep", (1,): "q_idx", (0,): "kv_idx", (1, 0): grad}[summed]
+    mask = "None" if summed else "keep"
     pointer = kernel.args.input(site.buffer)
+    place = f"{_place(kernel, site, names)} + tl.zeros_like({shape}).to(tl.int32)"
     if site.row is not None:
         row = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.row)))
         # Masked values are 0 by now and add nothing.
-        lines.append(f"add_exactly({pointer}, {index} + {zeros}, grad_{number}, {row})")
-        return "\n".join(lines)
+        return [*lines, f"add_exactly({pointer}, {place}, {grad}, {row})"]
 
     def write(mask: str) -> str:
-        what = f"{pointer} + ({index} + {zeros}), grad_{number}.to({site.dtype}), mask={mask}"
+        what = f"{pointer} + ({place}), {grad}.to({site.dtype}), mask={mask}"
         return f"tl.store({what})" if site.is_own else f"tl.atomic_add({what}, sem='relaxed')"
 
     # Zeros, too: of floats, four neighbours take one instruction.
     if site.is_own or (site.is_row and site.dtype == "tl.float32"):
-        lines += ["if CHECKED:", f"    {write('in_range')}", "else:", f"    {write('None')}"]
-    else:
-        lines.append(write(mask))
-    return "\n".join(lines)
+        return [*lines, "if CHECKED:", f"    {write('in_range')}", "else:", f"    {write('None')}"]
+    return [*lines, write(mask)]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for text in lines for line in text.splitlines()]
 
 
 class Dropout(NamedTuple):

@@ -481,6 +481,14 @@ def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
     assert choose_forward(call, ANY) == ("hopper", "")
 
 
+BIAS_AND_MASK = {
+    "has_score_mod": True,
+    "key_bytes": frozenset({4}),
+    "has_mask_mod": True,
+    "mask_cost": 8.0,
+}
+
+
 @pytest.mark.parametrize(
     ("facts", "chosen"),
     [
@@ -491,6 +499,9 @@ def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
             {"has_score_mod": True, "key_bytes": frozenset({4}), "reads_per_element": True},
             "hopper",
         ),
+        (BIAS_AND_MASK | {"mask_reads": True}, "triton"),
+        (BIAS_AND_MASK, "hopper"),
+        (BIAS_AND_MASK | {"mask_reads": True, "mask_reads_per_element": True}, "hopper"),
         ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 8.0}, "triton"),
         ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 5.0}, "hopper"),
         ({"has_mask_mod": True, "mask_cost": 8.0}, "hopper"),  # bits of all heads
