@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
+from flexhop.lowering.portable.rules import fits_blocks
 from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
@@ -142,7 +143,8 @@ def slower(problem: Problem) -> Iterator[str]:
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
             f"score: above {_COSTLY_GRAD} the portable kernels are faster"
         )
-    is_asked = bits.asks(problem, bits.of_keys(problem))
+    # Small blocks were not compared.
+    is_asked = bits.asks(problem, bits.of_keys(problem)) and not fits_blocks(problem, _ROWS)
     if is_asked and problem.mods.mask_cost > _COSTLY_MASK and width(problem) == 64:
         yield (
             f"mask_mod takes about {problem.mods.mask_cost:.0f} instructions per score and does "

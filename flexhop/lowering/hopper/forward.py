@@ -23,6 +23,7 @@ from flexhop.lowering.hopper.tiles import (
     wider,
 )
 from flexhop.lowering.portable import kernels
+from flexhop.lowering.portable.rules import fits_blocks
 from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
@@ -96,7 +97,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "the decode kernel is faster for so few queries"
     if row_bytes_ahead(problem) and wider(problem) <= _WIDTH_OF_ROWS:
         yield "the portable kernel loads the rows of keys that score_mod reads ahead"
-    if wider(problem) <= _WIDTH_OF_READS:
+    # Small blocks, several of which make a tile here, were not compared.
+    if wider(problem) <= _WIDTH_OF_READS and not fits_blocks(problem, ROWS):
         yield from _slower_reads(problem)
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.mods.score_cost > most:

@@ -481,6 +481,7 @@ def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
     assert choose_forward(call, ANY) == ("hopper", "")
 
 
+SMALL = MaskBlocks(64, 64, True)
 BIAS_AND_MASK = {
     "has_score_mod": True,
     "key_bytes": frozenset({4}),
@@ -501,6 +502,7 @@ BIAS_AND_MASK = {
         ),
         (BIAS_AND_MASK | {"mask_reads": True}, "triton"),
         (BIAS_AND_MASK, "hopper"),
+        ({"has_score_mod": True, "key_bytes": frozenset({4}), "blocks": SMALL}, "hopper"),
         (BIAS_AND_MASK | {"mask_reads": True, "mask_reads_per_element": True}, "hopper"),
         ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 8.0}, "triton"),
         ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 5.0}, "hopper"),
