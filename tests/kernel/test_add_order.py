@@ -43,7 +43,7 @@ def run_backward(call: Callable[..., Any], tensors: list[torch.Tensor]) -> Seen:
             found.append(Seen(kernel.constants, arguments["arg_ORDER"].clone()))
 
     def run(graph: Graph) -> Callable[..., Any]:
-        return load(graph.code, Memory(poison=True, check_bounds=True), gluon=look)
+        return load(graph.codes[0], Memory(poison=True, check_bounds=True), gluon=look)
 
     leaves = [tensor.requires_grad_() for tensor in tensors]
     trace(call, run, (9, 0), dynamic=False)(*leaves).sum().backward()

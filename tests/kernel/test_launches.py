@@ -115,7 +115,7 @@ def run(call: Call, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
         seen.append(Seen(found, added.clone()))
 
     def launch(graph: Graph) -> Callable[..., Any]:
-        return load(graph.code, Memory(poison=True, check_bounds=True), gluon=stand_in)
+        return load(graph.codes[0], Memory(poison=True, check_bounds=True), gluon=stand_in)
 
     leaves = call.operands()
     trace(call.function(), launch, (9, 0), dynamic=False)(*leaves).backward(gradient)

@@ -45,7 +45,7 @@ def stored_bits(
             found.append(Stored(unpacked(words, unit), constants["HOLDS_ALL_BITS"]))
 
     def run(graph: Graph) -> Callable[..., Any]:
-        return load(graph.code, Memory(poison=True, check_bounds=True), gluon=look)
+        return load(graph.codes[0], Memory(poison=True, check_bounds=True), gluon=look)
 
     asked = flexhop.KernelOptions(backend="hopper")
     call = trace(
