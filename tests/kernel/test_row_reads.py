@@ -11,11 +11,9 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, local_accesses
-from flexhop.offline.interpret import Memory, interpret
-from flexhop.options import KernelOptions, Tile
+from tests.learned import check_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 Make = Callable[..., Any]
@@ -24,7 +22,6 @@ MODS: dict[str, tuple[tuple[int, ...], Make]] = {
     "batches": ((1, 2), lambda t: lambda s, b, h, q, k: s * 0.5 + t[0, h, q, k]),
     "factor": ((2, 1), lambda t: lambda s, b, h, q, k: s * (1 + t[b, 0, q, k])),
 }
-SMALL = Tile(16, 16, 4, 2)
 
 
 def operands(queries: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -47,30 +44,8 @@ def test_gradients_are_those_of_the_definition(
     heads, make = MODS[name]
     tensors = operands(queries, keys, torch.float32)
     bias = torch.randn(*heads, queries, keys).requires_grad_()
-    words: dict[str, Any] = {"score_mod": make(bias), "enable_gqa": True}
-    if is_causal:
-        words["block_mask"] = flexhop.create_block_mask(
-            causal, None, None, queries, keys, "cpu", BLOCK_SIZE=16
-        )
-    along = torch.randn(2, 2, queries, 16)
-    leaves = [*tensors, bias]
-    out = flexhop.flex_attention(*tensors, **words)
-    expected = torch.autograd.grad((out * along).sum(), leaves)
-    for deterministic in {False, name == "own"}:
-        options = KernelOptions(
-            backend="triton", deterministic=deterministic, forward=SMALL, grad_query=SMALL,
-            grad_key_value=SMALL,
-        )  # fmt: skip
-        call = partial(flexhop.flex_attention, kernel_options=options, **words)
-        for leaf in leaves:
-            leaf.grad = None
-        found = interpret(
-            call, *tensors, grad=lambda out: (out * along).sum(),
-            memory=Memory(poison=True, check_bounds=True),
-        )  # fmt: skip
-        torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
-        grads = tuple(leaf.grad for leaf in leaves)
-        torch.testing.assert_close(grads, expected, rtol=2e-5, atol=2e-5)
+    orders = {False, name == "own"}
+    check_gradients(tensors, bias, make(bias), is_causal=is_causal, deterministic=orders)
 
 
 # What the loops of forward and grad_query move: the bias in pieces of 8 or 16 bytes, ahead of its

@@ -10,14 +10,11 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.masks import causal
 from flexhop.offline import generate_code
-from flexhop.offline.interpret import Memory, interpret
-from flexhop.options import KernelOptions, Tile
+from tests.learned import check_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 QUERIES, KEYS, FARTHEST = 53, 61, 9
-SMALL = Tile(16, 16, 4, 2)
 
 
 def bucket(distance: torch.Tensor) -> torch.Tensor:
@@ -49,25 +46,8 @@ def test_gradients_are_those_of_the_definition(name: str, is_causal: bool, deter
     sizes = ((2, 2, QUERIES, 16), (2, 1, KEYS, 16), (2, 1, KEYS, 16))
     tensors = [torch.randn(size).requires_grad_() for size in sizes]
     table = torch.randn(2, 2, rows, 2 * FARTHEST).requires_grad_()
-    words: dict[str, Any] = {"score_mod": make(table), "enable_gqa": True}
-    if is_causal:
-        words["block_mask"] = flexhop.create_block_mask(
-            causal, None, None, QUERIES, KEYS, "cpu", BLOCK_SIZE=16
-        )
-    along = torch.randn(2, 2, QUERIES, 16)
-    leaves = [*tensors, table]
-    out = flexhop.flex_attention(*tensors, **words)
-    expected = torch.autograd.grad((out * along).sum(), leaves)
-    options = KernelOptions(
-        backend="triton", deterministic=deterministic, forward=SMALL, grad_query=SMALL,
-        grad_key_value=SMALL,
-    )  # fmt: skip
-    interpret(
-        partial(flexhop.flex_attention, kernel_options=options, **words), *tensors,
-        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
-    )  # fmt: skip
-    grads = tuple(leaf.grad for leaf in leaves)
-    torch.testing.assert_close(grads, expected, rtol=2e-5, atol=2e-5)
+    orders = [deterministic]
+    check_gradients(tensors, table, make(table), is_causal=is_causal, deterministic=orders)
 
 
 @pytest.mark.parametrize(

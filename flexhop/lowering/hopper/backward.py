@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
-from flexhop.lowering.portable.rules import fits_blocks
 from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
@@ -143,13 +142,9 @@ def slower(problem: Problem) -> Iterator[str]:
             f"the gradient of score_mod takes about {problem.grad.grad_cost:.0f} instructions per "
             f"score: above {_COSTLY_GRAD} the portable kernels are faster"
         )
-    # Small blocks were not compared.
-    is_asked = bits.asks(problem, bits.of_keys(problem)) and not fits_blocks(problem, _ROWS)
-    if is_asked and problem.mods.mask_cost > _COSTLY_MASK and width(problem) == 64:
-        yield (
-            f"mask_mod takes about {problem.mods.mask_cost:.0f} instructions per score and does "
-            f"not become bits: above {_COSTLY_MASK} the portable kernels are faster"
-        )
+    question = bits.long_question(problem, bits.of_keys(problem), _COSTLY_MASK)
+    if question and width(problem) == 64:
+        yield f"{question} the portable kernels are faster"
     if row_bytes_ahead(problem) and problem.blocks is None and width(problem) == 64:
         yield "the portable kernels load the rows of keys that score_mod reads ahead"
     fewest = _FEWEST_NARROW_QUERIES if width(problem) == 64 else _FEWEST_QUERIES

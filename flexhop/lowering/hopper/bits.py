@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from flexhop.lowering.portable.rules import fits_blocks
 from flexhop.lowering.problem import MaskBlocks, Problem
 
 # Partial blocks per row of blocks whose bits may always be stored: with blocks of 128 x 128, 512
@@ -26,6 +27,7 @@ _BIT_COST = 2.4
 _FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _FEWEST_SAVED_IN_ONE_LOOP = 3.0, 1.0, 5.0
 # One more launch pays off if there are rounds of tiles.
 _ROUNDS = 2
+_SMALL = 64  # blocks up to here are gathered, several for a tile
 
 
 class StoredBits(NamedTuple):
@@ -121,10 +123,23 @@ def _is_possible(problem: Problem, blocks: MaskBlocks) -> bool:
 
 
 def asks(problem: Problem, stored: StoredBits) -> bool:
-    """Whether a kernel with these bits evaluates mask_mod for the scores of all partial blocks."""
-    by_numbers = problem.has_spans or problem.mods.mask_band is not None
-    by_numbers |= problem.blocks is not None and problem.blocks.has_ranges
-    return problem.mods.has_mask_mod and not (stored.blocks or by_numbers)
+    """Whether a kernel with these bits evaluates mask_mod for all scores of partial blocks."""
+    return problem.mods.has_mask_mod and not (problem.has_spans or stored.blocks)
+
+
+def long_question(problem: Problem, stored: StoredBits, most: int) -> str:
+    """A reason if mask_mod is asked and has more than `most` instructions; empty otherwise.
+
+    Bands, ranges and small blocks were not compared.
+    """
+    has_ranges = problem.blocks is not None and problem.blocks.has_ranges
+    is_other = has_ranges or problem.mods.mask_band is not None or fits_blocks(problem, _SMALL)
+    if is_other or not asks(problem, stored) or problem.mods.mask_cost <= most:
+        return ""
+    return (
+        f"mask_mod takes about {problem.mods.mask_cost:.0f} instructions per score and does not "
+        f"become bits: above {most}"
+    )
 
 
 class _Columns(NamedTuple):

@@ -115,12 +115,9 @@ def _slower_reads(problem: Problem) -> Iterator[str]:
     saves_bits = stored.blocks and (mods.mask_reads_per_element or not mods.mask_reads)
     if mods.key_bytes and not (mods.reads_per_element or saves_bits):
         yield "score_mod reads at keys, and the portable kernel does so ahead"
-    is_short = mods.mask_cost <= _COSTLY_MASK or mods.has_key_slope
-    if bits.asks(problem, stored) and not is_short:
-        yield (
-            f"mask_mod takes about {mods.mask_cost:.0f} instructions per score and does not "
-            f"become bits: above {_COSTLY_MASK} the portable kernel is faster"
-        )
+    question = bits.long_question(problem, stored, _COSTLY_MASK)
+    if question and not mods.has_key_slope:
+        yield f"{question} the portable kernel is faster"
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:

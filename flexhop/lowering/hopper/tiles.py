@@ -113,7 +113,7 @@ def _whole_tile(problem: Problem) -> HopperTile:
 
 def _asks_much(problem: Problem) -> bool:
     """Whether a step evaluates a long mask_mod, because the mask does not become bits."""
-    is_asked = not (problem.has_spans or bits.of_queries(problem).blocks)
+    is_asked = bits.asks(problem, bits.of_queries(problem))
     return is_asked and problem.mods.mask_cost > _LONG_MASK
 
 

@@ -111,15 +111,18 @@ def read_mods(
     """The facts of both user functions; cap_scale: as in `lower_mods`."""
     score, mask = kernel_graph(score, SCORE), kernel_graph(mask, INDICES)
     folded = fold_caps(score, cap_scale)
-    reads = _read_positions(score, SCORE)
-    mask_reads, mask_depends = _read_positions(mask, INDICES), _depends(mask, INDICES)
+    score_reads, mask_reads = (
+        reads_of(analysed(mod, roles)) for mod, roles in ((score, SCORE), (mask, INDICES))
+    )
+    at, mask_at = ([positions for _, positions in reads] for reads in (score_reads, mask_reads))
+    mask_depends = _depends(mask, INDICES)
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
         has_score_mod=not is_identity(score),
         has_mask_mod=not is_all_true(mask),
-        reads_per_element=any(map(all, reads)),
-        reads_by_position=any(map(any, reads)),
+        reads_per_element=any(map(all, at)),
+        reads_by_position=any(map(any, at)),
         reads_score="score" in _depends(score, SCORE),
         # The cost is of what a forward kernel computes, the other facts are of the mod.
         score_cost=instructions(analysed(folded.graph, SCORE)),
@@ -127,10 +130,10 @@ def read_mods(
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
         mask_reads=bool(mask.graph.find_nodes(op="call_function", target=aten.index.Tensor)),
-        mask_reads_by_position=any(map(any, mask_reads)),
-        key_bytes=_read_bytes(score, SCORE, ((False, True),)),
-        mask_key_bytes=_read_bytes(mask, INDICES, ((False, True), (True, True))),
-        mask_reads_per_element=any(map(all, mask_reads)),
+        mask_reads_by_position=any(map(any, mask_at)),
+        key_bytes=_read_bytes(score_reads, {(False, True)}),
+        mask_key_bytes=_read_bytes(mask_reads, {(False, True), (True, True)}),
+        mask_reads_per_element=any(map(all, mask_at)),
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
         mask_uses_query="q" in mask_depends,
@@ -171,17 +174,12 @@ def _depends(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[str]:
     return found.forms.depends_on(found.mod.result)
 
 
-def _read_positions(mod: fx.GraphModule, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:
-    """For each read of a captured tensor: do indices depend on q_idx, and on kv_idx?"""
-    return [positions for _, positions in reads_of(analysed(mod, roles))]
-
-
 def _read_bytes(
-    mod: fx.GraphModule, roles: tuple[str, ...], at: tuple[tuple[bool, bool], ...]
+    reads: Sequence[tuple[fx.Node, tuple[bool, bool]]], at: set[tuple[bool, bool]]
 ) -> frozenset[int]:
-    """Sizes of the elements that a mod reads at such positions; see ModFacts.key_bytes."""
-    reads = [read for read, positions in reads_of(analysed(mod, roles)) if positions in at]
-    return frozenset(read.meta["val"].dtype.itemsize for read in reads)
+    """Sizes of the elements that are read at such positions; see ModFacts.key_bytes."""
+    found = (read for read, positions in reads if positions in at)
+    return frozenset(read.meta["val"].dtype.itemsize for read in found)
 
 
 def _pair_bytes(mask: fx.GraphModule) -> int:

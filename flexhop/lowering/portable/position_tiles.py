@@ -19,7 +19,7 @@ from flexhop.options import Tile
 
 _REASON = "captured tensors read by position"
 _COPIED_AHEAD = frozenset({4})  # bytes of an element
-LONG_MASK = 20  # instructions per score
+_LONG_MASK = 20  # instructions per score
 
 
 def _reads_keys(problem: Problem) -> bool:
@@ -51,7 +51,7 @@ _POSITIONS: tuple[Rule, ...] = (
     # 0.58 and 0.44 ms for dilations of heads, of which each score takes a remainder.
     Rule(
         "a long mask_mod",
-        lambda p: is_sm90(p) and p.mods.mask_cost > LONG_MASK,
+        lambda p: is_sm90(p) and p.mods.mask_cost > _LONG_MASK,
         {"forward": {64: Tile(64, 64, 4, 3)}},
     ),
     # The usual tiles with more warps, or fewer keys for each: chosen from machine code.
