@@ -35,7 +35,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
     parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
     none = {"mask_band": None, "key_bytes": frozenset(), "mask_key_bytes": frozenset()}
     parts[ModFacts] |= none
-    parts[GradFacts]["captured_reads"] = ()
+    parts[GradFacts] |= {"captured_reads": (), "own_entries": frozenset()}
     for values in parts.values():
         values |= {name: facts.pop(name) for name in tuple(facts) if name in values}
     usual: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Problem)), False)

@@ -18,14 +18,16 @@ number of its dtype, and it depends on everything that its operands depend on.
 
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
 from flexhop.analysis.cases import Cases
-from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth
+from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth, number_set
 from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
+from flexhop.analysis.ends import Ends, quotient_of
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split, agreed
-from flexhop.analysis.graph import Mod, constant_of, dtype_of, read_graph
+from flexhop.analysis.graph import Mod, constant_of, dependents, dtype_of, is_float, read_graph
 from flexhop.analysis.graph_tables import GraphTables
 from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.magnitudes import with_magnitudes
+from flexhop.analysis.parts import limits_of, sum_of
 from flexhop.analysis.spans import Span, find_span
 from flexhop.analysis.tables import OutOfRange, Tables
 from flexhop.analysis.trace import Mapped, Untraceable, trace
@@ -42,6 +44,7 @@ __all__ = [
     "Cases",
     "Choice",
     "Coordinate",
+    "Ends",
     "Equals",
     "Facts",
     "Form",
@@ -66,17 +69,23 @@ __all__ = [
     "can_compute",
     "constant_of",
     "copied",
+    "dependents",
     "dtype_of",
     "evaluate",
     "evaluate_result",
     "find_span",
     "instructions_of",
+    "is_float",
+    "limits_of",
     "name_of",
+    "number_set",
     "plain_inputs",
     "point",
+    "quotient_of",
     "rate",
     "read_graph",
     "settled",
+    "sum_of",
     "trace",
     "truth_of",
     "with_magnitudes",

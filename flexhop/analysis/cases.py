@@ -18,11 +18,11 @@ from torch import fx
 from flexhop.analysis.conditions import Truth, all_of, at_least, equals, some_of
 from flexhop.analysis.forms import POSITIONS, Form, Forms
 from flexhop.analysis.graph import dtype_of
-from flexhop.analysis.operators import packet_of
+from flexhop.analysis.operators import HARMLESS, packet_of
+from flexhop.analysis.parts import Product, exact_sum_of, limits_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _MOST = 16  # cases of one value
-_HARMLESS = {"dtype", "device", "layout", "pin_memory"}
 
 
 class Case(NamedTuple):
@@ -82,10 +82,16 @@ class Cases:
 
     def _of_operator(self, node: fx.Node) -> Found:
         """The cases of a node by its operator, if it has several."""
-        rule = _RULES.get(packet_of(node.target)) if node.op == "call_function" else None
-        is_plain = set(node.kwargs) <= _HARMLESS and self.forms.depends_on(node) >= self._inputs
+        is_plain = set(node.kwargs) <= HARMLESS and self.forms.depends_on(node) >= self._inputs
         is_exact = not self.forms.is_integer(node) or self.forms.is_exact(node)
-        found = rule(self, *node.args) if rule is not None and is_plain and is_exact else None
+        rule = _RULES.get(packet_of(node.target)) if node.op == "call_function" else None
+        found: Found = None
+        if is_plain and is_exact and rule is not None:
+            found = rule(self, *node.args)
+        elif is_plain and is_exact and (limits := limits_of(node)) is not None:
+            found = _limited(self, *limits)
+        elif is_plain and is_exact and (products := exact_sum_of(node)) is not None:
+            found = _summed(self, products)
         holds = found is not None and all(self.forms.can_hold(node, form) for _, form in found)
         return found if holds else None
 
@@ -132,7 +138,7 @@ def _larger(first: Found, second: Found, sign: int = 1) -> Found:
     return found
 
 
-def _clamp(cases: Cases, value: Any, low: Any = None, high: Any = None) -> Found:
+def _limited(cases: Cases, value: Any, low: Any, high: Any) -> Found:
     found = cases.of(value)
     found = found if low is None else _larger(found, cases.of(low))
     return found if high is None else _larger(found, cases.of(high), -1)
@@ -162,10 +168,14 @@ def _sign(cases: Cases, value: Any) -> Found:
     return found if 0 < len(found) <= _MOST else None
 
 
-def _product(a: Form, b: Form) -> Form | None:
-    if a.terms and b.terms:
-        return None
-    return b.times(a.offset) if not a.terms else a.times(b.offset)
+def _summed(cases: Cases, products: list[Product]) -> Found:
+    found: Found = [Case(True, Form({}, 0))]
+    for factor, operands in products:
+        part: Found = [Case(True, Form({}, factor))]
+        for operand in operands:
+            part = _pairs(part, cases.of(operand), Form.of_product)
+        found = _pairs(found, part, Form.plus)
+    return found
 
 
 def _of_numbers(function: Callable[[int, int], int]) -> Callable[[Form, Form], Form | None]:
@@ -181,20 +191,8 @@ def _by_pairs(join: Callable[[Form, Form], Form | None]) -> Callable[..., Found]
 
 _RULES: dict[Any, Callable[..., Found]] = {
     aten.where: _choice,
-    aten.maximum: lambda cases, a, b: _larger(cases.of(a), cases.of(b)),
-    aten.minimum: lambda cases, a, b: _larger(cases.of(a), cases.of(b), -1),
-    aten.clamp: _clamp,
-    aten.clamp_min: _clamp,
-    aten.clamp_max: lambda cases, a, high: _clamp(cases, a, None, high),
-    aten.relu: lambda cases, a: _clamp(cases, a, 0),
     aten.abs: _magnitude,
     aten.sign: _sign,
-    aten.add: _by_pairs(Form.plus),
-    aten.sub: _by_pairs(lambda a, b: a.plus(b, -1)),
-    aten.neg: lambda cases, a: _pairs(
-        [Case(True, Form({}, 0))], cases.of(a), lambda z, x: z.plus(x, -1)
-    ),
-    aten.mul: _by_pairs(_product),
     aten.bitwise_and: _by_pairs(_of_numbers(operator.and_)),
     aten.bitwise_or: _by_pairs(_of_numbers(operator.or_)),
     aten.bitwise_xor: _by_pairs(_of_numbers(operator.xor)),

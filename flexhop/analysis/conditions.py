@@ -100,10 +100,12 @@ def _joined(parts: Sequence[Truth], kind: type[All] | type[Some], join: Any) -> 
     kept: list[Truth] = []
     while flat:
         first = flat.pop(0)
-        known = _read(first)
-        same = [part for part in flat if known and (other := _read(part)) and known.joins(other)]
+        known = number_set(first)
+        same = [
+            part for part in flat if known and (other := number_set(part)) and known.joins(other)
+        ]
         if known and same:
-            sets = [found.numbers for part in same if (found := _read(part))]
+            sets = [found.numbers for part in same if (found := number_set(part))]
             found = _write(known.form, join([known.numbers, *sets]))
             if found is (not neutral):
                 return found
@@ -115,41 +117,41 @@ def _joined(parts: Sequence[Truth], kind: type[All] | type[Some], join: Any) -> 
 
 # Sets of integers: ranges that are sorted and do not touch; ends are inclusive.
 
-_Numbers = tuple[tuple[float, float], ...]
+Numbers = tuple[tuple[float, float], ...]
 
 
-class _Set(NamedTuple):
+class NumberSet(NamedTuple):
     """The values of form, whose offset is 0, for which a condition is true."""
 
     form: Form
-    numbers: _Numbers
+    numbers: Numbers
 
-    def joins(self, other: _Set) -> bool:
+    def joins(self, other: NumberSet) -> bool:
         """Whether both are about the same form."""
         return self.form.terms == other.form.terms
 
 
-def _read(truth: Truth) -> _Set | None:
+def number_set(truth: Truth) -> NumberSet | None:
     """A condition as a set; None if it is about several forms."""
     if isinstance(truth, (All, Some)):
-        sets = [_read(part) for part in truth.parts]
+        sets = [number_set(part) for part in truth.parts]
         known = [found for found in sets if found is not None]
         if len(known) < len(sets) or not all(map(known[0].joins, known)):
             return None
         join = _intersection if isinstance(truth, All) else _union
-        return _Set(known[0].form, join([found.numbers for found in known]))
+        return NumberSet(known[0].form, join([found.numbers for found in known]))
     if not isinstance(truth, (AtLeast, Equals)):
         return None
     terms = truth.form.terms
     sign = 1 if terms[min(terms, key=lambda atom: atom.name)] > 0 else -1
     form, place = Form(truth.form.times(sign).terms, 0), -sign * truth.form.offset
     if isinstance(truth, AtLeast):
-        return _Set(form, ((place, math.inf),) if sign > 0 else ((-math.inf, place),))
-    point: _Numbers = ((place, place),)
-    return _Set(form, point if truth.is_equal else _complement(point))
+        return NumberSet(form, ((place, math.inf),) if sign > 0 else ((-math.inf, place),))
+    point: Numbers = ((place, place),)
+    return NumberSet(form, point if truth.is_equal else _complement(point))
 
 
-def _write(form: Form, numbers: _Numbers) -> Truth:
+def _write(form: Form, numbers: Numbers) -> Truth:
     """The condition that a form is in a set."""
     outside = _complement(numbers)
     if len(outside) == 1 and outside[0][0] == outside[0][1]:
@@ -169,7 +171,7 @@ def _between(form: Form, low: float, high: float) -> Truth:
     return ends[0] if len(ends) == 1 else All(tuple(ends)) if ends else True
 
 
-def _union(sets: Sequence[_Numbers]) -> _Numbers:
+def _union(sets: Sequence[Numbers]) -> Numbers:
     found: list[tuple[float, float]] = []
     for low, high in sorted(part for numbers in sets for part in numbers):
         if found and low <= found[-1][1] + 1:
@@ -179,11 +181,11 @@ def _union(sets: Sequence[_Numbers]) -> _Numbers:
     return tuple(found)
 
 
-def _intersection(sets: Sequence[_Numbers]) -> _Numbers:
+def _intersection(sets: Sequence[Numbers]) -> Numbers:
     return _complement(_union([_complement(numbers) for numbers in sets]))
 
 
-def _complement(numbers: _Numbers) -> _Numbers:
+def _complement(numbers: Numbers) -> Numbers:
     found, low = [], -math.inf
     for first, last in numbers:
         if low < first:

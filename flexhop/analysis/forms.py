@@ -20,6 +20,7 @@ from flexhop.analysis.boxes import evaluate, plain_inputs
 from flexhop.analysis.graph import Mod, constant_of, dtype_of, is_number
 from flexhop.analysis.interval import Interval, extent, is_int
 from flexhop.analysis.operators import Trait, packet_of, traits_of
+from flexhop.analysis.parts import exact_sum_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 POSITIONS = frozenset("qk")
@@ -47,6 +48,26 @@ class Form(NamedTuple):
         """The form of factor * self."""
         return Form({}, 0).plus(self, factor)
 
+    def of_product(self, other: Form) -> Form | None:
+        """The form of self * other; None if both have terms."""
+        if self.terms and other.terms:
+            return None
+        return other.times(self.offset) if not self.terms else self.times(other.offset)
+
+
+class Affine(NamedTuple):
+    """q * query + k * key + rest; atoms of the rest may depend on positions, too."""
+
+    q: int
+    k: int
+    rest: Form
+
+    @property
+    def distance(self) -> int:
+        """1 for the distance of the query from the key, -1 for the key's from the query; apart
+        from the rest. 0 for others."""
+        return self.q if abs(self.q) == 1 and self.k == -self.q else 0
+
 
 class Coordinate(NamedTuple):
     """A sum over atoms that each depend on the query or on the key, but not on both.
@@ -61,6 +82,11 @@ class Coordinate(NamedTuple):
     terms: tuple[tuple[fx.Node, int], ...]
     first: int
     last: int
+
+    @property
+    def form(self) -> Form:
+        """The sum."""
+        return Form(dict(self.terms), 0)
 
     @property
     def size(self) -> int:
@@ -157,17 +183,11 @@ class Forms:
         """The linear form of a float, if it and its parts are integers that its dtype
         represents."""
         limit = _WHOLE.get(dtype_of(node), 0)  # type: ignore[arg-type]
-        packet = packet_of(node.target) if node.op == "call_function" else None
-        if packet in _CONVERSIONS:
+        if node.op == "call_function" and packet_of(node.target) in _CONVERSIONS:
             is_whole = self.is_exact(node.args[0]) or not self._is_integer_node(node.args[0])
             found = self.form(node.args[0]) if is_whole else None
-        elif packet is aten.neg:
-            found = self.form(node.args[0])
-            found = found and found.times(-1)
         else:
-            parts = [self.form(a) for a in node.args[:2]]
-            is_sum = len(parts) == 2 and parts[0] is not None and parts[1] is not None
-            found = self._sum_form(packet, node, parts[0], parts[1]) if is_sum else None  # type: ignore[arg-type]
+            found = self._sum_form(node)
         reach = found and self._reach(found)
         return found if reach is not None and reach <= limit else None
 
@@ -182,25 +202,41 @@ class Forms:
             return self.form(node.args[0])  # a float that is an integer
         if packet in _CONVERSIONS and not self.is_exact(node.args[0]):
             return None  # a change of width
-        parts = [self.form(a) for a in node.args[:2]]
-        if packet is aten.bitwise_not and parts[0] is not None:  # ~x is -1 - x
-            return Form({}, -1).plus(parts[0], -1)
-        if packet in (*_CONVERSIONS, aten.neg) and parts[0] is not None:
-            return parts[0].times(-1 if packet is aten.neg else 1)
-        if len(parts) < 2 or parts[0] is None or parts[1] is None:
-            return None
-        return self._sum_form(packet, node, parts[0], parts[1])
+        if packet in _CONVERSIONS:
+            return self.form(node.args[0])
+        if packet is aten.bitwise_not:  # ~x is -1 - x
+            inner = self.form(node.args[0])
+            return inner and Form({}, -1).plus(inner, -1)
+        return self._sum_form(node)
 
-    def _sum_form(self, packet: Any, node: fx.Node, a: Form, b: Form) -> Form | None:
-        factor = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
-        if not isinstance(factor, int) or packet not in _SUMS | {aten.mul}:
+    def _sum_form(self, node: fx.Node) -> Form | None:
+        """The linear form of a sum, or of a product of which one part moves at most."""
+        products, total = exact_sum_of(node), Form({}, 0)
+        if products is None:
             return None
-        if packet is aten.mul:
-            a, b = (a, b) if not a.terms else (b, a)
-            return b.times(a.offset) if not a.terms else None
-        if packet is aten.rsub:
-            return b.plus(a, -factor)
-        return a.plus(b, factor if packet is aten.add else -factor)
+        for factor, operands in products:
+            product: Form | None = Form({}, factor)
+            for part in map(self.form, operands):
+                product = product and part and product.of_product(part)
+            if product is None:
+                return None
+            total = total.plus(product)
+        return total
+
+    def affine(self, value: Any) -> Affine | None:
+        """A form, or that of a node, by its multiples of both positions."""
+        form = value if isinstance(value, Form) else self.form(value)
+        if form is None:
+            return None
+        terms = dict(form.terms)
+        q, k = (terms.pop(self.mod.inputs[name], 0) for name in "qk")
+        return Affine(q, k, Form(terms, form.offset))
+
+    def distance(self, value: Any) -> tuple[int, int] | None:
+        """The sign and the number of sign * (query - key) + number; None for other forms."""
+        place = self.affine(value)
+        is_distance = place is not None and place.distance and not place.rest.terms
+        return (place.distance, place.rest.offset) if place and is_distance else None
 
     def is_integer(self, node: fx.Node) -> bool:
         """Whether a node is a 0-d integer."""
@@ -332,9 +368,6 @@ class Forms:
             low, high = self.range_of(value.args[1])
             return signs[0] if low >= 0 else _signed(signs[0], -1) if high <= 0 else None
         return None
-
-
-_SUMS = frozenset({aten.add, aten.sub, aten.rsub})
 
 
 def _has_node(values: Mapping[str, Any]) -> bool:

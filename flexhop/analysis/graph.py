@@ -6,7 +6,7 @@ are merged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,24 @@ def constant_of(value: Any) -> Any:
         return int(packet in _ONES)
     is_filled = value.op == "call_function" and Trait.FACTORY in traits_of(packet)
     return constant_of(value.args[-1]) if is_filled and value.args else None
+
+
+def is_float(node: Any) -> bool:
+    """Whether a node is a tensor of floats, through which gradients flow."""
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def dependents(
+    roots: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """Nodes that are computed from some nodes, by way of others that `through` holds for."""
+    found, following = set[fx.Node](), list(roots)
+    while following:
+        new = {user for user in following.pop().users if through(user)} - found
+        found |= new
+        following += new
+    return found
 
 
 def operands(

@@ -28,6 +28,7 @@ from flexhop.analysis.conditions import (
     equals,
     some_of,
 )
+from flexhop.analysis.ends import quotient_of
 from flexhop.analysis.forms import POSITIONS, Form, Forms
 from flexhop.analysis.graph import constant_of, dtype_of
 from flexhop.analysis.interval import extent, is_int
@@ -200,7 +201,7 @@ def _at_least(forms: Forms, form: Form, least: int) -> Truth:
 def _equals(forms: Forms, form: Form, is_equal: bool) -> Truth:
     """Whether form == 0, or form != 0; x // 8 == 3 is 24 <= x < 32, x % 8 == x is 0 <= x < 8."""
     for atom, factor in form.terms.items():
-        of_atom = _quotient(forms, atom, packets=(aten.remainder,))
+        of_atom = _quotient(forms, atom, is_remainder=True)
         if of_atom and form.times(factor) == Form({atom: factor * factor}, 0).plus(of_atom[0], -1):
             inner, divisor, _ = of_atom
             sides = at_least(inner), at_least(inner.times(-1), 1 - divisor)
@@ -221,16 +222,14 @@ def _first(quotient: int, divisor: int, rounds_down: bool) -> int:
 
 
 def _quotient(
-    forms: Forms, node: fx.Node, *, packets: tuple[Any, ...] = (aten.floor_divide, aten.div)
+    forms: Forms, node: fx.Node, *, is_remainder: bool = False
 ) -> tuple[Form, int, bool] | None:
-    """An integer divided by a positive number: its form, the number, whether it rounds down."""
-    packet = packet_of(node.target) if node.op == "call_function" else None
-    if packet not in packets or not forms.depends_on(node) >= POSITIONS:
+    """The form of what is divided, the number that divides it, and whether it rounds down."""
+    found = quotient_of(forms, node) if forms.depends_on(node) >= POSITIONS else None
+    form = _exact_form(forms, found.value) if found is not None else None
+    if found is None or form is None or found.is_remainder != is_remainder:
         return None
-    form, divisor = (_exact_form(forms, a) for a in node.args[:2])
-    if form is None or divisor is None or divisor.terms or divisor.offset <= 0:
-        return None
-    return form, divisor.offset, node.kwargs.get("rounding_mode") != "trunc"
+    return form, found.divisor, found.rounds_down
 
 
 def are_integers(forms: Forms, a: Any, b: Any) -> bool:

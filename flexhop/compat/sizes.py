@@ -38,17 +38,18 @@ def bound_of(size: int | torch.SymInt) -> int | None:
     return None
 
 
-def hint_of(size: int | torch.SymInt) -> int:
+def hint_of(size: Any, known: Any = None) -> int:
     """The size at this compilation, without a guard: for choices, which hold for every size.
 
     2.11: size_hint; since 2.13: optimization_hint.
+
+    known: who knows sizes. A SymInt knows itself.
     """
     if isinstance(size, int):
         return size
-    from torch.fx.experimental import symbolic_shapes
-
-    new: Any = getattr(symbolic_shapes, "optimization_hint", None)
-    find = symbolic_shapes.size_hint if new is None else new
+    if known is None:
+        from torch.fx.experimental import symbolic_shapes as known
+    find = getattr(known, "optimization_hint", None) or known.size_hint
     return int(find(size, fallback=_UNSEEN))
 
 

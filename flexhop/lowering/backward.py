@@ -42,9 +42,10 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
     reads = Reads(
         args.joint, unpack_sites(args.sites), args.score_captures, 2,
-        is_reproducible=bool(args.options.get("deterministic")),
+        is_reproducible=bool(args.options.get("deterministic")), own=facts.own_entries,
+        visits_all=problem.blocks is None,
     )  # fmt: skip
-    gathered = gather(reads, args.query, args.key, visits_all=problem.blocks is None)
+    gathered = gather(reads, args.query, args.key)
     captured = gathered.captured
     # Without sites, kernels call the gradient of the score alone.
     joint = joint if captured.sites else joint[:1]

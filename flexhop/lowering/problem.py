@@ -144,8 +144,8 @@ class GradFacts(NamedTuple):
     has_score_grad: whether the derivative differs from 1. grad_cost: instructions per score.
     grad_reads_score: whether it, or the gradient of a captured tensor, depends on the score.
     grad_has_functions: whether these need more than sums and products. captured_reads: the reads
-    of captured tensors that need gradients. adds_captured: whether any of these gradients is a
-    sum; otherwise each score stores entries of its own.
+    of captured tensors that need gradients. own_entries: those tensors, by position, in which each
+    score has an entry of its own, read once, and pairs have entries.
     """
 
     has_score_grad: bool = True
@@ -153,7 +153,12 @@ class GradFacts(NamedTuple):
     grad_reads_score: bool = True
     grad_has_functions: bool = False
     captured_reads: tuple[ReadBy, ...] = ()
-    adds_captured: bool = True
+    own_entries: frozenset[int] = frozenset()
+
+    @property
+    def adds_captured(self) -> bool:
+        """Whether the gradient of any captured tensor is a sum; others are stored."""
+        return len(self.captured_reads) > len(self.own_entries)
 
 
 # Columns of the widest tile in one piece.

@@ -14,11 +14,10 @@ from flexhop.compat.kernels import inductor
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
-from flexhop.lowering.emission.sums import Reads, gather, score_sizes
-from flexhop.lowering.mods.captured import read_by
+from flexhop.lowering.emission.sums import Gathered, Reads, gather, score_sizes
+from flexhop.lowering.mods.captured import own_entries, read_sites
 from flexhop.lowering.mods.lower import lower_mods
 from flexhop.lowering.mods.push import is_additive, lower_bend, lower_push
-from flexhop.lowering.mods.rows import adds_captured
 from flexhop.lowering.mods.sums import Sums, lower_sums
 from flexhop.lowering.operands import (
     block_inputs,
@@ -247,26 +246,29 @@ def _emit_kind(
     if of_captures:
         # The kernel for query adds to them, so it runs even if query needs no gradient.
         call = backward.tangents.call
-        visits_all = backward.tangents.shared.problem.blocks is None
-        gathered = gather(_reads(backward), call.query, call.key, visits_all=visits_all)
+        gathered = gather(_reads(backward), call.query, call.key)
         position = names.pop("query", None)
-        found["query"] = _grad(backward, rows, "query", position, gathered.captured)
+        found["query"] = _grad(backward, rows, "query", position, gathered)
         fakes = DerivativeArgs(*inline.fake_operands()).score_captures
         values = gathered.values(fakes)
         found |= {w.name: values[w.capture] for w in of_captures if w.capture is not None}
     for name in names:
         if name in OPERANDS:
-            found[name] = _grad(backward, rows, name, names[name], Captured((), ()))
+            found[name] = _grad(backward, rows, name, names[name])
     return {w: found[w.name] for w in wanted}
 
 
 def _reads(backward: _Backward) -> Reads:
     assert backward.functions.sums is not None
     graph, sites, _ = backward.functions.sums
-    shared = backward.tangents.shared
+    call, shared, *_ = backward.tangents
     # Subgraphs of the kernel: score_mod, mask_mod, three derivatives of score_mod, then outputs of
     # the graph. No kernel calls the first: output 1 is number 5.
-    return Reads(graph, sites, shared.captures, 4, is_reproducible=shared.problem.is_deterministic)
+    return Reads(
+        graph, sites, shared.captures, 4, is_reproducible=shared.problem.is_deterministic,
+        own=own_entries(graph, sites, score_sizes(call.query, call.key)),
+        visits_all=shared.problem.blocks is None,
+    )  # fmt: skip
 
 
 def _has_lists(args: DerivativeArgs, second: Second) -> bool:
@@ -333,11 +335,12 @@ def _row_sum(products: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def _grad(
-    backward: _Backward, rows: _Rows, name: str, position: int | None, captured: Captured
-) -> Any:
+    backward: _Backward, rows: _Rows, name: str, position: int | None,
+    gathered: Gathered | None = None,
+) -> Any:  # fmt: skip
     """Emit the tangent of the gradient of query, key or value.
 
-    position: of the result among the node's; None if nobody reads it. captured: what this kernel
+    position: of the result among the node's; None if nobody reads it. gathered: what this kernel
     adds to gradients of captured tensors.
     """
     (call, shared, dots, moved, push), functions = backward
@@ -345,14 +348,11 @@ def _grad(
     joint = [push, functions.bend, functions.slope]
     moving = (*(n for n in OPERANDS if n in dots), *["out"] * has_dot, *["captures"] * bool(moved))
     problem = dataclasses.replace(shared.problem, tangents=moving)
-    if captured.sites:
-        assert functions.sums is not None
+    captured = Captured((), ()) if gathered is None else gathered.captured
+    if gathered is not None and functions.sums is not None:
         joint += functions.sums.functions[1:]
-        reads = tuple(read_by(functions.sums.graph, site) for site in functions.sums.sites)
-        adds = adds_captured(
-            functions.sums.graph, functions.sums.sites, score_sizes(call.query, call.key)
-        )
-        grad = problem.grad._replace(captured_reads=reads, adds_captured=adds)
+        read_by = read_sites(gathered.reads.joint, gathered.reads.sites)
+        grad = problem.grad._replace(captured_reads=read_by, own_entries=gathered.reads.own)
         problem = dataclasses.replace(problem, grad=grad)
     shared = dataclasses.replace(shared, problem=problem)
     grad_out_dot = rows.grad_out_dot if has_dot else rows.grad_out

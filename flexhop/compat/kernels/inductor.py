@@ -32,6 +32,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat.graphs import views
 from flexhop.compat.kernels import tanh
+from flexhop.compat.sizes import hint_of
 from flexhop.options import debug
 from flexhop.templates.printers.holes import (
     DISTANCE,
@@ -359,12 +360,7 @@ def is_constant(value: Any) -> bool:
 
 def hint(value: Any) -> int:
     """The value of a size at this compilation, without a guard; 8192 if it depends on data."""
-    if not isinstance(value, sympy.Basic) or value.is_number:
-        return int(value)
-    sizevars = V.graph.sizevars
-    if hasattr(sizevars, "optimization_hint"):
-        return int(sizevars.optimization_hint(value, fallback=8192))
-    return int(sizevars.size_hint(value, fallback=8192))
+    return int(value) if is_constant(value) else hint_of(value, V.graph.sizevars)
 
 
 def is_multiple(value: Any, factor: int) -> bool:

@@ -20,7 +20,7 @@ from flexhop.lowering.cpu.mods import (
 )
 from flexhop.lowering.emission.sums import Reads, make_sums
 from flexhop.lowering.mods.analysed import JOINT, kernel_graph
-from flexhop.lowering.mods.captured import read_by
+from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, read_joint, score_inputs
 from flexhop.ops.args import BackwardArgs, Site, unpack_sites
@@ -53,7 +53,7 @@ def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
     # No first subgraph, because C++ calls the functions by name; its sums are ordered otherwise.
     reads = Reads(args.joint, sites, args.score_captures, 0, is_reproducible=False)
     sums = make_sums(reads, args.query, args.key)
-    along = [_ALONG.get(read_by(args.joint, site), "BOTH") for site in sites]
+    along = [_ALONG.get(by, "BOTH") for by in read_sites(args.joint, sites)]
     return Joint(buffers, sites, sums, along)
 
 

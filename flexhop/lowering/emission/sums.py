@@ -14,14 +14,7 @@ from flexhop.analysis import INDICES
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.emission.kernel import Captured
-from flexhop.lowering.mods.captured import (
-    NOT_SHARED,
-    depends_on,
-    read_by,
-    repeats,
-    shared_entries,
-)
-from flexhop.lowering.mods.rows import adds_rows, own_entries
+from flexhop.lowering.mods.captured import NOT_SHARED, site_facts
 from flexhop.ops.args import Site
 
 _BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
@@ -66,18 +59,9 @@ def in_copies(reads: Reads, query: Any, key: Any) -> Reads:
     for site in reads.sites:
         entries = inductor.hint(reads.captures[site.capture].get_numel())
         most = min(_MOST_COPIES, scores // (_FEW_SCORES * max(entries, 1)))
-        if read_by(reads.joint, site) in _BY_PAIR and most > 1:
+        if site_facts(reads.joint, site).by in _BY_PAIR and most > 1:
             copies[site.capture] = 1 << (most.bit_length() - 1)
     return reads._replace(copies=copies)
-
-
-def in_own_entries(reads: Reads, query: Any, key: Any, *, visits_all: bool) -> Reads:
-    """The reads, with gradients of biases of pairs stored and not added.
-
-    visits_all: whether kernels visit every score, even hidden ones.
-    """
-    own = own_entries(reads.joint, reads.sites, score_sizes(query, key))
-    return reads._replace(own=own, visits_all=visits_all)
 
 
 def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
@@ -119,7 +103,7 @@ def _numbers(reads: Reads, position: int, query: Any, key: Any) -> int:
     """How many numbers of a capture's buffer are added to, at most."""
     sizes = dict(zip(INDICES, map(inductor.hint, score_sizes(query, key)), strict=True))
     sites = [site for site in reads.sites if site.capture == position]
-    read = [math.prod(sizes[i] for i in depends_on(reads.joint, site)) for site in sites]
+    read = [math.prod(sizes[i] for i in site_facts(reads.joint, site).depends) for site in sites]
     entries = inductor.hint(reads.captures[position].get_numel())
     return min(entries, max(read)) * reads.copies.get(position, 1)
 
@@ -136,7 +120,8 @@ def _sum_dtype(scores: int, numbers: int, query: Any) -> torch.dtype:
 
 
 def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite:
-    by = read_by(reads.joint, site)
+    facts = site_facts(reads.joint, site)
+    by = facts.by
     # Exact sums have their ten integers in front, copies come last; sites index what is between.
     strides = tuple(buffer.get_stride())
     is_own = site.capture in reads.own
@@ -144,7 +129,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     row, strides = (strides[0], strides[1:]) if sums_exactly else (None, strides)
     copies = reads.copies.get(site.capture, 1)
     strides = strides[:-1] if copies > 1 else strides
-    shared = NOT_SHARED if is_own or copies > 1 else shared_entries(reads.joint, site)
+    shared = NOT_SHARED if is_own or copies > 1 else facts.shared
     return inductor.ScatterSite(
         buffer=buffer.get_name(),
         strides=strides,
@@ -153,12 +138,12 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         uses_q_idx=by not in ("head", "key"),
         uses_kv_idx=by not in ("head", "query"),
         by_distance=by == "distance",
-        repeats=by in ("distance", "query") and repeats(reads.joint, site),
+        repeats=by in ("distance", "query") and facts.repeats,
         dtype=f"tl.{str(buffer.get_dtype()).removeprefix('torch.')}",
         is_large=not inductor.fits_int32(buffer.get_numel()),
         row=row,
         is_own=is_own,
-        is_row=copies == 1 and strides[-1:] == (1,) and adds_rows(reads.joint, site),
+        is_row=copies == 1 and strides[-1:] == (1,) and facts.is_row,
         copies=copies if by in _BY_PAIR else 1,
         shared_axis=shared.axis,
         shared_indices=shared.indices,
@@ -185,10 +170,9 @@ class Gathered(NamedTuple):
         return {i: _value(self.reads, i, sums, fakes[i]) for i, sums in self.buffers.items()}
 
 
-def gather(reads: Reads, query: Any, key: Any, *, visits_all: bool) -> Gathered:
-    """Plan the gradients of captured tensors; visits_all: see `in_own_entries`."""
-    spread = in_copies(reads, query, key)
-    planned = in_own_entries(spread, query, key, visits_all=visits_all)
+def gather(reads: Reads, query: Any, key: Any) -> Gathered:
+    """Plan the gradients of captured tensors."""
+    planned = in_copies(reads, query, key)
     return Gathered(planned, make_sums(planned, query, key))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import Analysis, copied, dtype_of, settled
+from flexhop.analysis import Analysis, copied, dtype_of, quotient_of, settled
 from flexhop.lowering.mods.analysed import analyse_kernel, per_graph
 from flexhop.lowering.mods.narrow import narrowed
 
@@ -42,8 +42,6 @@ _ORDERED = (
     aten.maximum.default, aten.minimum.default,
     aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
 )  # fmt: skip
-_QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
-_REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
 _LARGEST = 2**24  # fp32 represents all integers up to this
 
 
@@ -69,28 +67,23 @@ def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     return settled(module, graph)
 
 
-def _division(node: fx.Node, copy: fx.Node, found: Analysis) -> fx.Node | None:
+def _division(node: fx.Node, copy: fx.Node, known: Analysis) -> fx.Node | None:
     """A quotient that rounds down, or its remainder, of integers by a positive number."""
-    is_quotient = (
-        node.target in _QUOTIENTS and node.kwargs.get("rounding_mode", "floor") == "floor"
-    )
-    if not (is_quotient or node.target in _REMAINDERS):
-        return None
+    found = quotient_of(known.forms, known.known[node])
     arguments: Any = copy.args
-    value, divisor = arguments
-    is_number = isinstance(divisor, int) and not isinstance(divisor, bool) and divisor > 0
-    if not (is_number and _is_integer(value) and _is_integer(node)):
+    if found is None or not found.rounds_down or not all(map(_is_integer, (arguments[0], node))):
         return None
+    value, divisor = arguments[0], found.divisor
     call = copy.graph.call_function
     if divisor & (divisor - 1) == 0:  # for integers of either sign
-        if is_quotient:
-            return call(aten.bitwise_right_shift.Tensor_Scalar, (value, divisor.bit_length() - 1))
-        return call(aten.bitwise_and.Scalar, (value, divisor - 1))
-    if found[node.all_input_nodes[0]].low < 0:
+        if found.is_remainder:
+            return call(aten.bitwise_and.Scalar, (value, divisor - 1))
+        return call(aten.bitwise_right_shift.Tensor_Scalar, (value, divisor.bit_length() - 1))
+    if known.forms.range_of(found.value)[0] < 0:
         return None
-    if is_quotient:
-        return call(aten.div.Tensor_mode, (value, divisor), {"rounding_mode": "trunc"})
-    return call(aten.fmod.Scalar, (value, divisor))
+    if found.is_remainder:
+        return call(aten.fmod.Scalar, (value, divisor))
+    return call(aten.div.Tensor_mode, (value, divisor), {"rounding_mode": "trunc"})
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from torch import fx
 
-from flexhop.analysis import INDICES, All, AtLeast, Equals, truth_of
+from flexhop.analysis import INDICES, number_set, truth_of
 from flexhop.lowering.mods.analysed import analysed
 
-_FAR = 2**30  # a missing side; adding a position does not overflow 32 bits
+_FAR = 2**30  # adding a position does not overflow 32 bits
 
 
 class Band(NamedTuple):
@@ -31,22 +31,13 @@ def key_band(mask: fx.GraphModule) -> Band | None:
         mask: (b, h, q_idx, kv_idx, *captures) -> bool.
     """
     found = analysed(mask, INDICES)
-    q_idx, kv_idx = found.mod.inputs["q"], found.mod.inputs["k"]
     truth = truth_of(found.forms, found.mod.result)
     if truth is False:
         return Band(1, 0)
-    first, end = -_FAR, _FAR
-    for part in truth.parts if isinstance(truth, All) else (truth,):
-        if not isinstance(part, (AtLeast, Equals)) or abs(part.form.offset) >= _FAR:
-            return None
-        if isinstance(part, Equals) and not part.is_equal:
-            return None
-        terms, edge = part.form.terms, part.form.offset
-        if terms == {q_idx: 1, kv_idx: -1}:  # kv_idx <= q_idx + offset
-            side = Band(edge if isinstance(part, Equals) else -_FAR, edge + 1)
-        elif terms == {q_idx: -1, kv_idx: 1}:  # kv_idx >= q_idx - offset
-            side = Band(-edge, 1 - edge if isinstance(part, Equals) else _FAR)
-        else:
-            return None
-        first, end = max(first, side.first), min(end, side.end)
-    return Band(first, end) if -_FAR < first and end < _FAR else None
+    kept = number_set(truth)
+    distance = kept and found.forms.distance(kept.form)
+    if kept is None or distance is None or len(kept.numbers) != 1:
+        return None
+    ((low, high),) = kept.numbers  # of the query's distance from the key, or of the key's
+    first, last = (low, high) if distance[0] < 0 else (-high, -low)
+    return Band(int(first), int(last) + 1) if -_FAR < first and last < _FAR else None

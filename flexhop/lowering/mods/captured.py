@@ -3,47 +3,25 @@ indices."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import fx
+import sympy
 
-from flexhop.analysis import INDICES, Analysis, Coordinate
+from flexhop.analysis import INDICES, Analysis, Coordinate, Form
+from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.analysed import JOINT, analysed, positions_of
 from flexhop.lowering.problem import ReadBy
-from flexhop.ops.args import Site, unpack_sites
+from flexhop.ops.args import Site
 
-
-def read_sites(joint: Any, sites: tuple[int, ...]) -> tuple[ReadBy, ...]:
-    """For every site of a joint graph, which scores read the same entry."""
-    return tuple(read_by(joint, site) for site in unpack_sites(sites))
-
-
-def read_by(joint: Any, site: Site) -> ReadBy:
-    """Which scores read the same entry at a site."""
-    found = analysed(joint, JOINT)
-    indices = _indices(found, site)
-    uses_q_idx, uses_kv_idx = positions_of(found, indices)
-    # From the most to the least that can be summed before it is added.
-    if not uses_q_idx:
-        return "key" if uses_kv_idx else "head"
-    if not uses_kv_idx:
-        return "query"
-    return "distance" if all(_is_by_distance(found, index) for index in indices) else "score"
-
-
-def repeats(joint: Any, site: Site) -> bool:
-    """Whether pairs at different distances may read the same entry: no index is a distance itself.
-
-    Likewise for different queries, if reads depend only on the query: none is the query itself.
-    """
-    found = analysed(joint, JOINT)
-    return not any(_is_one_to_one(found, index) for index in _indices(found, site))
-
-
-def depends_on(joint: Any, site: Site) -> frozenset[str]:
-    """The indices of a score that say which entry it reads, by name."""
-    found = analysed(joint, JOINT)
-    return found.forms.of_all(_indices(found, site)) & frozenset(INDICES)
+# By whether indices depend on the query, and on the key. From the most to the least that can be
+# summed before it is added.
+_BY: dict[tuple[bool, bool], ReadBy] = {
+    (False, False): "head",
+    (False, True): "key",
+    (True, False): "query",
+}
 
 
 class SharedEntries(NamedTuple):
@@ -60,46 +38,111 @@ class SharedEntries(NamedTuple):
 NOT_SHARED = SharedEntries(None, ())
 
 
-def shared_entries(joint: Any, site: Site) -> SharedEntries:
+class SiteFacts(NamedTuple):
+    """What the indices of a site say about the entries that scores read there.
+
+    by: which scores read the same entry. depends: the indices of a score that say which, by name.
+    repeats: whether pairs at different distances may read the same entry: no index is a distance
+    itself. Likewise for different queries, if reads depend only on the query. is_row: whether
+    pairs have entries, those of neighbouring keys side by side. named: the indices of a score
+    among those of the site, if all others are constants; else none.
+    """
+
+    by: ReadBy
+    depends: frozenset[str]
+    repeats: bool
+    is_row: bool
+    named: frozenset[str]
+    shared: SharedEntries
+
+
+def site_facts(joint: Any, site: Site) -> SiteFacts:
+    """The facts about a site of a joint graph."""
+    found = analysed(joint, JOINT)
+    indices = [found.mod.results[i] for i in site.indices]
+    places = [positions_of(found, [index]) for index in indices]
+    by = _BY.get(positions_of(found, indices))
+    if by is None:
+        is_distance = all(_is_by_distance(found, index) for index in indices)
+        by = "distance" if is_distance else "score"
+    return SiteFacts(
+        by=by,
+        depends=found.forms.of_all(indices) & frozenset(INDICES),
+        repeats=not any(_is_one_to_one(found, index) for index in indices),
+        is_row=by in ("distance", "score") and ends_in_key(found, indices),
+        named=_named(found, indices),
+        shared=_shared(found, indices, places),
+    )
+
+
+def read_sites(joint: Any, sites: Sequence[Site]) -> tuple[ReadBy, ...]:
+    """For every site of a joint graph, which scores read the same entry."""
+    return tuple(site_facts(joint, site).by for site in sites)
+
+
+def own_entries(joint: Any, sites: Sequence[Site], sizes: Sequence[Any]) -> frozenset[int]:
+    """Captured tensors in which each score has an entry of its own, and pairs have entries.
+
+    Args:
+        joint, sites: of the gradient.
+        sizes: [B, Hq, M, N].
+    """
+    named = zip(INDICES, sizes, strict=True)
+    needed = {name for name, size in named if not inductor.is_known(sympy.Eq(size, 1))}
+    needed |= {"q", "k"}
+    counts = Counter(site.capture for site in sites)
+    return frozenset(
+        site.capture
+        for site in sites
+        if counts[site.capture] == 1 and needed <= site_facts(joint, site).named
+    )
+
+
+def ends_in_key(found: Analysis, indices: Sequence[Any]) -> bool:
+    """Whether the last index is the key, and no other depends on it."""
+    *others, last = indices
+    is_key = found.forms.affine(last) == (0, 1, Form({}, 0))
+    return is_key and not positions_of(found, others)[1]
+
+
+def _is_by_distance(found: Analysis, index: Any) -> bool:
+    """Whether an index stays the same if query and key both advance by one."""
+    seen = found.forms.seen(index)
+    forms = (isinstance(c, Coordinate) and c.form for c in seen.coordinates)
+    return "score" not in seen.others and all(
+        form and found.forms.distance(form) for form in forms
+    )
+
+
+def _is_one_to_one(found: Analysis, index: Any) -> bool:
+    """Whether an index grows or falls by exactly one from one query to the next."""
+    place = found.forms.affine(index)
+    if place is None or abs(place.q) != 1:
+        return False
+    return "q" not in found.forms.of_all(place.rest.terms)
+
+
+def _named(found: Analysis, indices: Sequence[Any]) -> frozenset[str]:
+    """The inputs among some indices, by name, if all others are constants; else none."""
+    forms = [found.forms.form(index) for index in indices]
+    moving = [form for form in forms if form is None or form.terms]
+    given = {name: Form({node: 1}, 0) for name, node in found.mod.inputs.items()}
+    are_given = all(form in given.values() for form in moving)
+    return frozenset(name for name in given if are_given and given[name] in moving)
+
+
+def _shared(
+    found: Analysis, indices: Sequence[Any], places: Sequence[tuple[bool, bool]]
+) -> SharedEntries:
     """Whether scores of a query read one entry if some function of their distance is the same.
 
     Most tiles are so far from the diagonal that a clamped distance, or a bucket, is.
     """
-    found, by_distance, sides = analysed(joint, JOINT), [], set[bool]()
-    for place, result in enumerate(site.indices):
-        index = found.mod.results[result]
-        if not isinstance(index, fx.Node):
-            continue
-        uses_q_idx, uses_kv_idx = positions_of(found, [index])
-        if not (uses_q_idx and uses_kv_idx):
-            sides |= {uses_q_idx} if uses_q_idx or uses_kv_idx else set()
-        elif _is_by_distance(found, index) and not _is_one_to_one(found, index):
-            by_distance.append(place)
-        else:
-            return NOT_SHARED
-    if not by_distance or len(sides) != 1:
+    pairs = [place for place, uses in enumerate(places) if all(uses)]
+    sides = {uses_q_idx for uses_q_idx, uses_kv_idx in places if uses_q_idx != uses_kv_idx}
+    repeats = (
+        _is_by_distance(found, indices[p]) and not _is_one_to_one(found, indices[p]) for p in pairs
+    )
+    if not pairs or len(sides) != 1 or not all(repeats):
         return NOT_SHARED
-    return SharedEntries(int(sides.pop()), tuple(by_distance))
-
-
-def _indices(found: Analysis, site: Site) -> list[fx.Node]:
-    """The computed indices of a site."""
-    indices = (found.mod.results[i] for i in site.indices)
-    return [index for index in indices if isinstance(index, fx.Node)]
-
-
-def _is_by_distance(found: Analysis, index: fx.Node) -> bool:
-    """Whether an index stays the same if query and key both advance by one."""
-    seen = found.forms.seen(index)
-    distance = ((found.mod.inputs["q"], 1), (found.mod.inputs["k"], -1))
-    is_distance = (isinstance(c, Coordinate) and c.terms == distance for c in seen.coordinates)
-    return "score" not in seen.others and all(is_distance)
-
-
-def _is_one_to_one(found: Analysis, index: fx.Node) -> bool:
-    """Whether an index grows or falls by exactly one from one query to the next."""
-    form, q_idx = found.forms.form(index), found.mod.inputs["q"]
-    if form is None or abs(form.terms.get(q_idx, 0)) != 1:
-        return False
-    others = [atom for atom in form.terms if atom is not q_idx]
-    return "q" not in found.forms.of_all(others)
+    return SharedEntries(int(sides.pop()), tuple(pairs))

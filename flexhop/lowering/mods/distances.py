@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import Analysis, Writer, copied
+from flexhop.analysis import Analysis, Writer, copied, dependents
 from flexhop.lowering.mods.analysed import SCORE, analyse_kernel, analysed
 from flexhop.lowering.mods.indices import clamp_reads
 from flexhop.templates.printers.holes import DISTANCE
@@ -56,28 +56,13 @@ def by_distance(graph: fx.GraphModule, *, has_others: bool) -> fx.GraphModule:
             new = writer.call(copy, aten.add.Tensor, new, offset)
         writer.replace(copy, new)
     if has_others:
-        clamp_reads(module, _dependent(distance))
+        clamp_reads(module, dependents([distance]))
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def _dependent(source: fx.Node) -> set[fx.Node]:
-    """What depends on a node."""
-    found, following = set[fx.Node](), [source]
-    while following:
-        new = set(following.pop().users) - found
-        found |= new
-        following += new
-    return found
-
-
 def _distance(found: Analysis, node: fx.Node) -> tuple[int, int] | None:
     """Sign and offset of a node that is the distance, times the sign, plus the offset."""
-    form = found[node].form if node.op == "call_function" else None
-    if form is None or abs(form.offset) > _LARGEST_OFFSET:
-        return None
-    query, key = (found.mod.inputs[name] for name in "qk")
-    sign = form.terms.get(query, 0)
-    is_distance = abs(sign) == 1 and form.terms == {query: sign, key: -sign}
-    return (sign, form.offset) if is_distance else None
+    measured = found.forms.distance(found.known[node]) if node.op == "call_function" else None
+    return measured if measured is None or abs(measured[1]) <= _LARGEST_OFFSET else None

@@ -11,14 +11,14 @@ An index of int64 keeps its lower half, which takes half of the instructions and
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import sympy
 import torch
 from torch import fx
 
-from flexhop.analysis import Cases, Form, constant_of, copied, name_of, truth_of
+from flexhop.analysis import Cases, Ends, copied, truth_of
 from flexhop.compat.graphs import guards
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.analysed import analyse_kernel
@@ -109,8 +109,8 @@ class _Wrap:
         bounds = ((name, n if isinstance(n, int) else LENGTH) for name, n in sizes.items())
         self.found = analyse_kernel(graph, tuple(inputs), tuple(bounds))
         self.cases = Cases(self.found.forms, truth_of, frozenset())
-        nodes = self.found.mod.inputs
-        self.ends = {nodes[name]: inductor.as_expression(n) - 1 for name, n in sizes.items()}
+        last = {name: inductor.as_expression(n) - 1 for name, n in sizes.items()}
+        self.ends = Ends(self.found.forms, last, inductor.quotient)
         self.copies = copies
 
     def all(self, source: fx.Node, indices: Sequence[Any], before: fx.Node) -> list[Any]:
@@ -148,14 +148,14 @@ class _Wrap:
             write(convert, nodes[0], torch.int32)
         if self._is_inside(index, length):
             return nodes[-1]
-        if not self._is_at_most(index, -1, 0):
+        if not self._is_always(index, lambda low, _: low >= 0):
             plain = nodes[-1]
             shifted = write(aten.add.Tensor, plain, operand)
             negative = write(aten.lt.Scalar, plain, 0)
             write(aten.where.self, negative, shifted, plain)
-            if not self._is_at_most(index, -1, length):
+            if not self._is_always(index, lambda low, _: low >= -length):
                 write(aten.maximum.default, nodes[-1], 0)
-        if not self._is_at_most(index, 1, length - 1):
+        if not self._is_always(index, lambda _, high: high <= length - 1):
             write(aten.minimum.default, nodes[-1], _last(source, axis))
         return nodes[-1]
 
@@ -169,41 +169,24 @@ class _Wrap:
         while (parts := _addends(total)) is not None:
             total, added = parts
             shift += added
-        if total is index:
-            return False
-        high, low = (self._most_in_cases(total, sign) for sign in (1, -1))
-        room = [length - 1 - shift - end for end in high] + [shift - end for end in low]
-        return bool(high) and bool(low) and guards.guard_not_negative(room)
+        found = [] if total is index else self._in_cases(total)
+        room = [part for low, high in found for part in (length - 1 - shift - high, shift + low)]
+        return bool(found) and guards.guard_not_negative(room)
 
-    def _is_at_most(self, index: fx.Node, sign: int, limit: Any) -> bool:
-        """Whether sign * index is at most a limit, for certain."""
+    def _is_always(self, index: fx.Node, holds: Callable[[Any, Any], Any]) -> bool:
+        """Whether a relation with the lowest and the highest value of an index holds for
+        certain."""
         facts = self.found[index]
-        ends = [sympy.sympify(sign * (facts.high if sign > 0 else facts.low))]
-        if not inductor.is_known(ends[0] <= limit):
-            ends = self._most_in_cases(index, sign)
-        return bool(ends) and all(inductor.is_known(end <= limit) for end in ends)
+        if inductor.is_known(holds(sympy.sympify(facts.low), sympy.sympify(facts.high))):
+            return True
+        ends = self._in_cases(index)
+        return bool(ends) and all(inductor.is_known(holds(*end)) for end in ends)
 
-    def _most_in_cases(self, index: fx.Node, sign: int) -> list[Any]:
-        """The largest values of sign * index, case by case; empty if they are not known."""
+    def _in_cases(self, index: fx.Node) -> list[tuple[Any, Any]]:
+        """Bounds of an index, case by case; empty if they are not known."""
         cases = self.cases.of(self.found.known[index]) or ()
-        return [self._most(case.form.times(sign)) for case in cases]
-
-    def _most(self, form: Form) -> Any:
-        """The largest value of a form."""
-        total: Any = sympy.Integer(form.offset)
-        for node, factor in form.terms.items():
-            low, high = self._ends_of(node)
-            total += factor * sympy.sympify(high if factor > 0 else low)
-        return total
-
-    def _ends_of(self, node: fx.Node) -> tuple[Any, Any]:
-        """Bounds of an atom of a form: of indices and their quotients, those of this call."""
-        if node in self.ends:
-            return 0, self.ends[node]
-        divisor = _divisor(node)
-        if divisor is not None and node.args[0] in self.ends:
-            return 0, inductor.quotient(self.ends[node.args[0]], divisor)  # pyright: ignore
-        return self.found.forms.range_of(node)
+        bounds = (self.ends.of_form(case.form) for case in cases)
+        return [(sympy.sympify(low), sympy.sympify(high)) for low, high in filter(None, bounds)]
 
 
 def _addends(node: fx.Node) -> tuple[fx.Node, Any] | None:
@@ -217,16 +200,3 @@ def _addends(node: fx.Node) -> tuple[fx.Node, Any] | None:
         return None
     added = inductor.as_expression(number)
     return first, added if node.target is aten.add.Tensor else -added
-
-
-def _divisor(node: fx.Node) -> int | None:
-    """The number by which a node divides an index, and rounds down."""
-    if node.op != "call_function" or len(node.args) != 2:
-        return None
-    number = constant_of(node.args[1])
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        return None
-    if name_of(node) in ("bitwise_right_shift", "__rshift__"):
-        return 2**number
-    is_rounded = name_of(node) == "floor_divide" or bool(node.kwargs.get("rounding_mode"))
-    return number if is_rounded and number else None

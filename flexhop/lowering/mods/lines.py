@@ -14,13 +14,12 @@ constant in most tiles.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
-from flexhop.analysis import Writer, copied, dtype_of, name_of
+from flexhop.analysis import Writer, copied, dtype_of, limits_of, name_of, sum_of
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph, per_graph
 from flexhop.lowering.mods.graphs import convert, returning
 from flexhop.lowering.mods.sides import NotDecided, Sides
@@ -29,24 +28,6 @@ aten = torch.ops.aten
 # Dtypes in which kernels compute as written. Eager mode would round 16-bit ones.
 _EXACT = (torch.float32, torch.int32, torch.int64)
 _CONVERSIONS = ("convert_element_type", "_to_copy")
-# The products whose sum an operator is; x is its option.
-_SUMS: dict[str, Callable[..., list[list[Any]]]] = {
-    "add": lambda x, a, b: [[a], [b, x]],
-    "sub": lambda x, a, b: [[a], [b, x, -1]],
-    "rsub": lambda x, a, b, y=1: [[b], [a, x, y, -1]],
-    "neg": lambda x, a: [[a, -1]],
-    "mul": lambda x, a, b: [[a, b]],
-    "addcmul": lambda x, a, b, c: [[a], [b, c, x]],
-}
-# The least and the most that an operator lets its first operand be.
-_BOUNDS: dict[str, Callable[..., tuple[Any, Any]]] = {
-    "relu": lambda x: (0, None),
-    "maximum": lambda x, least: (least, None),
-    "minimum": lambda x, most: (None, most),
-    "clamp_min": lambda x, least: (least, None),
-    "clamp_max": lambda x, most: (None, most),
-    "clamp": lambda x, least=None, most=None: (least, most),
-}
 _OF_LINE, _OF_PLANE = frozenset({"score", "k"}), frozenset({"score", "q", "k"})
 Slope = Any  # a number, or a node of the copy
 
@@ -124,8 +105,8 @@ class _Slopes:
     def _of_operator(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
         if name_of(node) == "where":
             return self._of_where(node, name, held)
-        if name_of(node) in _BOUNDS and held == _OF_LINE and not node.kwargs:
-            return self._of_bounded(node, name, held)
+        if held == _OF_LINE and (limits := limits_of(node)) is not None:
+            return self._of_limited(*limits, name)
         slope: Slope = 0
         for product in self._products(node, held):
             for place, value in enumerate(product):
@@ -145,14 +126,12 @@ class _Slopes:
             raise _NoLine
         return self._chosen(self.sides.decide(condition), one, other)
 
-    def _of_bounded(self, node: fx.Node, name: str, held: frozenset[str]) -> Slope:
-        first: Any = node.args[0]
-        slope = self.of(first, name, held)
-        bounds = _BOUNDS[name_of(node)](*node.args)
-        for order, bound in zip((aten.lt, aten.gt), bounds, strict=True):
-            if bound is not None:
-                beyond = self.sides.compare(order, first, bound)
-                slope = self._chosen(beyond, self.of(bound, name, held), slope)
+    def _of_limited(self, value: Any, least: Any, most: Any, name: str) -> Slope:
+        slope = self.of(value, name, _OF_LINE)
+        for order, limit in ((aten.lt, least), (aten.gt, most)):
+            if limit is not None:
+                beyond = self.sides.compare(order, value, limit)
+                slope = self._chosen(beyond, self.of(limit, name, _OF_LINE), slope)
         return slope
 
     def _chosen(self, condition: fx.Node, one: Slope, other: Slope) -> Slope:
@@ -164,16 +143,14 @@ class _Slopes:
 
     def _products(self, node: fx.Node, held: frozenset[str]) -> list[list[Any]]:
         """The products whose sum a node is; an absolute value is one on each side of its bend."""
-        kind, options = name_of(node), dict(node.kwargs)
-        operands: Any = node.args
+        kind, operands = name_of(node), cast("Any", node.args)
         if kind in _CONVERSIONS and _keeps_value(operands[0], node):
             return [[operands[0]]]
-        factor = options.pop("alpha", options.pop("value", 1))
-        if kind in _SUMS and not options:
-            return _SUMS[kind](factor, *operands)
+        if (products := sum_of(node)) is not None:
+            return [[*values, factor] for factor, values in products]
         if kind == "abs" and held == _OF_LINE:
             return [[self._side(operands[0]), operands[0]]]
-        if kind == "div" and not options:
+        if kind == "div" and not node.kwargs:
             value, divisor = operands
             if not isinstance(divisor, fx.Node):
                 return [[1.0 / divisor, value]]

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from flexhop.analysis import INDICES
+from flexhop.analysis import INDICES, dependents
 from flexhop.compat.kernels import inductor, pointwise
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, reads_of
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
-from flexhop.lowering.mods.captured import read_sites
+from flexhop.lowering.mods.captured import own_entries, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.instructions import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.lines import key_line, zero
-from flexhop.lowering.mods.rows import adds_captured, row_bytes
+from flexhop.lowering.mods.rows import row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site, unpack_sites
@@ -158,13 +158,14 @@ def read_joint(
     graph = kernel_graph(joint, JOINT)
     found = analysed(graph, JOINT)
     reads_score = "score" in found.forms.of_all(found.mod.results)
+    given = unpack_sites(sites)
     return GradFacts(
         has_score_grad=not _is_additive(graph),
         grad_cost=instructions(found),
         grad_reads_score=reads_score,
         grad_has_functions=has_functions(found),
-        captured_reads=read_sites(joint, sites),
-        adds_captured=sizes is None or adds_captured(joint, unpack_sites(sites), sizes),
+        captured_reads=read_sites(joint, given),
+        own_entries=frozenset() if sizes is None else own_entries(joint, given, sizes),
     )
 
 
@@ -184,12 +185,8 @@ def _read_bytes(
 
 def _pair_bytes(mask: fx.GraphModule) -> int:
     """See ModFacts.mask_pair_bytes."""
-    found = analysed(mask, INDICES)
-    pairs = [read for read, positions in reads_of(found) if all(positions)]
-    behind: set[fx.Node] = set()  # what depends on a pair
-    for node in found.mod.graph.nodes:
-        if any(source in behind or source in pairs for source in node.all_input_nodes):
-            behind.add(node)
+    pairs = [read for read, positions in reads_of(analysed(mask, INDICES)) if all(positions)]
+    behind = dependents(pairs)
     return sum(read.meta["val"].dtype.itemsize for read in pairs if read not in behind)
 
 

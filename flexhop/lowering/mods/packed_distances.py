@@ -56,8 +56,9 @@ def _measure(writer: Writer, found: Analysis, node: fx.Node, copy: fx.Node) -> N
     forms = [found.forms.form(found.known[operand]) for operand in operands]
     if forms[0] is None or forms[1] is None:
         return
-    distance, positions = forms[0].plus(forms[1], -1), [found.mod.inputs[n] for n in "qk"]
-    for first, second in (positions, reversed(positions)):
-        if distance.terms == {first: 1, second: -1}:
-            sides = writer.write(copy, Form({first: 1}, distance.offset)), writer.copies[second]
-            writer.replace(copy, writer.call(copy, node.target, *sides))
+    distance = found.forms.distance(forms[0].plus(forms[1], -1))
+    if distance is None:
+        return
+    first, second = (found.mod.inputs[name] for name in ("qk" if distance[0] > 0 else "kq"))
+    sides = writer.write(copy, Form({first: 1}, distance[1])), writer.copies[second]
+    writer.replace(copy, writer.call(copy, node.target, *sides))

@@ -62,7 +62,7 @@ class _Comparisons:
     def __init__(self, found: Analysis, copies: dict[fx.Node, fx.Node]) -> None:
         self.found, self.copies = found, copies
         self.writer = Writer(found, copies)
-        self.query, self.key = (found.mod.inputs[name] for name in "qk")
+        self.key = found.mod.inputs["k"]
         self._bounded = set[fx.Node]()
 
     def compare(self, node: fx.Node) -> fx.Node | None:
@@ -79,12 +79,11 @@ class _Comparisons:
         """Whether a condition is about the distance, and small numbers besides."""
         if not isinstance(truth, (AtLeast, Equals)):
             return False
-        terms = dict(truth.form.terms)
-        of_query, of_key = terms.pop(self.query, 0), terms.pop(self.key, 0)
-        if abs(of_query) != 1 or of_key != -of_query:
+        place = self.found.forms.affine(truth.form)
+        if place is None or not place.distance:
             return False
         total, far = 2 * SIZES["q"] + abs(truth.form.offset), 0
-        for atom, factor in terms.items():
+        for atom, factor in place.rest.terms.items():
             is_integer = dtype_of(atom) in (torch.int32, torch.int64)
             if {"q", "k"} & self.found.forms.depends_on(atom) or not is_integer:
                 return False

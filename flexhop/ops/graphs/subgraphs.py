@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES
+from flexhop.analysis import INDICES, dependents, is_float
 from flexhop.compat.compilation import copy_of, forms_of, once, say
 from flexhop.compat.kept import is_marked, mark
 from flexhop.compat.mods.grad_modes import DetachMode
@@ -258,13 +258,10 @@ def _passed_on(graph: fx.GraphModule) -> list[int] | None:
 def _followers(graph: fx.GraphModule, given: Sequence[int]) -> list[bool]:
     """Which results of a graph have a tangent if the inputs `given` have one."""
     inputs = graph.graph.find_nodes(op="placeholder")
-    reached = {inputs[i] for i in given}
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        if is_float and node.target is not aten.detach.default:
-            reached |= {node} if any(n in reached for n in node.all_input_nodes) else set()
-    return [node in reached for node in cast("Any", graph.graph.output_node().args[0])]
+    moved = {inputs[i] for i in given}
+    passes = lambda node: is_float(node) and node.target is not aten.detach.default  # noqa: E731
+    moved |= dependents(moved, passes)
+    return [node in moved for node in cast("Any", graph.graph.output_node().args[0])]
 
 
 def _hoisted(
@@ -290,10 +287,9 @@ def _hoist(
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     captures = placeholders[NUM_SCORE_INPUTS:]
-    per_element = _dependents(graph, placeholders[:NUM_SCORE_INPUTS])
-    differentiable = _dependents(
-        graph, [c for c, want in zip(captures, wanted, strict=True) if want]
-    )
+    given = placeholders[:NUM_SCORE_INPUTS]
+    trained = [c for c, want in zip(captures, wanted, strict=True) if want]
+    per_element, differentiable = ({*roots, *dependents(roots)} for roots in (given, trained))
     for node in list(differentiable - per_element):
         made = rows_of_numbers(node, per_element)
         differentiable |= made.keys()
@@ -312,14 +308,6 @@ def _hoist(
     inputs = [*placeholders[:NUM_SCORE_INPUTS], *(captures[i] for i in kept), *border]
     main = part_of(graph, inputs, [outputs], single=True)
     return main, before, kept
-
-
-def _dependents(graph: fx.GraphModule, roots: Sequence[fx.Node]) -> set[fx.Node]:
-    found = set(roots)
-    for node in graph.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _differentiate(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import Analysis, Coordinate, name_of
+from flexhop.analysis import Analysis, Coordinate, Ends
 from flexhop.block_mask.scores import hidden_count
 from flexhop.ops.args import Capture
 
@@ -36,8 +36,9 @@ class Extents:
     """
 
     def __init__(self, found: Analysis, sizes: Mapping[str, Any]) -> None:
-        self._forms, self._sizes = found.forms, sizes
-        self._names = {node: name for name, node in found.mod.inputs.items()}
+        self._sizes = sizes
+        last = {name: size - 1 for name, size in sizes.items()}
+        self._ends = Ends(found.forms, last, widest=_FEW)
         lengths = ((sizes[name], found.forms.sizes[name]) for name in "qk")
         # The analysis then knows the ends of coordinates.
         self._is_exact = all(isinstance(size, int) and size == bound for size, bound in lengths)
@@ -48,44 +49,8 @@ class Extents:
             return 0, self._sizes[axis]
         if self._is_exact:
             return axis.first, axis.size
-        ends = self._sum(axis.terms, 0)
+        ends = self._ends.of_form(axis.form)
         return None if ends is None else (ends[0], ends[1] - ends[0] + 1)
-
-    def _sum(self, terms: Iterable[tuple[fx.Node, int]], offset: int) -> tuple[Any, Any] | None:
-        low: Any = offset
-        high: Any = offset
-        for atom, factor in terms:
-            ends = self._ends(atom)
-            if ends is None:
-                return None
-            near, far = ends if factor > 0 else ends[::-1]
-            low, high = low + factor * near, high + factor * far
-        return low, high
-
-    def _ends(self, node: Any) -> tuple[Any, Any] | None:
-        """Bounds of an integer; None if the sizes do not give them."""
-        form, name = self._forms.form(node), self._names.get(node)
-        if name is not None:
-            return (0, self._sizes[name] - 1) if name in self._sizes else None
-        if form is not None and node not in form.terms:
-            return self._sum(form.terms.items(), form.offset)
-        low, high = self._forms.range_of(node)
-        if high - low < _FEW:  # remainders, bits, and what is clamped, in calls of any size
-            return low, high
-        return self._quotient(node)
-
-    def _quotient(self, node: fx.Node) -> tuple[Any, Any] | None:
-        """Bounds of a quotient of a bounded number, which is not negative, and a constant."""
-        is_shift = name_of(node) in ("bitwise_right_shift", "__rshift__")
-        is_floor = name_of(node) == "floor_divide" or bool(node.kwargs.get("rounding_mode"))
-        if not (is_shift or is_floor):
-            return None
-        ends, factor = self._ends(node.args[0]), self._forms.form(node.args[1])
-        if ends is None or factor is None or factor.terms or factor.offset < 0:
-            return None
-        divisor = 2**factor.offset if is_shift else factor.offset
-        is_plain = divisor > 0 and self._forms.range_of(node.args[0])[0] >= 0
-        return (ends[0] // divisor, ends[1] // divisor) if is_plain else None
 
 
 class Maker:

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, instructions_of, name_of, rate
+from flexhop.analysis import (
+    INDICES,
+    Analysis,
+    Coordinate,
+    analyse,
+    dependents,
+    instructions_of,
+    is_float,
+    name_of,
+    rate,
+)
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.compat.sizes import hint_of
@@ -177,8 +187,8 @@ class _Choice:
         self.saved = 0.0
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
         needs = needs_grad(captures)
-        trained = (n for n, need in zip(found.mod.captures, needs, strict=True) if need)
-        self._trained = _dependents(found, trained)
+        trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
+        self._trained = trained | dependents(trained, is_float)
 
     @property
     def firsts(self) -> dict[Coordinate, int | None]:
@@ -265,7 +275,7 @@ class _Choice:
             seen.add(current)
             if name_of(current) in _UNBOUNDED:
                 return False
-            floats = (s for s in current.all_input_nodes if _is_float(s) and s not in seen)
+            floats = (s for s in current.all_input_nodes if is_float(s) and s not in seen)
             pending += [source for source in floats if source.op == "call_function"]
         return True
 
@@ -301,20 +311,6 @@ def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:
     if mask is not None:
         args = args._replace(mask_mod=mask.mod, mask_captures=mask.captures)
     return args, score
-
-
-def _dependents(found: Analysis, roots: Any) -> set[fx.Node]:
-    """Nodes computed from some nodes as floats, through which gradients flow."""
-    reached = set(roots)
-    for node in found.mod.operators:
-        if _is_float(node) and any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    return reached
-
-
-def _is_float(node: fx.Node) -> bool:
-    example = node.meta.get("val")
-    return isinstance(example, Tensor) and example.is_floating_point()
 
 
 def _with_reads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexhop.lowering.mods.captured import read_sites, repeats
+from flexhop.lowering.mods.captured import read_sites, site_facts
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint
 from tests.spellings import DISTANCES, LENGTH
@@ -52,7 +52,7 @@ CASES = [(by, mod) for by, mods in READS.items() for mod in mods]
 def test_reads(by, mod):
     table = torch.zeros(64, 128, requires_grad=True)
     joint = trace_joint(mod, torch.zeros(1, 4, 64, 16), (table, torch.arange(64)))
-    assert read_sites(joint.joint, joint.sites) == (by,)
+    assert read_sites(joint.joint, unpack_sites(joint.sites)) == (by,)
 
 
 REPEATED = [2, 5, 6, 7]  # of the mods that read by distance: those that clamp, divide or look up
@@ -65,7 +65,7 @@ def test_distances_that_share_an_entry(number):
         (torch.zeros(64, 128, requires_grad=True), torch.arange(64)),
     )  # fmt: skip
     (site,) = unpack_sites(joint.sites)
-    assert repeats(joint.joint, site) == (number in REPEATED)
+    assert site_facts(joint.joint, site).repeats == (number in REPEATED)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_queries_that_share_entries(mod, shared):
     captures = (torch.zeros(64, 128, requires_grad=True), torch.arange(64))
     joint = trace_joint(mod, torch.zeros(1, 4, 64, 16), captures)
     (site,) = unpack_sites(joint.sites)
-    assert read_sites(joint.joint, joint.sites) == ("query",)
-    assert repeats(joint.joint, site) == shared
+    assert read_sites(joint.joint, unpack_sites(joint.sites)) == ("query",)
+    assert site_facts(joint.joint, site).repeats == shared
 
 
 def test_every_site_is_read_by_itself():
@@ -90,7 +90,12 @@ def test_every_site_is_read_by_itself():
 
     table = torch.zeros(128, requires_grad=True)
     joint = trace_joint(score_mod, torch.zeros(1, 4, 64, 16), (table,))
-    assert sorted(read_sites(joint.joint, joint.sites)) == ["distance", "head", "key", "query"]
+    assert sorted(read_sites(joint.joint, unpack_sites(joint.sites))) == [
+        "distance",
+        "head",
+        "key",
+        "query",
+    ]
 
 
 def test_no_sites_without_gradients():
@@ -98,7 +103,7 @@ def test_no_sites_without_gradients():
     joint = trace_joint(
         lambda s, b, h, q, k, table: s + table[q], torch.zeros(1, 4, 64, 16), (table,)
     )
-    assert read_sites(joint.joint, joint.sites) == ()
+    assert read_sites(joint.joint, unpack_sites(joint.sites)) == ()
 
 
 @pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
@@ -108,5 +113,5 @@ def test_the_spelling_of_a_distance_does_not_matter(distance):
         lambda s, b, h, q, k, t: s + t[h, distance(q, k)], torch.zeros(1, 4, 64, 16), (table,)
     )
     (site,) = unpack_sites(joint.sites)
-    assert read_sites(joint.joint, joint.sites) == ("distance",)
-    assert not repeats(joint.joint, site)
+    assert read_sites(joint.joint, unpack_sites(joint.sites)) == ("distance",)
+    assert not site_facts(joint.joint, site).repeats

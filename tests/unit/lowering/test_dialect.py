@@ -569,7 +569,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_reads_per_element", "mask_pair_bytes", "is_tf32",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query",
-        "row_bytes", "adds_captured",  # the kernels read and add whatever is captured
+        "row_bytes", "own_entries",  # the kernels read and add whatever is captured
         "takes_products",
         "cache",  # such calls have an operator of their own, without gradients
         "value_is_key",

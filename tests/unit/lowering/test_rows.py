@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flexhop.compat.graphs.inline import decompose
+from flexhop.lowering.mods.captured import site_facts
 from flexhop.lowering.mods.lower import read_joint
-from flexhop.lowering.mods.rows import adds_rows, row_bytes
+from flexhop.lowering.mods.rows import row_bytes
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint, trace_score
 
@@ -64,4 +65,4 @@ def test_what_a_whole_column_adds_to_is_a_sum():
     traced = trace_joint(lambda s, b, h, q, k, t: s + t[b, h, k], QUERY, (keys,))
     joint = decompose(traced.joint)
     assert read_joint(joint, traced.sites, (2, 3, 1, 24)).adds_captured
-    assert not any(adds_rows(joint, site) for site in unpack_sites(traced.sites))
+    assert not any(site_facts(joint, site).is_row for site in unpack_sites(traced.sites))

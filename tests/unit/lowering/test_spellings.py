@@ -9,6 +9,7 @@ from flexhop.compat.graphs.inline import decompose
 from flexhop.lowering.mods.captured import read_sites
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.mods.functions import noop_mask
+from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
 from tests.spellings import DISTANCES, DOCUMENTS, LENGTH, LINES, MAGNITUDES, WINDOWS
 
@@ -35,7 +36,7 @@ def facts(score, mask, captures=()):
     return (
         found._replace(score_cost=0.0, mask_cost=0.0),
         read_joint(lowered)._replace(grad_cost=0.0),
-        read_sites(lowered, joint.sites),
+        read_sites(lowered, unpack_sites(joint.sites)),
     )
 
 
