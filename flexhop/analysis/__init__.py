@@ -19,11 +19,26 @@ number of its dtype, and it depends on everything that its operands depend on.
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
 from flexhop.analysis.cases import Cases
 from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth, number_set
-from flexhop.analysis.cost import FUNCTION, instructions_of, name_of, rate
+from flexhop.analysis.cost import (
+    SELECT,
+    instructions_in_mask,
+    instructions_of,
+    is_function,
+    name_of,
+    rate,
+)
 from flexhop.analysis.ends import Ends, quotient_of
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split, agreed
-from flexhop.analysis.graph import Mod, constant_of, dependents, dtype_of, is_float, read_graph
+from flexhop.analysis.graph import (
+    Mod,
+    constant_of,
+    dependents,
+    dtype_of,
+    is_float,
+    read_graph,
+    value_of,
+)
 from flexhop.analysis.graph_tables import GraphTables
 from flexhop.analysis.interval import INDICES, Interval, point
 from flexhop.analysis.magnitudes import with_magnitudes
@@ -36,8 +51,8 @@ from flexhop.analysis.values import Values, can_compute
 from flexhop.analysis.written import Writer, copied, settled
 
 __all__ = [
-    "FUNCTION",
     "INDICES",
+    "SELECT",
     "All",
     "Analysis",
     "AtLeast",
@@ -74,8 +89,10 @@ __all__ = [
     "evaluate",
     "evaluate_result",
     "find_span",
+    "instructions_in_mask",
     "instructions_of",
     "is_float",
+    "is_function",
     "limits_of",
     "name_of",
     "number_set",
@@ -88,5 +105,6 @@ __all__ = [
     "sum_of",
     "trace",
     "truth_of",
+    "value_of",
     "with_magnitudes",
 ]

@@ -170,9 +170,9 @@ def _sign(cases: Cases, value: Any) -> Found:
 
 def _summed(cases: Cases, products: list[Product]) -> Found:
     found: Found = [Case(True, Form({}, 0))]
-    for factor, operands in products:
-        part: Found = [Case(True, Form({}, factor))]
-        for operand in operands:
+    for product in products:
+        part: Found = [Case(True, Form({}, 1))]
+        for operand in product:
             part = _pairs(part, cases.of(operand), Form.of_product)
         found = _pairs(found, part, Form.plus)
     return found

@@ -33,7 +33,17 @@ _INSTRUCTIONS: dict[str, float] = {
 _BY_NUMBER = {"floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
 _SHIFTS = ("floor_divide", "remainder")  # by a power of two
 _SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that need no logarithm
-FUNCTION = 40  # instructions above which it is cheaper to keep a value than to recompute it
+# For a mask, counted in masked steps of 128 x 128 scores: a comparison sets a predicate, two
+# predicates are combined in registers, and reads wait for memory.
+_IN_MASKS = {
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), 1.5),
+    **{f"{kind}_{x}": 1.5 for kind in ("bitwise", "logical") for x in ("and", "or", "not", "xor")},
+    "index": 6.0,
+}
+SELECT = 1.3  # instructions to mask a score
+# Functions whose derivative follows from their value, without the score itself.
+_KEPT = ("tanh", "tanh_approx")
+_FUNCTION = 40  # instructions above which it is cheaper to keep a value than to recompute it
 
 
 def instructions_of(node: fx.Node) -> float:
@@ -47,6 +57,16 @@ def instructions_of(node: fx.Node) -> float:
             return 1.0
         return _BY_NUMBER.get(name, _INSTRUCTIONS.get(name, 1.0))
     return _INSTRUCTIONS.get(name, 1.0)
+
+
+def instructions_in_mask(node: fx.Node) -> float:
+    """The same in a mask_mod that a kernel evaluates."""
+    return _IN_MASKS.get(name_of(node), instructions_of(node))
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether the value of an operator is better kept than computed again for its derivative."""
+    return name_of(node) in _KEPT or instructions_of(node) >= _FUNCTION
 
 
 def name_of(node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -60,11 +60,23 @@ class Analysis(Mapping[fx.Node, Facts]):
             self._facts[node] = self._find(self.known[node])
         return self._facts[node]
 
+    def instructions(
+        self,
+        nodes: Iterable[fx.Node] | None = None,
+        of: Callable[[fx.Node], float] = instructions_of,
+    ) -> float:
+        """Instructions per score of some nodes of `mod`, by default of all that compute.
+
+        of: instructions of one operator, at any rate.
+        """
+        chosen = self.mod.operators if nodes is None else nodes
+        return sum(of(node) * rate(self.forms.depends_on(node)) for node in chosen)
+
     def _find(self, node: Any) -> Facts:
         forms = self.forms
         depends, (low, high) = forms.depends_on(node), forms.bounds_of(node)
         is_computed = isinstance(node, fx.Node) and node.op == "call_function"
-        cost = instructions_of(node) * rate(depends) if is_computed else 0.0
+        cost = self.instructions([node]) if is_computed else 0.0
         return Facts(depends, forms.seen(node), forms.form(node), low, high, cost)
 
 

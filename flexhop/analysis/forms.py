@@ -214,9 +214,9 @@ class Forms:
         products, total = exact_sum_of(node), Form({}, 0)
         if products is None:
             return None
-        for factor, operands in products:
-            product: Form | None = Form({}, factor)
-            for part in map(self.form, operands):
+        for factors in products:
+            product: Form | None = Form({}, 1)
+            for part in map(self.form, factors):
                 product = product and part and product.of_product(part)
             if product is None:
                 return None

@@ -83,7 +83,7 @@ class Builder:
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Any, example: Any) -> fx.Node:
         """The result of an operator; example: a tensor of its shape and dtype."""
         packet = packet_of(target)
-        if packet in TRANSPARENT and is_number(args[0]) and _has_form(args[0], example):
+        if _passes_on(packet, args, example):
             return args[0]
         if packet is aten.index:
             args = _composed(args)
@@ -177,9 +177,20 @@ def operands(
     return tuple(fx.map_arg(node.args, of)), dict(fx.map_arg(node.kwargs, of))
 
 
-def _has_form(node: Any, example: Any) -> bool:
-    same = isinstance(example, Tensor) and example.dim() == 0
-    return same and dtype_of(node) == example.dtype
+def value_of(node: Any) -> Any:
+    """The node that computes the number that a node passes on."""
+    while isinstance(node, fx.Node) and _passes_on(
+        packet_of(node.target), node.args, node.meta.get("val")
+    ):
+        node = node.args[0]
+    return node
+
+
+def _passes_on(packet: Any, args: Sequence[Any], example: Any) -> bool:
+    """Whether an operator returns its first argument, a number."""
+    if packet not in TRANSPARENT or not is_number(args[0]):
+        return False
+    return isinstance(example, Tensor) and not example.dim() and dtype_of(args[0]) == example.dtype
 
 
 def _composed(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,15 +11,15 @@ from torch import fx
 from flexhop.analysis.operators import packet_of
 
 aten = torch.ops.aten
-Product = tuple[Any, tuple[Any, ...]]  # a factor from the program, and operands
+Product = tuple[Any, ...]  # numbers of the program, which may be symbols, and nodes
 # x is an option, and y the same in another place.
 _SUMS: dict[Any, Callable[..., list[Product]]] = {
-    aten.add: lambda x, a, b, y=1: [(1, (a,)), (x * y, (b,))],
-    aten.sub: lambda x, a, b, y=1: [(1, (a,)), (-x * y, (b,))],
-    aten.rsub: lambda x, a, b, y=1: [(1, (b,)), (-x * y, (a,))],
-    aten.neg: lambda x, a: [(-1, (a,))],
-    aten.mul: lambda x, a, b: [(1, (a, b))],
-    aten.addcmul: lambda x, a, b, c: [(1, (a,)), (x, (b, c))],
+    aten.add: lambda x, a, b, y=1: [(a,), (b, x, y)],
+    aten.sub: lambda x, a, b, y=1: [(a,), (b, x, y, -1)],
+    aten.rsub: lambda x, a, b, y=1: [(b,), (a, x, y, -1)],
+    aten.neg: lambda x, a: [(a, -1)],
+    aten.mul: lambda x, a, b: [(a, b)],
+    aten.addcmul: lambda x, a, b, c: [(a,), (b, c, x)],
 }
 _LIMITS: dict[Any, Callable[..., tuple[Any, Any, Any]]] = {
     aten.relu: lambda value: (value, 0, None),
@@ -39,12 +39,10 @@ def sum_of(node: fx.Node) -> list[Product] | None:
 
 
 def exact_sum_of(node: fx.Node) -> list[Product] | None:
-    """The same with integers as factors; None for sums of products, which may be rounded, or
-    overflow, before the sum."""
+    """The same; None for sums of products, which may be rounded, or overflow, before the sum."""
     found = sum_of(node) or []
-    is_mixed = len(found) > 1 and any(len(operands) > 1 for _, operands in found)
-    is_whole = all(isinstance(factor, int) for factor, _ in found)
-    return found if found and is_whole and not is_mixed else None
+    factors = (sum(isinstance(part, fx.Node) for part in product) for product in found)
+    return None if not found or (len(found) > 1 and max(factors) > 1) else found
 
 
 def limits_of(node: fx.Node) -> tuple[Any, Any, Any] | None:

@@ -1,7 +1,8 @@
-"""Linear forms as operators of a graph."""
+"""Linear forms, and sums and products, as operators of a graph."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,17 +47,32 @@ class Writer:
         """The sum, in front of a node: a node, or a number if the form has no terms."""
         result: Any = None
         for atom, factor in sorted(form.terms.items(), key=lambda term: term[1] < 0):
-            node = self.copies[atom]
-            if abs(factor) != 1:
-                node = self.call(before, aten.mul.Tensor, node, abs(factor))
+            node = self.times(before, self.copies[atom], abs(factor))
             if result is None:
                 result = node if factor > 0 else self.call(before, aten.neg.default, node)
             else:
                 kind = aten.add.Tensor if factor > 0 else aten.sub.Tensor
                 result = self.call(before, kind, result, node)
-        if result is None or not form.offset:
-            return form.offset if result is None else result
-        return self.call(before, aten.add.Tensor, result, form.offset)
+        return self.plus(before, 0 if result is None else result, form.offset)
+
+    def times(self, before: fx.Node, a: Any, b: Any) -> Any:
+        """The product of nodes or numbers, in front of a node."""
+        if 0 in (a, b):
+            return 0
+        if 1 in (a, b):
+            return b if a == 1 else a
+        return self._combined(before, operator.mul, aten.mul.Tensor, a, b)
+
+    def plus(self, before: fx.Node, a: Any, b: Any) -> Any:
+        """The sum of nodes or numbers, in front of a node."""
+        if 0 in (a, b):
+            return b if a == 0 else a
+        return self._combined(before, operator.add, aten.add.Tensor, a, b)
+
+    def _combined(self, before: fx.Node, of_numbers: Any, target: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return self.call(before, target, a, b)
+        return self.call(before, target, b, a) if isinstance(b, fx.Node) else of_numbers(a, b)
 
     def call(self, before: fx.Node, target: Any, *args: Any) -> fx.Node:
         """A new operator in front of a node."""

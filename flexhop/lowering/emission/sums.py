@@ -14,7 +14,7 @@ from flexhop.analysis import INDICES
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.emission.kernel import Captured
-from flexhop.lowering.mods.captured import NOT_SHARED, site_facts
+from flexhop.lowering.mods.captured import site_facts
 from flexhop.ops.args import Site
 
 _BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
@@ -129,7 +129,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
     row, strides = (strides[0], strides[1:]) if sums_exactly else (None, strides)
     copies = reads.copies.get(site.capture, 1)
     strides = strides[:-1] if copies > 1 else strides
-    shared = NOT_SHARED if is_own or copies > 1 else facts.shared
+    is_shared = not is_own and copies == 1
     return inductor.ScatterSite(
         buffer=buffer.get_name(),
         strides=strides,
@@ -145,8 +145,8 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         is_own=is_own,
         is_row=copies == 1 and strides[-1:] == (1,) and facts.is_row,
         copies=copies if by in _BY_PAIR else 1,
-        shared_axis=shared.axis,
-        shared_indices=shared.indices,
+        shared_axis=facts.shared_axis if is_shared else None,
+        shared_indices=facts.shared_indices if is_shared else (),
     )
 
 

@@ -22,7 +22,8 @@ from flexhop.lowering.hopper.add_order import emit_order, order_size
 from flexhop.lowering.hopper.emit import emit_kernel, fill_kernel
 from flexhop.lowering.hopper.mask_bits import bits_size, emit_mask_bits
 from flexhop.lowering.hopper.statistics import drop_padding, prepare, prepared_sizes
-from flexhop.lowering.mods.lower import joint_outputs, lower_joint
+from flexhop.lowering.mods.analysed import JOINT, analysed
+from flexhop.lowering.mods.lower import lower_joint
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
 from flexhop.lowering.problem import Problem
@@ -128,7 +129,7 @@ class _Gradients:
         AOTAutograd lowers the backward graph later, so the operands are predicted. A wrong
         prediction only wastes a worker's time. Gradients of captured tensors are not predicted.
         """
-        if len(joint_outputs(joint)) > 1:
+        if len(analysed(joint, JOINT).mod.results) > 1:
             return
         key: Any = args.key
         device, captures = inductor.device_of(key), inductor.realize(args.score_captures)

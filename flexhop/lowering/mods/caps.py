@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import fx
 
+from flexhop.analysis import value_of
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph, per_graph
-from flexhop.lowering.mods.graphs import value_of
 from flexhop.ops.args import AttentionArgs, CachedArgs
 
 aten = torch.ops.aten

@@ -24,20 +24,6 @@ _BY: dict[tuple[bool, bool], ReadBy] = {
 }
 
 
-class SharedEntries(NamedTuple):
-    """Where all keys of a query may read one entry, or all queries of a key.
-
-    axis: of tiles [queries, keys], over which their gradients are summed: 1, or 0; None: never.
-    indices: which indices of the site have to be the same for it, throughout a tile.
-    """
-
-    axis: int | None
-    indices: tuple[int, ...]
-
-
-NOT_SHARED = SharedEntries(None, ())
-
-
 class SiteFacts(NamedTuple):
     """What the indices of a site say about the entries that scores read there.
 
@@ -46,6 +32,8 @@ class SiteFacts(NamedTuple):
     itself. Likewise for different queries, if reads depend only on the query. is_row: whether
     pairs have entries, those of neighbouring keys side by side. named: the indices of a score
     among those of the site, if all others are constants; else none.
+    shared_axis: over which gradients may be summed before they are added, of tiles [queries,
+    keys]; None: never. Then `shared_indices` of the site have to be the same throughout a tile.
     """
 
     by: ReadBy
@@ -53,7 +41,8 @@ class SiteFacts(NamedTuple):
     repeats: bool
     is_row: bool
     named: frozenset[str]
-    shared: SharedEntries
+    shared_axis: int | None
+    shared_indices: tuple[int, ...]
 
 
 def site_facts(joint: Any, site: Site) -> SiteFacts:
@@ -65,13 +54,15 @@ def site_facts(joint: Any, site: Site) -> SiteFacts:
     if by is None:
         is_distance = all(_is_by_distance(found, index) for index in indices)
         by = "distance" if is_distance else "score"
+    shared_axis, shared_indices = _shared(found, indices, places)
     return SiteFacts(
         by=by,
         depends=found.forms.of_all(indices) & frozenset(INDICES),
         repeats=not any(_is_one_to_one(found, index) for index in indices),
         is_row=by in ("distance", "score") and ends_in_key(found, indices),
         named=_named(found, indices),
-        shared=_shared(found, indices, places),
+        shared_axis=shared_axis,
+        shared_indices=shared_indices,
     )
 
 
@@ -133,7 +124,7 @@ def _named(found: Analysis, indices: Sequence[Any]) -> frozenset[str]:
 
 def _shared(
     found: Analysis, indices: Sequence[Any], places: Sequence[tuple[bool, bool]]
-) -> SharedEntries:
+) -> tuple[int | None, tuple[int, ...]]:
     """Whether scores of a query read one entry if some function of their distance is the same.
 
     Most tiles are so far from the diagonal that a clamped distance, or a bucket, is.
@@ -144,5 +135,5 @@ def _shared(
         _is_by_distance(found, indices[p]) and not _is_one_to_one(found, indices[p]) for p in pairs
     )
     if not pairs or len(sides) != 1 or not all(repeats):
-        return NOT_SHARED
-    return SharedEntries(int(sides.pop()), tuple(pairs))
+        return None, ()
+    return int(sides.pop()), tuple(pairs)

@@ -1,4 +1,4 @@
-"""Parts of graphs, and functions made of them."""
+"""Functions made of parts of graphs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from flexhop.analysis import copied
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
-# Operators that return the value of their first argument.
-_TRANSPARENT = (
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-)
-
-
-def value_of(result: Any) -> Any:
-    """The node that computes the value that `result` passes on."""
-    while isinstance(result, fx.Node) and result.target in _TRANSPARENT:
-        result = result.args[0]
-    return result
 
 
 def returning(module: fx.GraphModule, value: Any) -> fx.GraphModule:

@@ -13,7 +13,7 @@ constant in most tiles.
 
 from __future__ import annotations
 
-import operator
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,7 +81,12 @@ class _Slopes:
         self.forms, self.result = found.forms, found.mod.result
         self.module, copies = copied(score)
         self.writer = Writer(found, copies)
-        self.sides = Sides(self.forms, self.writer, self.module.graph.output_node())
+        output = self.module.graph.output_node()
+        self.sides = Sides(self.forms, self.writer, output)
+        self._call, self._times, self._plus = (
+            functools.partial(write, output)
+            for write in (self.writer.call, self.writer.times, self.writer.plus)
+        )
         self._known: dict[Any, Slope] = {}
 
     def of(self, value: Any, name: str, held: frozenset[str]) -> Slope:
@@ -147,7 +152,7 @@ class _Slopes:
         if kind in _CONVERSIONS and _keeps_value(operands[0], node):
             return [[operands[0]]]
         if (products := sum_of(node)) is not None:
-            return [[*values, factor] for factor, values in products]
+            return [list(product) for product in products]
         if kind == "abs" and held == _OF_LINE:
             return [[self._side(operands[0]), operands[0]]]
         if kind == "div" and not node.kwargs:
@@ -180,26 +185,6 @@ class _Slopes:
     def _has_steps_alone(self, value: fx.Node) -> bool:
         """Whether a value changes over keys by nothing but steps."""
         return "score" not in self.forms.depends_on(value) and self.of(value, "k", _OF_LINE) == 0
-
-    def _times(self, a: Slope, b: Slope) -> Slope:
-        if 0 in (a, b):
-            return 0
-        if 1 in (a, b):
-            return b if a == 1 else a
-        return self._combined(operator.mul, aten.mul.Tensor, a, b)
-
-    def _plus(self, a: Slope, b: Slope) -> Slope:
-        if 0 in (a, b):
-            return b if a == 0 else a
-        return self._combined(operator.add, aten.add.Tensor, a, b)
-
-    def _combined(self, of_numbers: Any, target: Any, a: Slope, b: Slope) -> Slope:
-        if isinstance(a, fx.Node):
-            return self._call(target, a, b)
-        return self._call(target, b, a) if isinstance(b, fx.Node) else of_numbers(a, b)
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        return self.writer.call(self.module.graph.output_node(), target, *args)
 
 
 def _keeps_value(source: Any, node: fx.Node) -> bool:

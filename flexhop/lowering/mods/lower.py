@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from flexhop.analysis import INDICES, dependents
+from flexhop.analysis import (
+    INDICES,
+    SELECT,
+    dependents,
+    instructions_in_mask,
+    is_function,
+    truth_of,
+)
 from flexhop.compat.kernels import inductor, pointwise
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, reads_of
 from flexhop.lowering.mods.arithmetic import cheaper
@@ -17,15 +24,12 @@ from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import own_entries, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
-from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
-from flexhop.lowering.mods.instructions import has_functions, instructions, mask_instructions
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.rows import row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site, unpack_sites
-from flexhop.ops.graphs.reads import NUM_SCORE_INPUTS
 from flexhop.templates.printers.holes import DISTANCE
 
 aten = torch.ops.aten
@@ -116,6 +120,7 @@ def read_mods(
     )
     at, mask_at = ([positions for _, positions in reads] for reads in (score_reads, mask_reads))
     mask_depends = _depends(mask, INDICES)
+    mask_cost = analysed(mask, INDICES).instructions(of=instructions_in_mask)
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
@@ -125,7 +130,7 @@ def read_mods(
         reads_by_position=any(map(any, at)),
         reads_score="score" in _depends(score, SCORE),
         # The cost is of what a forward kernel computes, the other facts are of the mod.
-        score_cost=instructions(analysed(folded.graph, SCORE)),
+        score_cost=analysed(folded.graph, SCORE).instructions(),
         takes_products=folded.takes_products,
         has_key_slope=line is not None,
         has_key_bend=line is not None and line.bend is not None,
@@ -137,7 +142,7 @@ def read_mods(
         mask_uses_batch="b" in mask_depends,
         mask_uses_head="h" in mask_depends,
         mask_uses_query="q" in mask_depends,
-        mask_cost=mask_instructions(analysed(mask, INDICES)),
+        mask_cost=mask_cost and mask_cost + SELECT,
         mask_band=key_band(mask),
         mask_pair_bytes=_pair_bytes(mask),
         has_distances=line is None and has_distances(score),
@@ -155,15 +160,15 @@ def read_joint(
         sites: see BackwardArgs.
         sizes: [B, Hq, M, N], if sites are given.
     """
-    graph = kernel_graph(joint, JOINT)
-    found = analysed(graph, JOINT)
+    found = analysed(joint, JOINT)
     reads_score = "score" in found.forms.of_all(found.mod.results)
+    is_additive = found.mod.result is found.mod.inputs["grad"]  # the derivative is 1
     given = unpack_sites(sites)
     return GradFacts(
-        has_score_grad=not _is_additive(graph),
-        grad_cost=instructions(found),
+        has_score_grad=not is_additive,
+        grad_cost=found.instructions(),
         grad_reads_score=reads_score,
-        grad_has_functions=has_functions(found),
+        grad_has_functions=any(map(is_function, found.mod.operators)),
         captured_reads=read_sites(joint, given),
         own_entries=frozenset() if sizes is None else own_entries(joint, given, sizes),
     )
@@ -208,34 +213,13 @@ def lower_joint(
     return pointwise.lower(safe, [*inputs, *captures], "the gradient of score_mod")
 
 
-def _output(graph: fx.GraphModule) -> Any:
-    result = graph.graph.output_node().args[0]
-    if isinstance(result, (tuple, list)):
-        (result,) = result
-    return value_of(result)
+def is_identity(score: Any) -> bool:
+    """Whether a score_mod, as an operand or a graph, returns its score."""
+    mod = analysed(score, SCORE).mod
+    return mod.result is mod.inputs["score"]
 
 
-def joint_outputs(joint: Any) -> Sequence[Any]:
-    """The outputs of a joint graph: the gradient of the score, then what its sites need."""
-    return cast("Sequence[Any]", kernel_graph(joint, JOINT).graph.output_node().args[0])
-
-
-def is_identity(graph: fx.GraphModule) -> bool:
-    """Whether a score_mod returns its score."""
-    return _output(graph) is graph.graph.find_nodes(op="placeholder")[0]
-
-
-def _is_additive(joint: fx.GraphModule) -> bool:
-    """Whether a score_mod has derivative 1: its joint graph returns the gradient it gets."""
-    result = value_of(joint_outputs(joint)[0])
-    return result is joint.graph.find_nodes(op="placeholder")[NUM_SCORE_INPUTS]
-
-
-def is_all_true(graph: fx.GraphModule) -> bool:
-    """Whether a mask_mod returns the constant True."""
-    result = _output(graph)
-    if not isinstance(result, fx.Node):
-        return result is True
-    if result.target in (aten.ones.default, aten.new_ones.default):  # before decompositions
-        return True
-    return result.target is aten.full.default and result.args[1] is True
+def is_all_true(mask: Any) -> bool:
+    """Whether a mask_mod, as an operand or a graph, is always True."""
+    found = analysed(mask, INDICES)
+    return truth_of(found.forms, found.mod.result) is True

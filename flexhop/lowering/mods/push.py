@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from flexhop.analysis import value_of
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import pointwise
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import transforms
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
 from flexhop.lowering.mods.arithmetic import cheaper
-from flexhop.lowering.mods.graphs import value_of
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
 from flexhop.ops.derivatives.smooth import smooth

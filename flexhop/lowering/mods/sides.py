@@ -96,13 +96,12 @@ class Sides:
 
     def number(self) -> fx.Node | None:
         """A node that numbers the sides on which a score is; None if nothing was noted."""
-        total: fx.Node | None = None
+        total: Any = 0
         for place, condition in enumerate(self._found):
             bit = self._call(convert, condition, torch.float32)
-            if place:
-                bit = self._call(aten.mul.Tensor, bit, float(1 << place))
-            total = bit if total is None else self._call(aten.add.Tensor, total, bit)
-        return total
+            bit = self._writer.times(self._output, bit, float(1 << place))
+            total = self._writer.plus(self._output, total, bit)
+        return total if self._found else None
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self._writer.call(self._output, target, *args)
