@@ -170,6 +170,29 @@ def dependents(
     return found
 
 
+def reached(
+    root: fx.Node, step: Callable[[fx.Node], Iterable[Any]] = lambda node: node.all_input_nodes
+) -> list[fx.Node]:
+    """An operator and those that it is computed from, each once; step: where to go from one."""
+    found, following = dict[fx.Node, None](), [root]
+    while following:
+        node = following.pop()
+        if node.op == "call_function" and node not in found:
+            found[node] = None
+            following += step(node)
+    return list(found)
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """Whether an operator returns the same number in another dtype."""
+    return Trait.CONVERSION in traits_of(node.target)
+
+
+def is_comparison(node: fx.Node) -> bool:
+    """Whether an operator compares two numbers."""
+    return Trait.COMPARISON in traits_of(node.target)
+
+
 def operands(
     node: fx.Node, of: Callable[[fx.Node], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from flexhop.analysis import Writer, copied, dtype_of, limits_of, name_of, sum_of
+from flexhop.analysis import Writer, copied, dtype_of, is_conversion, limits_of, name_of, sum_of
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph, per_graph
 from flexhop.lowering.mods.graphs import convert, returning
 from flexhop.lowering.mods.sides import NotDecided, Sides
@@ -27,7 +27,6 @@ from flexhop.lowering.mods.sides import NotDecided, Sides
 aten = torch.ops.aten
 # Dtypes in which kernels compute as written. Eager mode would round 16-bit ones.
 _EXACT = (torch.float32, torch.int32, torch.int64)
-_CONVERSIONS = ("convert_element_type", "_to_copy")
 _OF_LINE, _OF_PLANE = frozenset({"score", "k"}), frozenset({"score", "q", "k"})
 Slope = Any  # a number, or a node of the copy
 
@@ -149,7 +148,7 @@ class _Slopes:
     def _products(self, node: fx.Node, held: frozenset[str]) -> list[list[Any]]:
         """The products whose sum a node is; an absolute value is one on each side of its bend."""
         kind, operands = name_of(node), cast("Any", node.args)
-        if kind in _CONVERSIONS and _keeps_value(operands[0], node):
+        if is_conversion(node) and _keeps_value(operands[0], node):
             return [[operands[0]]]
         if (products := sum_of(node)) is not None:
             return [list(product) for product in products]

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import Analysis, copied, dtype_of, name_of
+from flexhop.analysis import Analysis, copied, dtype_of, is_comparison, is_conversion, name_of
 from flexhop.lowering.mods.analysed import analyse_kernel
 from flexhop.lowering.mods.graphs import convert
 
 _LIMIT = 2**31
-_CONVERSIONS = ("convert_element_type", "_to_copy")
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 # Of integers of 64 bits; of 32 bits they are the same if their operands and results fit.
-_OPERATORS = _COMPARISONS | frozenset({
+_OPERATORS = frozenset({
     "add", "sub", "rsub", "mul", "neg", "abs", "sign", "floor_divide", "remainder", "fmod", "div",
     "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "relu", "where",
     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_right_shift",
@@ -62,7 +60,7 @@ class _Narrow:
 
     def change_operands(self, user: fx.Node, copy: fx.Node) -> None:
         """Give an operator of another dtype, such as a comparison, operands of 32 bits."""
-        if name_of(user) in _COMPARISONS and not all(map(self._fits, user.all_input_nodes)):
+        if is_comparison(user) and not all(map(self._fits, user.all_input_nodes)):
             return
         becomes_float = user.meta["val"].is_floating_point()
         for node in user.all_input_nodes:
@@ -90,14 +88,14 @@ class _Narrow:
 
     def _is_half(self, node: fx.Node) -> bool:
         """Whether an integer that fits is made of one that may not."""
-        is_source = name_of(node) in _CONVERSIONS or name_of(node) in _OPERATORS
+        is_source = is_conversion(node) or name_of(node) in _OPERATORS
         return not (is_source and all(map(self._fits, node.all_input_nodes)))
 
     def _write(self, node: fx.Node) -> fx.Node:
         copy, example = self.copies[node], node.meta["val"].to(torch.int32)
         target: Any = convert
         operands, options = (copy, torch.int32), {}
-        if name_of(node) in _CONVERSIONS and dtype_of(node.args[0]) == torch.int32:
+        if is_conversion(node) and dtype_of(node.args[0]) == torch.int32:
             return self._narrow(node.args[0])
         if name_of(node) in _OPERATORS and not self._is_half(node):
             target, options = node.target, dict(node.kwargs)

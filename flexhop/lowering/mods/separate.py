@@ -22,7 +22,7 @@ from flexhop.analysis import (
     Writer,
     copied,
     dtype_of,
-    name_of,
+    is_comparison,
     settled,
     truth_of,
 )
@@ -30,7 +30,6 @@ from flexhop.lowering.mods.analysed import SIZES, analyse_kernel, per_graph
 from flexhop.lowering.mods.graphs import convert
 
 aten = torch.ops.aten
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 # A captured number from here on outweighs a sum below it, and may as well be this. The sum of both
 # has 32 bits.
 _FAR = 2**30
@@ -46,7 +45,7 @@ def separated(mask: fx.GraphModule) -> fx.GraphModule:
     module, copies = copied(mask)
     writer = _Comparisons(analyse_kernel(mask, INDICES), copies)
     for node, copy in copies.items():
-        if name_of(node) in _COMPARISONS and (new := writer.compare(node)) is not None:
+        if is_comparison(node) and (new := writer.compare(node)) is not None:
             copy.replace_all_uses_with(new)
     return settled(module, mask)
 

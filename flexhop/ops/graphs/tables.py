@@ -24,7 +24,7 @@ from flexhop.analysis import (
     instructions_of,
     is_float,
     name_of,
-    rate,
+    reached,
 )
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
@@ -252,54 +252,39 @@ class _Choice:
 
     def _is_plain(self, node: fx.Node) -> bool:
         """Whether all its inputs are numbers and depend on an index."""
-        pending, seen = [node], set[fx.Node]()
-        while pending:
-            current = pending.pop()
-            if current in seen or current.op != "call_function":
-                continue
-            seen.add(current)
+        for current in reached(node):
             example = current.meta.get("val")
             if self.found.forms.depends_on(current):
                 if not isinstance(example, Tensor) or example.dim():
                     return False
                 if current.target is aten.index.Tensor and None in current.args[1]:  # type: ignore[operator]
                     return False
-            pending += current.all_input_nodes
         return True
 
     def _is_safe(self, node: fx.Node) -> bool:
         """Whether unread entries cannot spoil the gradient of a captured tensor."""
-        pending, seen = [node], set[fx.Node]()
-        while pending and node in self._trained:
-            current = pending.pop()
-            seen.add(current)
-            if name_of(current) in _UNBOUNDED:
-                return False
-            floats = (s for s in current.all_input_nodes if is_float(s) and s not in seen)
-            pending += [source for source in floats if source.op == "call_function"]
-        return True
+        if node not in self._trained:
+            return True
+        floats = reached(node, lambda current: filter(is_float, current.all_input_nodes))
+        return not any(name_of(current) in _UNBOUNDED for current in floats)
 
     def _cost(self, tables: Sequence[Table], root: fx.Node) -> float:
         """Instructions per score of a node and of nodes that only it needs, given the tables."""
-        forms, total = self.found.forms, 0.0
-        pending: list[Any] = [root]
-        seen = set[fx.Node]()
-        while pending:
-            node = pending.pop()
-            if not isinstance(node, fx.Node) or node in seen or node.op != "call_function":
-                continue
-            seen.add(node)
-            table = next((t for t in tables if t.node is node), None)
-            if table is None:
-                total += instructions_of(node) * rate(forms.depends_on(node))
-                pending += node.all_input_nodes
-                continue
-            total += _READ * rate(forms.depends_on(node))
-            for axis in table.axes:
-                if isinstance(axis, Coordinate):
-                    total += _SUM
-                    pending += [atom for atom, _ in axis.terms]
-        return total
+        made = {table.node: table for table in tables}
+
+        def sources(node: fx.Node) -> list[fx.Node]:
+            if node not in made:
+                return node.all_input_nodes
+            places = (axis for axis in made[node].axes if isinstance(axis, Coordinate))
+            return [atom for axis in places for atom, _ in axis.terms]
+
+        def instructions(node: fx.Node) -> float:
+            return _READ if node in made else instructions_of(node)
+
+        seen = reached(root, sources)
+        axes = (axis for node in seen if node in made for axis in made[node].axes)
+        sums = sum(_SUM for axis in axes if isinstance(axis, Coordinate))
+        return self.found.instructions(seen, instructions) + sums
 
 
 def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:
