@@ -9,6 +9,7 @@ import torch
 
 from flexhop import masks
 from flexhop.lowering.mods.bands import Band, key_band
+from flexhop.lowering.mods.lower import is_all_true
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.ops.graphs.subgraphs import trace_mask
 from tests.problems import problem
@@ -87,3 +88,17 @@ def test_bands_are_the_mask_of_lists_alone():
 @pytest.mark.parametrize("mod", WINDOWS.values(), ids=WINDOWS)
 def test_the_spelling_of_a_window_does_not_matter(mod):
     assert band_of(mod) == Band(1 - WIDTH, 1)
+
+
+ALWAYS_TRUE = {
+    "or": (lambda b, h, q, k: (q >= k) | (q < k), True),
+    "not": (lambda b, h, q, k: ~((q - k > 3) & (k > q)), True),
+    "constant": (lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool), True),
+    "gap": (lambda b, h, q, k: (q > k) | (q < k), False),
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS_TRUE)
+def test_a_mask_that_hides_nothing_is_none(name):
+    mod, expected = ALWAYS_TRUE[name]
+    assert is_all_true(trace_mask(mod, QUERY, ())) == expected
