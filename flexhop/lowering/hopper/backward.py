@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
-from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -24,8 +23,16 @@ _LARGEST_OWN = 128
 _REST_WIDTH = 64
 # Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
 _COLUMNS = 8
-_FEWEST_QUERIES, _FEWEST_NARROW_QUERIES = 1024, 1025  # the second at 64 columns
-# At 128 columns fewer are enough if each multiprocessor has many tiles.
+# Queries from which on the kernel is faster, at 64 columns and at more. It gains in masked tiles,
+# and adds to the gradients of learned tables once for each diagonal of a tile.
+_FEWEST = {
+    "": (1025, 960),
+    "a block mask": (960, 768),
+    "a mask that reads tables": (512, 512),
+    "tables read by score_mod": (384, 512),
+    "learned tables by distance": (128, 128),
+}
+# At 128 columns fewer are enough for masks if each multiprocessor has many tiles.
 _FEWEST_MANY_QUERIES, _MANY_TILES = 512, 16
 _FEWEST_HEADS = 16
 _FEWEST_WIDE_HEADS = 8
@@ -145,13 +152,24 @@ def slower(problem: Problem) -> Iterator[str]:
     question = bits.long_question(problem, bits.of_keys(problem), _COSTLY_MASK)
     if question and width(problem) == 64:
         yield f"{question} the portable kernels are faster"
-    if row_bytes_ahead(problem) and problem.blocks is None and width(problem) == 64:
-        yield "the portable kernels load the rows of keys that score_mod reads ahead"
-    fewest = _FEWEST_NARROW_QUERIES if width(problem) == 64 else _FEWEST_QUERIES
-    if width(problem) == _LARGEST_OWN and tiles >= _MANY_TILES * processors:
-        fewest = _FEWEST_MANY_QUERIES
+    fewest = _fewest_queries(problem, tiles)
     if problem.query_len < fewest:
         yield f"below {fewest} queries its setup and post-processing dominate"
+
+
+def _fewest_queries(problem: Problem, tiles: int) -> int:
+    columns, mods = width(problem), problem.mods
+    has_many = columns == _LARGEST_OWN and tiles >= _MANY_TILES * problem.device.multiprocessors
+    if "distance" in problem.grad.captured_reads:
+        kind = "learned tables by distance"
+    elif mods.reads_per_element:
+        kind = "tables read by score_mod"
+    elif problem.blocks is not None and mods.mask_reads:
+        kind = "a mask that reads tables"
+    else:
+        kind = "" if problem.blocks is None else "a block mask"
+    fewest = _FEWEST[kind][columns > 64]
+    return min(fewest, _FEWEST_MANY_QUERIES) if has_many and problem.blocks else fewest
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:

@@ -51,6 +51,7 @@ class ForwardConstants(SharedConstants):
     """Constants of portable/forward.py.jinja."""
 
     HEADS_PER_SECTION: int
+    MASK_LOOP: bool  # whether the tiles of partial blocks have a loop of their own
     PRESCALE_QK: bool
     ROWS_GUARANTEED_SAFE: bool
     RETURN_MAX: bool
@@ -121,6 +122,7 @@ class GradQueryConstants(SharedConstants):
     """Constants of portable/grad_query.py.jinja."""
 
     HEADS_PER_SECTION: int
+    MASK_LOOP: bool
     HAS_SCORE_GRAD: bool
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool

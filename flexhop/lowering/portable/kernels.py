@@ -29,6 +29,7 @@ from flexhop.lowering.portable.shared import (
     LOG2_E,
     branches_for_mask,
     exponent,
+    has_mask_loop,
     heads_per_section,
     is_float32,
     isolates_mask_mod,
@@ -46,6 +47,7 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
+        MASK_LOOP=has_mask_loop(problem),
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
         LN_2=_ln_2(problem, shared),
@@ -146,6 +148,7 @@ def grad_query_constants(
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS=problem.has_captured_grads,
         BRANCH_FOR_MASK=branches_for_mask(problem, options),
+        MASK_LOOP=has_mask_loop(problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
 
@@ -189,7 +192,7 @@ def jvp_grad_query_constants(
 ) -> JvpGradQueryConstants:
     """Constants of the kernel for the tangent of the gradient of query."""
     values = dataclasses.asdict(grad_query_constants(problem, _not_prescaled(options), tile))
-    del values["PRESCALE_QK"]
+    del values["PRESCALE_QK"], values["MASK_LOOP"]
     return JvpGradQueryConstants(**values, **_gradient_tangents(problem))
 
 

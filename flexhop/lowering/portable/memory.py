@@ -6,7 +6,7 @@ import torch
 
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.portable.shared import row_bytes_ahead
+from flexhop.lowering.portable.shared import has_mask_loop, row_bytes_ahead
 from flexhop.lowering.problem import Problem, head_pieces, round_head_dim
 from flexhop.options import Tile
 
@@ -33,6 +33,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         )
     if kernel in ("forward", "decode"):
         loop = columns * both * item * tile.num_stages
+        if kernel == "forward" and has_mask_loop(problem):
+            slack += _pairs(problem, tile)
         if problem.cache is not None:
             loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
         # Either the loop, or the output on its way to memory in fp32.
@@ -52,6 +54,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     if kernel == "grad_query":
         # Exact sums move 64-bit numbers through it on their way to memory.
         scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
+        slack += _pairs(problem, tile) if has_mask_loop(problem) else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)
@@ -76,8 +79,8 @@ def _weights_stay(problem: Problem, tile: Tile) -> bool:
 def _pairs(problem: Problem, tile: Tile) -> int:
     """What a mask_mod reads per score and the kernel's loop loads ahead, and its mask in bytes.
 
-    Triton loads ahead what a loop reads outside of branches. Kernels of key and value have a loop
-    for partial blocks alone, without a branch. A single stage loads nothing ahead, but may move
+    Triton loads ahead what a loop reads outside of branches. These kernels have a loop for partial
+    blocks alone, without a branch. A single stage loads nothing ahead, but may move
     one such tile of 64-bit numbers between layouts.
     """
     size = tile.block_m * tile.block_n

@@ -123,6 +123,18 @@ def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
     return not (is_ieee and problem.mods.mask_reads_per_element)
 
 
+def has_mask_loop(problem: Problem) -> bool:
+    """Whether tiles of partial blocks have a loop of their own in forward and grad_query.
+
+    It has no branch around the mask. Triton then copies what a mask reads at a pair ahead, to
+    shared memory. In a branch it loads it as it is used, in a layout that the scores then take: a
+    table of int64 at 32 columns took 2.8 times as long. For other masks two loops cost registers
+    and the start of a second loop: up to a sixth.
+    """
+    reads_pairs = problem.mods.has_mask_mod and problem.mods.mask_pair_bytes > 0
+    return reads_pairs and problem.cache is None and not is_float32(problem)
+
+
 def is_float32(problem: Problem) -> bool:
     """Whether products are in fp32."""
     return problem.itemsize > 2

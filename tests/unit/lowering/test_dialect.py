@@ -345,10 +345,10 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         ),
         (
             {"batch": 16, "query_len": 512, "head_dim": 128},
-            "below 1024 queries its setup and post-processing dominate",
+            "below 960 queries its setup and post-processing dominate",
         ),
         (
-            {"batch": 64, "query_len": 511, "head_dim": 128},
+            {"batch": 64, "query_len": 511, "head_dim": 128, "blocks": MaskBlocks(128, 128, True)},
             "below 512 queries its setup and post-processing dominate",
         ),
         (
@@ -364,10 +364,36 @@ def test_where_the_portable_backward_kernels_are_faster(facts, reason):
     assert choose_backward(call, ANY) == ("hopper", "")
 
 
+BLOCKS = MaskBlocks(128, 128, True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "narrow", "wide"),
+    [
+        ({}, 1025, 960),
+        ({"blocks": BLOCKS}, 960, 768),
+        ({"blocks": BLOCKS, "has_mask_mod": True, "mask_reads": True}, 512, 512),
+        ({"has_score_mod": True, "reads_per_element": True}, 384, 512),
+        (
+            {
+                "has_score_mod": True, "reads_per_element": True, "captured_reads": ("distance",),
+            }, 128, 128,
+        ),
+    ],
+)  # fmt: skip
+def test_from_how_many_queries_on_the_backward_kernel_is_faster(facts, narrow, wide):
+    """Times of kernels at 128 to 1024 queries; see docs/lab/unusual.md."""
+    for width, fewest in ((64, narrow), (128, wide)):
+        call = LARGE | {"batch": 12, "head_dim": width, "value_head_dim": width} | facts
+        enough = choose_backward(problem(**call | {"query_len": fewest}), AUTO)
+        below = choose_backward(problem(**call | {"query_len": fewest - 1}), AUTO)
+        assert (enough, below[0]) == (("hopper", ""), "triton")
+
+
 def test_many_tiles_of_few_queries_have_the_backward_kernel():
     """At 128 columns: 512 tokens were 1.1 times as fast, with 31 tiles per multiprocessor."""
     sizes = {"batch": 64, "query_heads": 16, "kv_heads": 16, "query_len": 512, "key_len": 512}
-    facts = {"head_dim": 128, "value_head_dim": 128}
+    facts = {"head_dim": 128, "value_head_dim": 128, "blocks": BLOCKS}
     assert choose_backward(problem(**sizes, **facts), AUTO) == ("hopper", "")
     few = problem(**sizes | {"batch": 16}, **facts)
     assert choose_backward(few, AUTO)[0] == "triton"

@@ -21,6 +21,7 @@ PAIRS = torch.zeros(SIZES, requires_grad=True)
 HALVES = torch.zeros(SIZES, dtype=torch.bfloat16, requires_grad=True)
 WIDE = torch.zeros(2, 3, 16, 25, requires_grad=True)
 TURNED = torch.zeros(2, 3, 24, 16).transpose(2, 3).requires_grad_()
+TURNED_BACK = torch.zeros(2, 3, 16, 24).transpose(2, 3).requires_grad_()
 TABLE, PLACES = torch.zeros(3, 64), torch.arange(24)
 
 # score_mod, its captured tensors, bytes that it reads in rows, whether gradients are sums.
@@ -39,6 +40,8 @@ MODS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, bool]] = {
     "next key": (lambda s, b, h, q, k, t: s + t[b, h, q, k + 1], (WIDE,), 0, True),
     "places": (lambda s, b, h, q, k, t, p: s + t[b, h, q, p[k]], (PAIRS, PLACES), 0, True),
     "turned": (lambda s, b, h, q, k, t: s + t[b, h, q, k], (TURNED,), 0, False),
+    "turned back": (lambda s, b, h, q, k, t: s + t[b, h, k, q], (TURNED_BACK,), 4, False),
+    "columns": (lambda s, b, h, q, k, t: s + t[b, h, k, q], (PAIRS.mT.contiguous(),), 0, False),
     "unaligned": (lambda s, b, h, q, k, t: s + t[b, h, q, k], (WIDE,), 0, False),
 }  # fmt: skip
 

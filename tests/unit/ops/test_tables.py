@@ -136,6 +136,24 @@ def test_gradients_go_through_tables(mod):
     torch.testing.assert_close(seen_twice[1], seen_twice[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("mod", "has_table"),
+    [
+        (lambda s, b, h, q, k, t: s * torch.cos((q - k) * 0.05), False),
+        (lambda s, b, h, q, k, t: torch.tanh(s - t[h]) * torch.cos((q - k) * 0.05), False),
+        (lambda s, b, h, q, k, t: s + torch.cos((q - k) * 0.05), True),
+        (lambda s, b, h, q, k, t: torch.where(q > k, s, torch.cos((q - k) * 0.05)), True),
+        (lambda s, b, h, q, k, t: s * torch.lgamma((q - k).abs() + 1.5).cos().cosh(), True),
+    ],
+)
+def test_a_factor_of_a_trained_score_must_save_more(mod, has_table):
+    """Its gradient reads the table once more."""
+    call = arguments(mod, SLOPES.detach())
+    assert tabulate(call) is not None
+    trained = call._replace(query=call.query.clone().requires_grad_())
+    assert (tabulate(trained) is not None) == has_table
+
+
 def test_what_is_cheap_or_sees_the_score_stays():
     assert tabulate(arguments(plain, PLAIN)) is None
     assert tabulate(arguments(of_score, SLOPES)) is None
