@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import fx
 
-from flexhop.analysis import value_of
+from flexhop.analysis import copied, value_of
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph, per_graph
 from flexhop.ops.args import AttentionArgs, CachedArgs
 
@@ -71,9 +71,7 @@ def fold_caps(graph: fx.GraphModule, scale: float | None) -> Folded:
     tanh = graph.graph.find_nodes(op="call_function", target=aten.tanh.default)
     if scale is None or not tanh:
         return Folded(graph)
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    module = fx.GraphModule(graph, copied)
+    module, _ = copied(graph)
     for node in module.graph.find_nodes(op="call_function", target=aten.tanh.default):
         _fold(module.graph, node)
     takes_products = _fold_scale(module.graph, scale)

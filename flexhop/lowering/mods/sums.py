@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from flexhop.analysis import copied
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import pointwise
 from flexhop.compat.mods.indexing import IndexMode
@@ -63,7 +64,7 @@ def lower_sums(
 def _trace_sums(
     score: fx.GraphModule, wanted: Sequence[int], moved: Sequence[int]
 ) -> tuple[fx.GraphModule, tuple[Site, ...]]:
-    graph = _copy(smooth(score))
+    graph, _ = copied(smooth(score))
     # Chains of reads become single ones, so that each site has indices of its own.
     compose_reads(graph)
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -125,9 +126,3 @@ def _one_at(element: Sequence[int], like: Tensor) -> Tensor:
         place = place * int(size) + index
     places = torch.arange(like.numel(), device=like.device).reshape(like.shape)
     return (places == place).to(like.dtype)
-
-
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    return fx.GraphModule(graph, copied)
