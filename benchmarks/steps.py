@@ -2,9 +2,10 @@
 
 Each kernel of a case is compiled for sm_90 as Inductor would compile it. A loop with matrix
 products and exponentials that contains no other such loop is a step over a tile of scores. A line
-lists how many instructions each has, the shortest first. Loops without a mask are shorter than
-those with one; each consumer of a Hopper kernel has its own, and the longest holds the first step
-of a tile. Instructions are no times: a Hopper kernel runs softmax and products side by side.
+lists how many instructions each has, the shortest first: on the shortest way through it, which
+leaves out the branches of a mask, and on the longest. Each consumer of a Hopper kernel has its own
+loops, and the longest holds the ends of a tile. Instructions are no times: a Hopper kernel runs
+softmax and products side by side.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from benchmarks.cases import SUITES, Case
 from benchmarks.implementations import build
 from flexhop.offline import Kernel, generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses
+from flexhop.offline.ways import ways
 
 
 class Steps(NamedTuple):
@@ -25,7 +27,7 @@ class Steps(NamedTuple):
 
     kernel: str
     registers: int
-    loops: list[int]
+    loops: list[tuple[int, int]]
     spills: list[int]
 
 
@@ -46,7 +48,8 @@ def read_steps(kernel: Kernel, cubin: Cubin) -> Steps:
     inner = innermost(cubin.loops())
     name = kernel.functions[0] if kernel.is_gluon else kernel.name
     spills = [local_accesses(loop) for loop in inner]
-    return Steps(name, cubin.registers, list(map(count, inner)), spills)
+    lengths = [(count(way.shortest), count(way.longest)) for way in map(ways, inner)]
+    return Steps(name, cubin.registers, lengths, spills)
 
 
 def measure(case: Case, implementation: str, *, grad: bool = False) -> Iterator[Steps]:

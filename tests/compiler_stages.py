@@ -10,7 +10,8 @@ from unittest import mock
 from triton.backends.nvidia import compiler
 
 from flexhop.offline import Kernel
-from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.cubin import Cubin, compile_kernel
+from flexhop.offline.ways import Ways, ways
 
 
 class _FarEnough(Exception):
@@ -48,3 +49,22 @@ def shared_memory(kernel: Kernel, architecture: int) -> int:
 def _stops_before_ptx() -> Iterator[Any]:
     with mock.patch.object(compiler.CUDABackend, "make_ptx", side_effect=_FarEnough) as make_ptx:
         yield make_ptx
+
+
+def steps_of(cubin: Cubin, products: int) -> list[Ways]:
+    """A step without a mask and one with, of each of two consumers of a Hopper forward kernel.
+
+    They are two ways through one loop, or loops of their own. Without a mask they are the same. A
+    tile's first step, which has fewer products, is not among them.
+    """
+    loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == products), key=len)
+    # One loop has one copy of a step for each consumer, and the product behind the last one.
+    if cubin.wgmma > 4 * products:
+        first, second, *masked = loops[:4]
+        return [
+            Ways(ways(full).shortest, m) for full, m in zip((first, second), masked, strict=True)
+        ]
+    found = [ways(loop) for loop in loops[:2]]
+    assert len(found) == 2
+    assert all(way.count("HGMMA") == products for both in found for way in both)
+    return found

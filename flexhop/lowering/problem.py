@@ -101,7 +101,8 @@ class ModFacts(NamedTuple):
     mask_key_bytes: sizes of the elements that mask_mod reads at indices that depend on the key.
     mask_uses_batch, mask_uses_head, mask_uses_query: whether it depends on b, h and q_idx.
     mask_band: the band of keys that it keeps, if it is one (lowering/mods/bands.py).
-    has_distances: whether score_mod computes q_idx - kv_idx and adds no line.
+    has_distances: whether score_mod computes q_idx - kv_idx and adds no line. score_uses_keys:
+    whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
     """
 
     has_score_mod: bool
@@ -126,6 +127,8 @@ class ModFacts(NamedTuple):
     mask_uses_query: bool = False
     has_distances: bool = False
     row_bytes: int = 0
+    score_uses_keys: bool = True
+    reads_captured: bool = False
 
     @property
     def mask_reads_keys(self) -> bool:

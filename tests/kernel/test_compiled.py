@@ -26,7 +26,7 @@ from flexhop.masks import causal
 from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 from flexhop.options import Tile
-from tests.compiler_stages import shared_memory
+from tests.compiler_stages import shared_memory, steps_of
 from tests.problems import launched_kernels, problem
 
 # A device function or constant tells which of the templates a kernel came from.
@@ -324,11 +324,11 @@ def test_the_hopper_kernel_of_packed_sequences_is_pipelined(tokens):
     cubin, notes = build_packed_hopper(tokens)
     assert cubin.wgmma > 0
     assert (cubin.spills, notes) == (0, [])
-    steps = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)
-    for masked in steps[2:4]:  # behind those of full blocks, of each consumer
+    for full, masked in steps_of(cubin, products=16):
         assert "R2P" in masked, "bits reach predicates seven at a time"
+        assert "R2P" not in full, "full blocks have no bits"
         assert "LDG" not in masked, "what a query sees is read once"
-        assert len(masked.splitlines()) < 640
+        assert len(full.splitlines()) < 490 and len(masked.splitlines()) < 640
 
 
 @pytest.mark.slow
@@ -338,14 +338,10 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(width, length):
     stores, cubin, notes = build_document_hopper(width, length)
     assert stores.registers <= 64  # many programs run side by side
     assert notes == []
-    # Of each consumer the loop of full blocks, and the one that reads bits.
-    loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 8 + width // 16), key=len)
-    assert len(loops) >= 4
-    for loop in loops[:2]:
-        assert "R2P" not in loop, "full blocks read no bits"
-    for loop in loops[2:4]:
-        assert "R2P" in loop, "bits reach predicates seven at a time"
-        lines, local = len(loop.splitlines()), local_accesses(loop)
+    for full, masked in steps_of(cubin, products=8 + width // 16):
+        assert "R2P" not in full, "full blocks have no bits"
+        assert "R2P" in masked, "bits reach predicates seven at a time"
+        lines, local = len(masked.splitlines()), local_accesses(masked)
         # Keys behind the end are masked as well where tiles overhang.
         assert (lines < 680 and local == 0) if length % 128 == 0 else (lines < 820 and local <= 4)
 
@@ -355,10 +351,8 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(width, length):
 def test_the_hopper_loop_waits_for_products_after_the_exponentials():
     """A wait for both products above the softmax would undo the overlap."""
     cubin = build_hopper((128, 128), 1024, False).cubin
-    # Two products of eight instructions; the shortest two are those of the two consumers.
-    loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)[:2]
-    assert len(loops) == 2
-    for loop in loops:
+    for loop, longest in steps_of(cubin, products=16):  # two products of eight instructions
+        assert loop == longest, "the first step alone takes another way"
         assert loop.count("MUFU.EX2") == 66  # of scores, and of two rows
         waits = [n for n, line in enumerate(loop.splitlines()) if "WARPGROUP.DEPBAR" in line]
         last = max(n for n, line in enumerate(loop.splitlines()) if "MUFU.EX2" in line)
@@ -407,11 +401,9 @@ def test_the_hopper_loops_of_a_score_mod_do_not_spill(name, monkeypatch):
     A masked step of 1,176 instructions has 6 of them with Triton 3.6 and whole quotients.
     """
     cubin = build_scored_hopper(name, monkeypatch)
-    loops = sorted((x for x in cubin.loops() if x.count("HGMMA") == 16), key=len)
-    local = [local_accesses(loop) for loop in loops]
-    assert len(loops) >= 4
-    assert local[:2] == [0, 0]  # of the two consumers, without a mask
-    assert max(local[2:4]) <= 6
+    for full, masked in steps_of(cubin, products=16):
+        assert local_accesses(full) == 0
+        assert local_accesses(masked) <= 6
 
 
 class HopperBackward(NamedTuple):

@@ -14,6 +14,8 @@ from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
+from flexhop.offline.ways import Ways, ways
+from tests.compiler_stages import steps_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,14 +87,9 @@ def build(score_mod: Any, width: int, is_causal: bool = True, length: int = 512)
     return compile_kernel(generated.kernel_with("consume"), 90)
 
 
-def loops_of(cubin: Cubin, width: int) -> list[str]:
-    """The loops of both consumers, with a mask and without, the shortest first."""
-    return sorted((x for x in cubin.loops() if x.count("HGMMA") == 8 + width // 16), key=len)
-
-
-def full_loops(cubin: Cubin, width: int) -> list[str]:
-    """The loops without a mask, one of each consumer."""
-    return loops_of(cubin, width)[:2]
+def full_steps(cubin: Cubin, width: int) -> list[str]:
+    """The steps without a mask, one of each consumer."""
+    return [step.shortest for step in steps_of(cubin, products=8 + width // 16)]
 
 
 def instructions(loop: str) -> list[str]:
@@ -100,20 +97,15 @@ def instructions(loop: str) -> list[str]:
     return [line for line in loop.splitlines() if ";" in line]
 
 
-def longest_skip(loop: str) -> int:
-    """How many instructions a jump forward leaves out at most."""
-    lines = loop.splitlines()
-    labels = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
-    jumps = [
-        (n, m[1]) for n, line in enumerate(lines) if (m := re.search(r"BRA.*(\.L_x_\d+)", line))
-    ]
-    return max(labels.get(target, n) - n for n, target in jumps)
+def longer(way: Ways) -> int:
+    """How many instructions the branches of a loop have."""
+    return len(instructions(way.longest)) - len(instructions(way.shortest))
 
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_line_takes_one_instruction_for_each_score(width):
     plain, line = (
-        [instructions(x) for x in full_loops(build(mod, width), width)] for mod in (None, alibi)
+        [instructions(x) for x in full_steps(build(mod, width), width)] for mod in (None, alibi)
     )
     for without, having in zip(plain, line, strict=True):
         # Besides: which block is next, the mod at the first key, and the row's numbers.
@@ -125,22 +117,25 @@ def test_a_line_takes_one_instruction_for_each_score(width):
 def test_nothing_is_waited_for_before_the_products(width):
     cubin = build(alibi, width)
     assert (cubin.spills, product_notes(cubin)) == (0, [])
-    for step in map(instructions, full_loops(cubin, width)):
-        loads = [n for n, x in enumerate(step) if "LDG" in x]
-        products = [n for n, x in enumerate(step) if "HGMMA" in x]
+    for step in map(instructions, full_steps(cubin, width)):
+        loads = [(n, m[1]) for n, x in enumerate(step) if (m := re.search(r"LDG\S* (R\d+),", x))]
+        first_product = next(n for n, x in enumerate(step) if "HGMMA" in x)
         assert loads
-        assert loads[0] > products[0]
+        for load, target in loads:
+            used = (n for n, x in enumerate(step) if n > load and re.search(rf"\b{target}\b", x))
+            assert next(used, len(step)) > first_product
 
 
 @pytest.mark.parametrize(("mod", "width"), [(distance, 64), (distance, 128), (step, 128)])
 def test_a_tile_without_the_bend_leaves_out_what_a_bend_needs(mod, width):
-    plain = full_loops(build(None, width), width)
+    plain = full_steps(build(None, width), width)
+    products = 8 + width // 16
+    loops = sorted((x for x in build(mod, width).loops() if x.count("HGMMA") == products), key=len)
     # The mod is asked about each key under a branch.
-    both = loops_of(build(mod, width), width)
-    bent = [loop for loop in both if longest_skip(loop) > 4 * SCORES][:2]
-    for without, having in zip(plain, bent, strict=True):
-        assert "IABS" not in having, "distances are subtracted as floats"
-        more = len(instructions(having)) - longest_skip(having) - len(instructions(without))
+    bent = [way for way in map(ways, loops) if longer(way) > 4 * SCORES][:2]
+    for without, (straight, longest) in zip(plain, bent, strict=True):
+        assert "IABS" not in longest, "distances are subtracted as floats"
+        more = len(instructions(straight)) - len(instructions(without))
         # Besides what a line needs: the corners of the tile, and two branches.
         assert SCORES <= more <= SCORES + 90
 
@@ -154,7 +149,7 @@ def test_a_tile_without_the_bend_leaves_out_what_a_bend_needs(mod, width):
     ],
 )
 def test_order_takes_one_instruction_and_a_cap_five(mod, most):
-    plain, changed = (len(instructions(full_loops(build(m, 128), 128)[0])) for m in (None, mod))
+    plain, changed = (len(instructions(full_steps(build(m, 128), 128)[0])) for m in (None, mod))
     assert changed - plain <= most * SCORES + 8
     assert build(mod, 128).spills == 0
 
@@ -169,7 +164,7 @@ def test_order_takes_one_instruction_and_a_cap_five(mod, most):
 )
 def test_neighbours_are_read_from_one_address(mod, is_causal, most, loads):
     """Two 16-bit entries by one load, and few instructions for addresses."""
-    plain, changed = (full_loops(build(m, 128, is_causal), 128)[0] for m in (None, mod))
+    plain, changed = (full_steps(build(m, 128, is_causal), 128)[0] for m in (None, mod))
     # Besides: the next block of the list.
     assert loads <= changed.count("LDG") - plain.count("LDG") <= loads + 4
     assert len(instructions(changed)) - len(instructions(plain)) <= most * SCORES
@@ -188,8 +183,8 @@ def test_a_function_of_the_distance_is_computed_once_for_a_diagonal(
     if length % 128:
         most += 2 * reads  # indices are clamped, so no constants are part of addresses
     cubin = build(mod, 128, is_causal, length)
-    plain = full_loops(build(None, 128, is_causal, length), 128)[0]
-    for loop in full_loops(cubin, 128):
+    plain = full_steps(build(None, 128, is_causal, length), 128)[0]
+    for loop in full_steps(cubin, 128):
         # 18 instructions of a wave otherwise, and 6.5 of a table in a causal kernel.
         assert len(instructions(loop)) - len(instructions(plain)) <= most * SCORES
         # Besides: the next block of the list.
@@ -220,7 +215,8 @@ def test_integers_of_64_bits_and_windows_of_heads():
         *inputs,
     )
     cubin = compile_kernel(generated.kernel_with("consume"), 90)
-    *full, masked, other = [len(instructions(x)) for x in loops_of(cubin, 128)[:4]]
+    steps = steps_of(cubin, products=16)
+    full, (masked, other) = ([len(instructions(step[i])) for step in steps] for i in range(2))
     assert max(full) < 990
     assert max(masked, other) - max(full) < 5 * SCORES
-    assert local_accesses("\n".join(full_loops(cubin, 128))) < 16
+    assert local_accesses("\n".join(full_steps(cubin, 128))) < 16

@@ -58,9 +58,12 @@ def arguments(kernel: Kernel, function: str) -> list[str]:
 
 def test_consumers_share_what_they_call(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = forward_and_backward()
-    counts = visited(forward, monkeypatch)
-    assert counts["consume"] == 2  # each knows its number
-    assert counts["first_step"] == counts["update_softmax"] == counts["attend_steps"] == 1
+    (changed, _) = forward_and_backward(lambda score, b, h, q_idx, kv_idx: score * 2)
+    for kernel, loops in ((forward, "attend_in_one_loop"), (changed, "attend_in_three_loops")):
+        counts = visited(kernel, monkeypatch)
+        assert counts["consume"] == 2  # each knows its number
+        assert counts["update_softmax"] == counts[loops] == 1
+    assert counts["first_step"] == counts["attend_steps"] == 1
     counts = visited(backward, monkeypatch)
     assert counts["differentiate"] == 2
     assert counts["grad_scores"] == counts["as_operand"] == 1
@@ -73,7 +76,7 @@ def test_functions_take_only_arguments_of_the_kernel_that_some_read() -> None:
         return score * slopes[h]
 
     forward, _ = forward_and_backward(scaled)
-    for function in ("consume", "attend_steps", "score_mod"):
+    for function in ("consume", "attend_steps", "attend_in_one_loop", "score_mod"):
         captured, *others = arguments(forward, function)
         assert captured in forward.parameters, function
         assert not {*others} & {*forward.parameters}, function

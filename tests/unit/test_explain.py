@@ -173,7 +173,10 @@ def test_reasons_say_where_a_tile_comes_from():
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_the_hopper_kernel_is_named_or_the_reason_against_it():
     served = flexhop.explain(*operands(width=128))
-    assert served.forward.reason == "the Hopper kernel supports this call"
+    assert served.forward.reason == (
+        "the Hopper kernel supports this call; its steps have one loop"
+    )
+    assert "three loops: heads of 256 columns" in str(flexhop.explain(*operands(width=256)))
     assert "warps (1 loads)" in str(served)
     assert any("multiples of 16 bytes" in note for note in served.notes)
     options = flexhop.KernelOptions(backend="triton")

@@ -12,8 +12,9 @@ from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.hopper import forward, latent
 from flexhop.lowering.hopper.emit import Attempt, emit_first, emit_kernel
+from flexhop.lowering.hopper.loops import separate_loops
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
-from flexhop.lowering.hopper.tiles import shared_memory
+from flexhop.lowering.hopper.tiles import HopperTile, shared_memory
 from flexhop.lowering.mods.lower import lower_line
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
@@ -53,7 +54,7 @@ class _Attention:
         plan = KernelPlan(
             kernel="forward",
             tile=tile,
-            reason="the Hopper kernel supports this call" + passed,
+            reason=f"the Hopper kernel supports this call{passed}; {_loops(problem, tile)}",
             shared_memory=shared_memory(problem, tile),
             programs=min(problem.device.multiprocessors, tiles),
             constants=dataclasses.asdict(forward.constants(problem, options, tile)),
@@ -92,6 +93,13 @@ def _score(call: KernelCall, constants: forward.HopperForwardConstants) -> Any:
     if not constants.BY_DISTANCE or call.mods.by_distance is None:
         return call.mods.score
     return call.mods.by_distance(has_others=constants.CHECK_Q or constants.CHECK_KV)
+
+
+def _loops(problem: Problem, tile: HopperTile) -> str:
+    """Which loops the steps of a tile have, in words."""
+    for why in separate_loops(problem, tile, forward.stored_bits(problem, tile)):
+        return f"its steps have three loops: {why}"
+    return "its steps have one loop"
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
+from flexhop.lowering.hopper.loops import separate_loops
 from flexhop.lowering.hopper.tiles import (
     ROWS,
     HopperTile,
@@ -61,6 +62,7 @@ class HopperForwardConstants(SharedConstants):
     IS_GATHERED: bool
     KV_BLOCKS: int
     Q_BLOCKS: int
+    ONE_LOOP: bool
     Q_IN_REGISTERS: bool
     STAGE_OUT: bool
     SPARSE_KV_BLOCK_SIZE: int
@@ -73,6 +75,7 @@ class HopperForwardConstants(SharedConstants):
     RETURN_MAX: bool
     HIDES_KEYS: bool
     BY_DISTANCE: bool
+    USES_KEYS: bool
     MASK_READS: bool
     LN_2: float = math.log(2)
 
@@ -210,6 +213,7 @@ def constants(
         IS_GATHERED=gathered.is_gathered,
         KV_BLOCKS=gathered.kv_blocks,
         Q_BLOCKS=gathered.q_blocks,
+        ONE_LOOP=not any(separate_loops(problem, tile, stored)),
         Q_IN_REGISTERS=_keeps_queries(problem, tile),
         STAGE_OUT=stages_out(problem, tile),
         SPARSE_KV_BLOCK_SIZE=kv_size,
@@ -223,6 +227,7 @@ def constants(
         RETURN_MAX=problem.returns_max,
         HIDES_KEYS=hides_keys,
         BY_DISTANCE=shares_distances,
+        USES_KEYS=problem.mods.has_score_mod and problem.mods.score_uses_keys,
         MASK_READS=problem.mods.mask_reads_keys,
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def read_mods(
         reads_of(analysed(mod, roles)) for mod, roles in ((score, SCORE), (mask, INDICES))
     )
     at, mask_at = ([positions for _, positions in reads] for reads in (score_reads, mask_reads))
-    mask_depends = _depends(mask, INDICES)
+    score_depends, mask_depends = _depends(score, SCORE), _depends(mask, INDICES)
     mask_cost = analysed(mask, INDICES).instructions(of=instructions_in_mask)
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
@@ -128,7 +128,7 @@ def read_mods(
         has_mask_mod=not is_all_true(mask),
         reads_per_element=any(map(all, at)),
         reads_by_position=any(map(any, at)),
-        reads_score="score" in _depends(score, SCORE),
+        reads_score="score" in score_depends,
         # The cost is of what a forward kernel computes, the other facts are of the mod.
         score_cost=analysed(folded.graph, SCORE).instructions(),
         takes_products=folded.takes_products,
@@ -147,6 +147,8 @@ def read_mods(
         mask_pair_bytes=_pair_bytes(mask),
         has_distances=line is None and has_distances(score),
         row_bytes=row_bytes(score),
+        score_uses_keys="k" in score_depends,
+        reads_captured=line is None and any(x.users for x in analysed(score, SCORE).mod.captures),
     )
 
 

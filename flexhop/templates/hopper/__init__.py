@@ -13,8 +13,8 @@ _LATENT = (
 KERNELS = {
     "forward": (
         "hopper/forward/kernel", "hopper/forward/memory", "hopper/forward/produce",
-        "hopper/forward/consume", "hopper/forward/step", "hopper/forward/score",
-        "hopper/forward/line",
+        "hopper/forward/consume", "hopper/forward/one_loop", "hopper/forward/three_loops",
+        "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
         "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
         "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
         *_SHARED, "mods/mods",
@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from flexhop.templates.hopper.records import *
 from flexhop.templates.hopper.runtime import (
-    add_async, as_parts, load_async, specialize_warps, stash, store_async, unstash,
+    add_async, as_parts, in_flight, load_async, specialize_warps, stash, store_async, unstash,
 )
 """
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 __all__ = [
     "add_async",
     "as_parts",
+    "in_flight",
     "load_async",
     "specialize_warps",
     "stash",
@@ -63,6 +64,12 @@ def specialize_warps(
         )
     finally:
         _generator.caller_context = outside
+
+
+@builtin
+def in_flight(product: Any, _semantic: Any = None) -> Any:
+    """A product that is not waited for yet as a tensor, which branches and loops may give back."""
+    return gl.tensor(product.handle, product.type.tensor_type)
 
 
 # Of scores [64, 64] as a product leaves them: four neighbours for each lane, then its next four.

@@ -153,7 +153,7 @@ def test_three_consumers_only_where_they_pad_little(queries, rows):
 
 def test_the_plan_names_the_kernel_or_the_reason():
     (found,) = plan("forward", problem(head_dim=128), AUTO)
-    assert found.reason == "the Hopper kernel supports this call"
+    assert found.reason == "the Hopper kernel supports this call; its steps have one loop"
     assert found.tile.words() == "128 queries x 128 keys, 9 warps (1 loads), 2 slots"
     assert found.programs == 128  # fewer tiles than multiprocessors
     (portable,) = plan("forward", problem(head_dim=32), AUTO)
@@ -594,7 +594,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
         "mask_reads_per_element", "mask_pair_bytes", "is_tf32",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
-        "mask_uses_query",
+        "mask_uses_query", "score_uses_keys", "reads_captured",
         "row_bytes", "own_entries",  # the kernels read and add whatever is captured
         "takes_products",
         "cache",  # such calls have an operator of their own, without gradients

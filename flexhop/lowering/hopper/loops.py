@@ -1,0 +1,80 @@
+"""Whether all steps of a tile of the Hopper forward kernel share one loop.
+
+The first step, steps with a mask and steps without are three loops; or one loop, in which the
+mask and the product with the weights before stand in branches. One loop has two copies of a step
+instead of six, which compile in 60 to 80 % of the time. Which form runs faster depends on the
+call: docs/lab/first_call.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexhop.lowering.hopper.bits import StoredBits
+from flexhop.lowering.hopper.constants import block_sizes
+from flexhop.lowering.hopper.tiles import HopperTile, gathers, wider
+from flexhop.lowering.problem import ModFacts, Problem
+
+_KEYS = 128  # per step
+# Most instructions of a score_mod per score: one that reads no tensors, and one that adds an entry
+# of a table by distance. A soft cap has 5 and ran 3 % slower in one loop; a table has 7 and ran as
+# fast. A product with a number of the head ran 8 % slower, a bias of keys 3 %.
+_MOST, _MOST_OF_TABLES = 3.0, 7.0
+# Most instructions of a mask_mod that is asked, if score_mod adds a line: causal has 2.8. A window
+# that depends on the head has 6.8 and spills.
+_MOST_OF_MASK = 3.0
+
+
+def separate_loops(problem: Problem, tile: HopperTile, stored: StoredBits) -> Iterator[str]:
+    """Why steps with a mask and steps without have loops of their own; empty if they share one.
+
+    Args:
+        problem: the call's problem.
+        tile: tile of the kernel.
+        stored: the bits that it reads.
+    """
+    mods, width = problem.mods, wider(problem)
+    is_dense = problem.blocks is None and not mods.has_score_mod
+    if width != 128 and not (width == 64 and is_dense):
+        yield f"heads of {width} columns" + (" with a mod or a mask" if width == 64 else "")
+    if tile.block_n != _KEYS:
+        yield f"{tile.block_n} keys per step"
+    if tile.is_split or tile.heads > 1 or gathers(problem, tile).is_gathered:
+        yield "blocks of the mask that are smaller than a tile"
+    if problem.has_spans:
+        # A window ran 1 to 3 % slower: it has few steps, and their bits come from two numbers.
+        yield "each query sees the keys between two numbers"
+    if mods.has_key_bend:
+        yield "score_mod adds a line with bends"
+    elif not mods.has_key_slope:
+        yield from _long_score(mods)
+    if problem.blocks is not None and mods.has_mask_mod and not problem.has_spans:
+        yield from _long_mask(problem, tile, stored)
+
+
+def _long_score(mods: ModFacts) -> Iterator[str]:
+    """Reasons of a score_mod that adds no line."""
+    is_table = mods.has_distances and mods.reads_per_element
+    if mods.reads_captured and not is_table:
+        yield "score_mod reads captured tensors"
+    elif mods.score_cost > (_MOST_OF_TABLES if is_table else _MOST):
+        yield f"score_mod takes about {mods.score_cost:.0f} instructions per score"
+
+
+def _long_mask(problem: Problem, tile: HopperTile, stored: StoredBits) -> Iterator[str]:
+    """Reasons of a mask_mod, which steps ask unless its mask is bits: what would spill."""
+    mods = problem.mods
+    if stored.blocks:
+        if not stored.holds_all:
+            # Steps without a mask took 26 to 60 instructions more, and spilled 9 to 14 times.
+            yield "some blocks of the mask have bits, and mask_mod is asked about the others"
+        return
+    overhangs = not problem.is_key_multiple(block_sizes(problem, tile)[1])
+    if mods.has_key_slope and mods.mask_cost > _MOST_OF_MASK:
+        yield f"score_mod adds a line, and mask_mod takes about {mods.mask_cost:.0f} instructions"
+    if mods.mask_reads_keys and mods.has_score_mod:
+        yield "mask_mod reads tensors at keys, and there is a score_mod"
+    if mods.mask_reads_keys and overhangs:
+        yield "mask_mod reads tensors at keys, and keys may end within a tile"
+    if mods.reads_by_position and overhangs:
+        yield "score_mod reads tensors by position, and keys may end within a tile"
