@@ -144,6 +144,25 @@ def test_the_program_runs_on_a_cpu(tmp_path: Path):
     assert (tmp_path / "numbers.json").exists()
 
 
+@pytest.mark.slow
+def test_a_random_problem_is_compared_on_a_cpu():
+    command = "-m benchmarks.drawn --device cpu --procs 1 --minutes 1 --only 13 4"
+    result = subprocess.run(
+        [python(*INDUCTOR), *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    row = next(line for line in result.stdout.splitlines() if line.startswith("| 13 |"))
+    *_, forward, _, backward, _, difference, _ = (cell.strip() for cell in row.split("|"))
+    assert float(forward) > 0 and backward == "–"
+    assert float(difference) < 0.01
+    assert "fwd: 1 problems" in result.stdout
+    assert "in-tree failed: 4 (2,2,2,128,64)" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [("batch-8", 1.0), ("causal", 1.0), ("window-16k", 0.5), ("sinks", 17 / 64), ("chosen", 0.25)],
