@@ -96,18 +96,18 @@ def test_no_factor_of_a_product_has_one_bit_numbers():
     query, key = torch.zeros(1, 7, 17, 80), torch.zeros(1, 1, 2, 80)
     options = flexhop.KernelOptions(backend="triton", float32_precision="ieee")
 
-    def attend(q, k, flags, seed):
+    def attend(q, k, flags, factors, seed):
         mask = flexhop.create_block_mask(
             lambda b, h, q, k: flags[q], None, None, 17, 2, q.device, (48, 16)
         )
         return flexhop.flex_attention(
-            q, k, k, lambda s, b, h, q, k: s * torch.exp(-(q - k).abs() / 64.0), mask,
+            q, k, k, lambda s, b, h, q, k: s * factors[q - k + 1], mask,
             enable_gqa=True, dropout_p=0.5, dropout_seed=seed, kernel_options=options,
         )  # fmt: skip
 
     generated = generate_code(
         attend, query.requires_grad_(), key.requires_grad_(), torch.ones(17, dtype=torch.bool),
-        torch.tensor([1, 2]), grad=True, capability=(9, 0),
+        torch.ones(18), torch.tensor([1, 2]), grad=True, capability=(9, 0),
     )  # fmt: skip
     (kernel,) = (k for k in generated.templates if "grad_key_value_blocks" in k.functions)
     assert kernel.constants["ISOLATE_SCORE_MOD"]

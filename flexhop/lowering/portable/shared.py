@@ -132,7 +132,8 @@ def has_mask_loop(problem: Problem) -> bool:
     and the start of a second loop: up to a sixth.
     """
     reads_pairs = problem.mods.has_mask_mod and problem.mods.mask_pair_bytes > 0
-    return reads_pairs and problem.cache is None and not is_float32(problem)
+    is_usual = problem.cache is None and not problem.is_wide and not is_float32(problem)
+    return reads_pairs and is_usual
 
 
 def is_float32(problem: Problem) -> bool:

@@ -246,8 +246,12 @@ class _Choice:
             self.look_at(source)
 
     def _least_saved(self, node: fx.Node) -> float:
-        """How many instructions a table of a node has to save."""
-        again = self._is_differentiated and self._is_factor(node)
+        """How many instructions a table of a node has to save.
+
+        The gradient of a table that is trained goes through few sums, whatever else it costs.
+        """
+        is_trained = node in self._trained
+        again = self._is_differentiated and not is_trained and self._is_factor(node)
         return _LEAST_SAVED_BY_FACTOR if again else _LEAST_SAVED
 
     def _is_factor(self, node: fx.Node) -> bool:

@@ -154,6 +154,12 @@ def test_a_factor_of_a_trained_score_must_save_more(mod, has_table):
     assert (tabulate(trained) is not None) == has_table
 
 
+def test_a_trained_factor_is_a_table():
+    mod = lambda s, b, h, q, k, table: s * table[(7 * q + k) % 5]  # noqa: E731
+    call = arguments(mod, PLAIN[0, :5].detach().clone().requires_grad_())
+    assert tabulate(call._replace(query=call.query.clone().requires_grad_())) is not None
+
+
 def test_what_is_cheap_or_sees_the_score_stays():
     assert tabulate(arguments(plain, PLAIN)) is None
     assert tabulate(arguments(of_score, SLOPES)) is None
