@@ -281,11 +281,8 @@ class _Choice:
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
         table = Table(node, (*others, *coordinates))
-        return (
-            table
-            if self._entries(table) <= min(_LARGEST, self.scores // _SCORES_PER_ENTRY)
-            else None
-        )
+        most = min(_LARGEST, self.scores // _SCORES_PER_ENTRY)
+        return table if self._entries(table) <= most else None
 
     def _is_plain(self, node: fx.Node) -> bool:
         """Whether all its inputs are numbers and depend on an index."""
