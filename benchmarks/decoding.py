@@ -7,10 +7,10 @@ of its own; with ``--at-once N``, that many are prepared side by side, and measu
 """
 
 import argparse
+import functools
 import json
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from benchmarks import caches
 from benchmarks.correctness import rounding_error
 from benchmarks.decoding_cases import STEPS, Step, make_mask, make_mask_mod, make_score_mod
 from benchmarks.report import decoding_table
+from benchmarks.timing import in_rounds, medians
 from benchmarks.turns import answer, in_turn, wait_for_turn
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -206,11 +207,8 @@ def measure(step: Step, names: tuple[str, ...], device: torch.device) -> dict[st
 
 def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
     """Median microseconds of a call over interleaved rounds."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(microseconds(run, on_gpu))
-    return {name: statistics.median(values) for name, values in times.items()}
+    measures = {name: functools.partial(microseconds, run, on_gpu) for name, run in runs.items()}
+    return medians(in_rounds(measures, ROUNDS))
 
 
 def in_processes(

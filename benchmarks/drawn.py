@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from torch.nn.attention import flex_attention as intree
 
 import flexhop
 from benchmarks.report import cell, geometric_mean, row
-from benchmarks.timing import Stopwatch, interleaved
+from benchmarks.timing import Stopwatch, interleaved, medians
 from benchmarks.turns import last_words
 from tests.case_inputs import Random, Shape
 from tests.fuzz.functions import chain_scores, combine_masks
@@ -37,6 +36,7 @@ from tests.fuzz.scores import HIDING, IGNORING, SCORES
 
 LENGTHS = (1000, 1024, 2048, 2048, 3000, 4096)
 WIDTHS = (64, 64, 64, 128, 128, 128, 128, 32, 80, 96, 256)
+ROUNDS = 3
 WORK = 3e11  # operations of a dense forward pass, about half a millisecond on an H200
 LIBRARIES: dict[str, ModuleType] = {"flexhop": flexhop, "in-tree": intree}
 DIRECTIONS = ("fwd", "bwd")
@@ -189,15 +189,11 @@ def measure(drawn: Drawn, device: str, lock: str) -> dict[str, Any]:
     with _alone(lock):
         stopwatch = Stopwatch(torch.device(device))
         steps = {name: (lambda: None, call.forward_alone) for name, call in calls.items()}
-        found["milliseconds"]["fwd"] = _medians(stopwatch, steps)
+        found["milliseconds"]["fwd"] = medians(interleaved(stopwatch, steps, ROUNDS))
         if device == "cuda":
             steps = {name: (call.forward, call.backward_alone) for name, call in calls.items()}
-            found["milliseconds"]["bwd"] = _medians(stopwatch, steps)
+            found["milliseconds"]["bwd"] = medians(interleaved(stopwatch, steps, ROUNDS))
     return found
-
-
-def _medians(stopwatch: Stopwatch, steps: dict[str, Any]) -> dict[str, float]:
-    return {k: statistics.median(v) for k, v in interleaved(stopwatch, steps, 3).items()}
 
 
 def work(args: argparse.Namespace) -> None:

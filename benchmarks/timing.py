@@ -1,8 +1,9 @@
 """Device time of forward and backward calls, in interleaved rounds."""
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -67,8 +68,22 @@ def interleaved(
         name: calls_per_round(stopwatch.round(prepare, measured, 2))
         for name, (prepare, measured) in steps.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    measures = {
+        name: functools.partial(stopwatch.round, prepare, measured, calls[name])
+        for name, (prepare, measured) in steps.items()
+    }
+    return in_rounds(measures, rounds)
+
+
+def in_rounds(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each measures in every round: A B C, A B C, ..."""
+    times: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(rounds):
-        for name, (prepare, measured) in steps.items():
-            times[name].append(stopwatch.round(prepare, measured, calls[name]))
+        for name, measure in measures.items():
+            times[name].append(measure())
     return times
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median over the rounds of each."""
+    return {name: statistics.median(values) for name, values in times.items()}

@@ -3,7 +3,7 @@
 What the row is, who computes it, and whether that is right; then it is timed.
 """
 
-import statistics
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as intree
 
 import flexhop
 from benchmarks.correctness import rounding_error
+from benchmarks.timing import in_rounds, medians
 from benchmarks.varlen_cases import MODS, Pack, lengths, offsets, words_of
 from flexhop.masks import causal
 
@@ -295,11 +296,11 @@ def time_in_turn(runs: dict[str, Run], on_gpu: bool) -> dict[str, float]:
     calls = {
         n: max(1, min(200, int(1e3 * SECONDS / ms))) if on_gpu else 1 for n, ms in once.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, on_gpu, calls[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
+    measures = {
+        name: functools.partial(milliseconds, run, on_gpu, calls[name])
+        for name, run in runs.items()
+    }
+    return medians(in_rounds(measures, ROUNDS))
 
 
 class Worker:

@@ -158,18 +158,18 @@ def slower(problem: Problem) -> Iterator[str]:
 
 
 def _fewest_queries(problem: Problem, tiles: int) -> int:
-    columns, mods = width(problem), problem.mods
+    columns, mods, is_masked = width(problem), problem.mods, problem.blocks is not None
     has_many = columns == _LARGEST_OWN and tiles >= _MANY_TILES * problem.device.multiprocessors
     if "distance" in problem.grad.captured_reads:
         kind = "learned tables by distance"
     elif mods.reads_per_element:
         kind = "tables read by score_mod"
-    elif problem.blocks is not None and mods.mask_reads:
+    elif is_masked and mods.mask_reads:
         kind = "a mask that reads tables"
     else:
-        kind = "" if problem.blocks is None else "a block mask"
+        kind = "a block mask" if is_masked else ""
     fewest = _FEWEST[kind][columns > 64]
-    return min(fewest, _FEWEST_MANY_QUERIES) if has_many and problem.blocks else fewest
+    return min(fewest, _FEWEST_MANY_QUERIES) if has_many and is_masked else fewest
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:

@@ -256,17 +256,14 @@ class _Choice:
 
     def _is_factor(self, node: fx.Node) -> bool:
         """Whether the derivative with respect to the score depends on a node."""
-        pending, seen = [node], set[fx.Node]()
-        while pending:
-            for user in pending.pop().users:
-                if user in seen or user.op != "call_function":
-                    continue
-                seen.add(user)
-                if "score" not in self.found.forms.seen(user).others:
-                    pending.append(user)
-                elif name_of(user) not in _ADDING:
-                    return True
-        return False
+
+        def is_apart(user: fx.Node) -> bool:
+            is_operator = user.op == "call_function"
+            return is_operator and "score" not in self.found.forms.seen(user).others
+
+        parts = {node} | dependents([node], is_apart)
+        users = {user for part in parts for user in part.users} - parts
+        return any(user.op == "call_function" and name_of(user) not in _ADDING for user in users)
 
     def _table_of(self, node: fx.Node) -> Table | None:
         """The table of a node, if it can be one."""
