@@ -13,21 +13,21 @@ from typing import Any
 from torch import fx
 
 # One instruction unless listed. The functions of compat/kernels/functions.py are branch-free.
-# Functions of CUDA's library have branches, and their text is repeated for every score that a
+# Others, of CUDA's library, have branches, and their text is repeated for every score that a
 # thread holds.
 _INSTRUCTIONS: dict[str, float] = {
     "clone": 0, "alias": 0, "detach": 0, "lift_fresh_copy": 0, "view": 0, "expand": 0,
     "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,
     "ones": 0, "zeros_like": 0, "ones_like": 0, "full_like": 0,
     "clamp": 2, "convert_element_type": 2, "_to_copy": 2, "index": 3,
-    "exp": 2, "exp2": 1, "log": 10, "log2": 8, "log10": 10, "sqrt": 2, "rsqrt": 1,
-    "reciprocal": 2, "div": 2, "sigmoid": 4, "silu": 7, "tanh": 12, "erf": 15, "gelu": 19,
+    "exp": 2, "exp2": 1, "log": 5, "log2": 4, "log10": 5, "sqrt": 2, "rsqrt": 1,
+    "reciprocal": 2, "div": 2, "sigmoid": 4, "silu": 7, "tanh": 12, "erf": 13, "gelu": 19,
     "gelu_backward": 25, "tanh_approx": 4, "scaled_tanh": 5,
-    "expm1": 10, "log1p": 10, "softplus": 15, "log_sigmoid_forward": 16, "logaddexp": 20,
-    "mish": 30, "atan": 25, "atan2": 45, "asin": 25, "acos": 25, "sinh": 25, "cosh": 20,
-    "asinh": 50, "acosh": 50, "atanh": 50, "erfinv": 40, "erfc": 60, "sin": 15, "cos": 15,
-    "tan": 100, "pow": 20, "lgamma": 130, "digamma": 130, "floor_divide": 20, "remainder": 20,
-    "fmod": 20, "__mod__": 20, "__floordiv__": 20,
+    "expm1": 8, "log1p": 9, "softplus": 15, "log_sigmoid_forward": 16, "logaddexp": 20,
+    "mish": 30, "atan": 13, "atan2": 21, "asin": 13, "acos": 16, "sinh": 11, "cosh": 4,
+    "asinh": 14, "acosh": 7, "atanh": 12, "hypot": 11, "erfinv": 40, "erfc": 8, "sin": 14,
+    "cos": 14, "tan": 16, "pow": 20, "lgamma": 130, "digamma": 130, "floor_divide": 20,
+    "remainder": 20, "fmod": 20, "__mod__": 20, "__floordiv__": 20,
 }  # fmt: skip
 # If the other operand is a number from the program.
 _BY_NUMBER = {"floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ NEAR = torch.logspace(-20, 1, 8192).float()
 NUMBERS = torch.cat([NEAR, -NEAR, torch.linspace(-30, 30, 16385)])
 POSITIVE = torch.logspace(-37, 37, 8192).float()
 AROUND_ONE = torch.linspace(0.5, 2, 8193)
+UP_TO_ONE = torch.cat([torch.linspace(-1, 1, 16385), NEAR[NEAR < 1], -NEAR[NEAR < 1]])
 ANGLES = torch.linspace(-1e7, 1e7, 16385)
 
 
@@ -55,10 +57,31 @@ def assert_exact(found: torch.Tensor, exact: torch.Tensor, relative: float = 2.0
         ("sqrt", POSITIVE),
         ("rsqrt", POSITIVE),
         *((name, x) for name in ("sin", "cos") for x in (NUMBERS, ANGLES)),
+        *((name, NUMBERS) for name in ("erfc", "sinh", "cosh", "asinh", "atan")),
+        *((name, UP_TO_ONE) for name in ("asin", "acos", "atanh")),
+        *((name, sign * POSITIVE) for name in ("asinh", "atan") for sign in (1, -1)),
+        ("acosh", 1 + POSITIVE),
+        *((name, x) for name in ("log", "log2", "log10") for x in (POSITIVE, AROUND_ONE)),
+        ("sinh", torch.linspace(-89.4, 89.4, 4097)),
     ],
 )
 def test_functions_are_off_by_less_than_a_rounding_to_16_bits(name, x):
     assert_exact(computed(name, x), getattr(torch, name)(x.double()))
+
+
+def test_tangents():
+    """Around a pole, the result magnifies the rounding of the angle's rest."""
+    x = torch.cat([NUMBERS, torch.linspace(-1e5, 1e5, 16385)])
+    exact = x.double().tan()
+    assert_exact(computed("tan", x)[exact.abs() < 64], exact[exact.abs() < 64], 2.0**-15)
+
+
+@pytest.mark.parametrize("name", ["atan2", "hypot"])
+def test_functions_of_two_numbers(name):
+    sizes = torch.cat([torch.logspace(-12, 30, 600).float(), torch.zeros(1)])
+    signed = torch.cat([sizes, -sizes])
+    exact = getattr(torch, name)(signed[:, None].double(), signed.double())
+    assert_exact(computed(name, signed[:, None], signed), exact)
 
 
 def test_what_tanh_takes_from_a_small_number_is_right():
@@ -111,12 +134,18 @@ def test_powers():
         ("sigmoid", [1, 0, torch.nan, 0.5, 1, 0]),
         ("tanh", [1, -1, torch.nan, 0, 1, -1]),
         ("erf", [1, -1, torch.nan, 0, 1, -1]),
+        ("log", [torch.inf, torch.nan, torch.nan, -torch.inf, math.log(1e30), torch.nan]),
+        ("erfc", [0, 2, torch.nan, 1, 0, 2]),
+        ("sinh", [torch.inf, -torch.inf, torch.nan, 0, torch.inf, -torch.inf]),
+        ("cosh", [torch.inf, torch.inf, torch.nan, 1, torch.inf, torch.inf]),
+        ("atanh", [torch.nan, torch.nan, torch.nan, 0, torch.nan, torch.nan]),
+        ("asin", [torch.nan, torch.nan, torch.nan, 0, torch.nan, torch.nan]),
     ],
 )
 def test_functions_at_the_ends(name, ends):
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1e30, -1e30])
     expected = torch.tensor(ends, dtype=torch.float32)
-    torch.testing.assert_close(computed(name, x), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(computed(name, x), expected, rtol=1e-7, atol=0, equal_nan=True)
 
 
 def test_angles_beyond_the_range_stay_bounded():

@@ -101,12 +101,12 @@ def _call(name: str, *arguments: Any) -> str:
 
 
 def _printer(name: str) -> classmethod[Any, Any, str]:
-    """Prints the function of that name, of one number."""
+    """Prints the function of that name, of one or two numbers."""
 
-    def print_call(cls: type[Functions], x: Any) -> str:
-        if _are_floats(x) and cls.has_texts():
-            return _call(name, x)
-        return str(getattr(super(Functions, cls), name)(x))
+    def print_call(cls: type[Functions], *args: Any) -> str:
+        if _are_floats(*args) and cls.has_texts():
+            return _call(name, *args)
+        return str(getattr(super(Functions, cls), name)(*args))
 
     print_call.__name__ = name
     return classmethod(print_call)
