@@ -147,6 +147,8 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         copies=copies if by in _BY_PAIR else 1,
         shared_axis=facts.shared_axis if is_shared else None,
         shared_indices=facts.shared_indices if is_shared else (),
+        groups=None if is_own else facts.groups,
+        sides=facts.sides,
     )
 
 

@@ -3,13 +3,15 @@ indices."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sympy
+import torch
 
-from flexhop.analysis import INDICES, Analysis, Coordinate, Form
+from flexhop.analysis import INDICES, Analysis, Coordinate, Form, quotient_of
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.analysed import JOINT, analysed, positions_of
 from flexhop.lowering.problem import ReadBy
@@ -24,6 +26,9 @@ _BY: dict[tuple[bool, bool], ReadBy] = {
 }
 
 
+_TILE = 128  # most queries or keys of a tile
+
+
 class SiteFacts(NamedTuple):
     """What the indices of a site say about the entries that scores read there.
 
@@ -34,6 +39,8 @@ class SiteFacts(NamedTuple):
     among those of the site, if all others are constants; else none.
     shared_axis: over which gradients may be summed before they are added, of tiles [queries,
     keys]; None: never. Then `shared_indices` of the site have to be the same throughout a tile.
+    groups: how many neighbouring queries, and keys, probably have the same index, at most a tile's;
+    None: no more than one of either. sides: the axis along which each index of the site moves.
     """
 
     by: ReadBy
@@ -43,6 +50,8 @@ class SiteFacts(NamedTuple):
     named: frozenset[str]
     shared_axis: int | None
     shared_indices: tuple[int, ...]
+    groups: tuple[int, int] | None
+    sides: tuple[int | None, ...]
 
 
 def site_facts(joint: Any, site: Site) -> SiteFacts:
@@ -63,6 +72,8 @@ def site_facts(joint: Any, site: Site) -> SiteFacts:
         named=_named(found, indices),
         shared_axis=shared_axis,
         shared_indices=shared_indices,
+        groups=_groups(found, indices, places) if by == "score" else None,
+        sides=tuple(None if uses == (False, False) else int(uses[1]) for uses in places),
     )
 
 
@@ -137,3 +148,39 @@ def _shared(
     if not pairs or len(sides) != 1 or not all(repeats):
         return None, ()
     return int(sides.pop()), tuple(pairs)
+
+
+def _groups(
+    found: Analysis, indices: Sequence[Any], places: Sequence[tuple[bool, bool]]
+) -> tuple[int, int] | None:
+    """How many neighbouring queries, and keys, read the same entries; None if each reads its own.
+
+    Such are tables by pairs of blocks, frames, or segments. Kernels check it for each tile.
+    """
+    if any(map(all, places)):
+        return None
+    sizes = [_TILE, _TILE]
+    for index, (uses_q_idx, uses_kv_idx) in zip(indices, places, strict=True):
+        if uses_q_idx or uses_kv_idx:
+            axis = int(uses_kv_idx)
+            sizes[axis] = min(sizes[axis], _repeats(found, index))
+    return None if sizes == [1, 1] else (sizes[0], sizes[1])
+
+
+def _repeats(found: Analysis, node: Any) -> int:
+    """How many neighbouring positions probably have the same value, a power of two."""
+    if positions_of(found, [node]) == (False, False):
+        return _TILE
+    place = found.forms.affine(node)
+    if place is not None and (place.q or place.k):
+        return 1
+    quotient = quotient_of(found.forms, node)
+    if quotient is not None and not quotient.is_remainder:
+        divided = found.forms.affine(quotient.value)
+        if divided is not None and abs(divided.q) + abs(divided.k) == 1:
+            # Tiles start at multiples of their size.
+            start = math.gcd(quotient.divisor, divided.rest.offset, _TILE)
+            return _TILE if quotient.divisor >= _TILE else start
+    if node.target is torch.ops.aten.index.Tensor:
+        return _TILE  # ids of segments
+    return min((_repeats(found, source) for source in node.all_input_nodes), default=1)

@@ -37,6 +37,8 @@ class ScatterSite(NamedTuple):
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
     shared_axis: int | None = None  # along it, scores of a tile have one entry (1: of a query) ..
     shared_indices: tuple[int, ...] = ()  # .. if these indices are the same in all of the tile
+    groups: tuple[int, int] | None = None  # of queries and keys whose scores may have one entry
+    sides: tuple[int | None, ...] = ()  # axis of a tile along which each index moves
 
 
 def as_factor(text: str) -> str:
@@ -59,6 +61,8 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
     names = [f"index_{number}_{axis}" for axis in range(len(site.indices))]
     lines += map(lambda n, name: kernel.modification(n, name, **inputs), site.indices, names)
     lines.append(f"{grad} = tl.where(keep, {grad}, 0.0)")
+    if site.groups is not None:
+        return "\n".join([*lines, *_add_groups(kernel, site, names, grad, site.groups)])
     if site.shared_axis is None:
         lines += _add(kernel, site, names, grad, _summed(site))
         return "\n".join(lines)
@@ -71,13 +75,37 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
     return "\n".join(lines)
 
 
+def _add_groups(
+    kernel: Any, site: ScatterSite, names: Sequence[str], grad: str, groups: tuple[int, int]
+) -> list[str]:
+    """Lines that add the sums of groups of scores if each group of this tile has one entry."""
+    lines, first, same = [], [], []
+    for name, side in zip(names, site.sides, strict=True):
+        if side is None:
+            first.append(name)
+            continue
+        first.append(f"{name}_first")
+        same.append(f"{name}_same")
+        lines.append(f"{first[-1]}, {same[-1]} = of_groups({name}, {side}, {groups[side]})")
+    total = f"{grad}_sum"
+    place = f"{_place(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"
+    together = [
+        f"{total} = sum_groups({grad}, {groups[0]}, {groups[1]})",
+        *_add_at(kernel, site, place, total, "None"),
+    ]
+    alone = _add(kernel, site, names, grad, ())
+    return [*lines, f"if {' & '.join(same)}:", *_indented(together), "else:", *_indented(alone)]
+
+
 def _summed(site: ScatterSite) -> tuple[int, ...]:
     """Axes of a tile along which all scores add to one place: they are summed first."""
     return (() if site.uses_kv_idx else (1,)) + (() if site.uses_q_idx else (0,))
 
 
-def _place(kernel: Any, site: ScatterSite, names: Sequence[str]) -> str:
-    """The offset of entries with such indices."""
+def _place(
+    kernel: Any, site: ScatterSite, names: Sequence[str], *, by_program: bool = False
+) -> str:
+    """The offset of entries with such indices; by_program: in which copy, or by the score."""
     place = "0"
     for name, stride in zip(names, site.strides, strict=False):
         wide = ".to(tl.int64)" if site.is_large else ""
@@ -86,6 +114,7 @@ def _place(kernel: Any, site: ScatterSite, names: Sequence[str]) -> str:
     if site.copies > 1:
         # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
         copy = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
+        copy = "tl.program_id(0)" if by_program else copy
         place += f" + ({copy} & {site.copies - 1})"
     return place
 
@@ -100,21 +129,27 @@ def _add(
         grad = f"{grad}_sum"  # a name has one shape in both branches
     shape = {(): "keep", (1,): "q_idx", (0,): "kv_idx", (1, 0): grad}[summed]
     mask = "None" if summed else "keep"
-    pointer = kernel.args.input(site.buffer)
     place = f"{_place(kernel, site, names)} + tl.zeros_like({shape}).to(tl.int32)"
+    return [*lines, *_add_at(kernel, site, place, grad, mask)]
+
+
+def _add_at(kernel: Any, site: ScatterSite, place: str, grad: str, mask: str) -> list[str]:
+    """Lines that add values at such offsets."""
+    pointer = kernel.args.input(site.buffer)
     if site.row is not None:
         row = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.row)))
         # Masked values are 0 by now and add nothing.
-        return [*lines, f"add_exactly({pointer}, {place}, {grad}, {row})"]
+        return [f"add_exactly({pointer}, {place}, {grad}, {row})"]
 
     def write(mask: str) -> str:
         what = f"{pointer} + ({place}), {grad}.to({site.dtype}), mask={mask}"
         return f"tl.store({what})" if site.is_own else f"tl.atomic_add({what}, sem='relaxed')"
 
     # Zeros, too: of floats, four neighbours take one instruction.
-    if site.is_own or (site.is_row and site.dtype == "tl.float32"):
-        return [*lines, "if CHECKED:", f"    {write('in_range')}", "else:", f"    {write('None')}"]
-    return [*lines, write(mask)]
+    is_row = site.is_row and site.dtype == "tl.float32" and mask != "None"
+    if site.is_own or is_row:
+        return ["if CHECKED:", f"    {write('in_range')}", "else:", f"    {write('None')}"]
+    return [write(mask)]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
