@@ -39,7 +39,7 @@ class SiteFacts(NamedTuple):
     among those of the site, if all others are constants; else none.
     shared_axis: over which gradients may be summed before they are added, of tiles [queries,
     keys]; None: never. Then `shared_indices` of the site have to be the same throughout a tile.
-    groups: how many neighbouring queries, and keys, probably have the same index, at most a tile's;
+    groups: how many neighbouring queries, and keys, probably have one index, at most a tile's;
     None: no more than one of either. sides: the axis along which each index of the site moves.
     """
 
