@@ -6,6 +6,7 @@ import torch
 import flexhop
 from flexhop.compat.operators import vmapped
 from flexhop.offline import generate_code
+from flexhop.offline.interpret import Memory, interpret
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
@@ -38,3 +39,58 @@ def test_short_tensors_in_a_mod_under_symbolic_sizes():
 
     generate_code(lambda q, k, v: flexhop.flex_attention(q, k, v, mod), *inputs, grad=True,
                   dynamic=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_value_at_one_place_of_a_row(accumulate):
+    """The gradient of `row[h]` writes to zeros, which no vmap has batched."""
+    rows, places, values = torch.randn(4, 3, 2), torch.tensor([2, -1, 0, 1]), torch.randn(4, 2)
+
+    def put(row, place, value):
+        return vmapped.put(row, [place], value, accumulate)
+
+    found = torch.vmap(put, in_dims=(None, 0, 0))(rows[0], places, values)
+    expected = [
+        torch.index_put(rows[0], (place,), value, accumulate)
+        for place, value in zip(places, values, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=0)
+    column = torch.vmap(lambda place: vmapped.put(rows[0], [None, place], rows[0, 0, 0]))(
+        torch.tensor([1, -2])
+    )
+    assert torch.equal(column[0, :, 1], rows[0, :1, 0].expand(3))
+    assert torch.equal(column[1, :, 1], rows[0, :, 1])
+
+
+def _small_network():
+    """A score_mod that computes rows for each score, multiplies them, and reads one element."""
+    torch.manual_seed(5)
+    shapes = ((1, 4), (4, 2), (3, 3), (20, 3), (2,))
+    first, second, form, points, gains = (torch.randn(s).requires_grad_() for s in shapes)
+
+    def mod(s, b, h, q, k):
+        hidden = torch.relu(((q - k) * 0.3)[None] @ first)
+        s = s + torch.nn.functional.linear(hidden, second.T)[h] + (gains * s)[h]
+        s = s + torch.einsum("i,ij,j->", points[q], form, points[k])
+        return s + points[q].softmax(-1)[h] + torch.stack([s.sin(), k * 0.1])[h - 2]
+
+    return mod, [first, second, form, points, gains]
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_computed_rows_are_read_and_multiplied():
+    """As in Swin's and FIRE's biases: a network of the distance, with an output for each head."""
+    mod, learned = _small_network()
+    tensors = [torch.randn(1, 2, 20, 16).requires_grad_() for _ in range(3)]
+    leaves = [*tensors, *learned]
+    along = torch.randn(1, 2, 20, 16)
+    out = flexhop.flex_attention(*tensors, mod)
+    expected = torch.autograd.grad((out * along).sum(), leaves)
+    options = flexhop.KernelOptions(backend="triton")
+    found = interpret(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, mod, kernel_options=options), *tensors,
+        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
+    )  # fmt: skip
+    torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
+    grads = [leaf.grad for leaf in leaves]
+    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import sympy
 import torch
 from torch._inductor import config, ir
 from torch._inductor.exc import SubgraphLoweringException
-from torch._inductor.lowering import mean, pointwise_cat, to_dtype, var_mean_sum_
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
 from flexhop.compat.kernels.inductor import hint
+from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS
 from flexhop.compat.mods.location import line_of
 from flexhop.errors import ModLoweringError
 
@@ -35,6 +32,8 @@ class _ModLowering(PointwiseSubgraphLowering):
         self.current = n
         if torch.Tag.reduction in getattr(n.target, "tags", ()):
             _settle(self.env[n.args[0]].get_size())
+        elif n.target in PRODUCTS:
+            _settle(self.env[n.args[-1]].get_size()[-2:-1])
         return super().run_node(n)
 
 
@@ -61,9 +60,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
         root_graph_lowering=V.graph,
         additional_lowerings={
             aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis],
-            aten.cat.default: _concatenate,
-            aten.var.correction: functools.partial(_variance, with_mean=False),
-            aten.var_mean.correction: functools.partial(_variance, with_mean=True),
+            **SHORT_ROWS,
         },
     )
     try:
@@ -92,35 +89,6 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
 def _boxed(value: Any) -> Any:
     """A lowered input as Inductor's rules want it, or a view would not broadcast."""
     return ir.TensorBox(value) if isinstance(value, (ir.StorageBox, ir.BaseView)) else value
-
-
-def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
-    """A row of numbers. Inductor's rule asks for buffers of the whole graph, or makes one."""
-    dtype = functools.reduce(torch.promote_types, (value.get_dtype() for value in inputs))
-    parts = [to_dtype(value, dtype) for value in inputs]
-    whole, loaders = pointwise_cat(parts, dim), [part.make_loader() for part in parts]
-    ends = list(itertools.accumulate(part.get_size()[dim] for part in parts))
-
-    def load(index: Sequence[Any]) -> Any:
-        place = index[dim]
-        if not all(isinstance(value, (int, sympy.Integer)) for value in (place, *ends)):
-            return whole.make_loader()(index)
-        number = next(n for n, end in enumerate(ends) if place < end)
-        within = list(index)
-        within[dim] = place - (ends[number - 1] if number else 0)
-        return loaders[number](within)
-
-    return ir.Pointwise.create(
-        device=whole.get_device(), dtype=dtype, inner_fn=load, ranges=whole.get_size()
-    )
-
-
-def _variance(
-    row: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False, with_mean: bool
-) -> Any:
-    """Of a short row, by two sums. Inductor's rule would update a state, which is not unrolled."""
-    (spread,) = var_mean_sum_(row, dim, correction, keepdim, return_mean=False)
-    return (spread, mean(row, dim, keepdim)) if with_mean else spread
 
 
 def _scalar_buffer(output: Any) -> Any:

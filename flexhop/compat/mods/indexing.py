@@ -247,6 +247,8 @@ def _named(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple
 # What mods do with a few numbers that they put together.
 _SHORT = {
     torch.ops.aten.cat.default: vmapped.concatenate,
+    torch.ops.aten.index_put_.default: vmapped.put,
+    torch.ops.aten.index_put.default: vmapped.put,
     torch.ops.aten.select_scatter.default: vmapped.select_scatter,
     torch.select_scatter: vmapped.select_scatter,
     torch.Tensor.select_scatter: vmapped.select_scatter,

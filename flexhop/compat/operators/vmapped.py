@@ -142,6 +142,30 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return joined
 
 
+def put(
+    input: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """`aten.index_put` at one place, under any number of vmaps: the gradient of `row[h]`.
+
+    2.11 to 2.15: it writes to a row of zeros, which is not batched, and the vmap refuses.
+    """
+    asked = [item for item in indices if item is not None]
+    is_batched = any(map(is_batchedtensor, (input, values, *asked)))
+    if not is_batched or any(item.dim() > 0 for item in asked):
+        return torch.ops.aten.index_put.default(input, indices, values, accumulate)
+    kept = [d for d in range(input.dim()) if d >= len(indices) or indices[d] is None]
+    values = values.expand([input.size(dim) for dim in kept])
+    is_here = torch.ones((), dtype=torch.bool, device=input.device)
+    for dim, item in enumerate(indices):
+        if item is not None:
+            length = input.size(dim)
+            is_here = is_here & is_at(
+                torch.where(item < 0, item + length, item), length, input, dim
+            )
+            values = values.unsqueeze(dim)
+    return torch.where(is_here, input + values if accumulate else values, input)
+
+
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     """`aten.select_scatter` under any number of vmaps; see `concatenate`.
 
