@@ -205,26 +205,15 @@ def test_lengths_share_one_compilation():
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_of_another_length_are_summed():
-    """The length of a captured row is symbolic until its sum is lowered.
-
-    It alone: with symbolic lengths of sequences compiling took twice as long.
-    """
-    compiled = torch.compile(_near, fullgraph=True)
-    for columns in (3, 5):
-        inputs, points = operands((1, 2, 37, 16), (1, 2, 37, 16)), torch.randn(37, columns)
-        points.requires_grad_()
-        torch._dynamo.maybe_mark_dynamic(points, 1)
-        expected = results(functools.partial(_near, points), inputs, points)
-        found = results(functools.partial(compiled, points), inputs, points)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def _near(points: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    return flexhop.flex_attention(
-        query, key, value, lambda s, b, h, i, j: s - (points[i] - points[j]).square().sum(-1),
+def test_rows_are_summed():
+    """By chunks; tests/kernel/test_dynamic_sizes.py has kernels, and rows of any length."""
+    inputs, points = operands((1, 2, 37, 16), (1, 2, 37, 16)), torch.randn(37, 3)
+    attend = functools.partial(
+        flexhop.flex_attention,
+        score_mod=lambda s, b, h, i, j: s - (points[i] - points[j]).square().sum(-1),
         return_aux=WANTED,
-    )  # fmt: skip
+    )
+    assert_compiled_agrees(attend, inputs, points.requires_grad_(), tolerance=1e-4)
 
 
 def test_no_buffer_holds_every_score(monkeypatch: pytest.MonkeyPatch):

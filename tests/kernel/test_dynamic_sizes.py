@@ -46,6 +46,34 @@ def test_results_and_gradients():
         torch.testing.assert_close(copy.grad, grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_rows_of_symbolic_length_are_summed(is_trained):
+    """A row's length is symbolic until its sum is lowered, or its gradient is traced."""
+
+    def near(query, key, value, points):
+        def score_mod(s, b, h, q, k):
+            return s - (points[q] - points[k]).square().sum(-1)
+
+        return flexhop.flex_attention(query, key, value, score_mod)
+
+    leaves = [torch.randn(2, HEADS, 37, 16, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.randn(37, 3, requires_grad=is_trained))
+    copies = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    expected = near(*leaves)
+    expected.square().sum().backward()
+    memory = Memory(poison=True, check_bounds=True)
+    found = interpret(
+        near, *copies, grad=lambda out: out.square().sum(), dynamic=True, memory=memory
+    )
+    assert len(found.templates) == 3, "kernels, not the definition in chunks"
+    assert all("ks0" in kernel.parameters for kernel in found.templates), "of any length"
+    torch.testing.assert_close(found.result, expected, rtol=1e-4, atol=1e-4)
+    for copy, leaf in zip(copies, leaves, strict=True):
+        if leaf.requires_grad:
+            torch.testing.assert_close(copy.grad, leaf.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
 def test_factors_of_hopper_kernels():
     """A sum is a factor in parentheses."""
