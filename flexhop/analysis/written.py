@@ -11,6 +11,7 @@ from torch import fx
 
 from flexhop.analysis.facts import Analysis
 from flexhop.analysis.forms import Form
+from flexhop.compat.compilation import module_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -19,7 +20,7 @@ def copied(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Nod
     """A copy to write to, and the copy of each node."""
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(module.graph, known))
-    return fx.GraphModule(module, graph), known
+    return module_of(module, graph), known
 
 
 def settled(written: fx.GraphModule, module: fx.GraphModule) -> fx.GraphModule:

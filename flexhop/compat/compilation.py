@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node, traceback
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _get_current_function_mode_stack
 
 from flexhop.compat.kept import keeping
 
-__all__ = ["copy_of", "forget", "forms_of", "once", "say"]
+__all__ = ["copy_of", "forget", "forms_of", "module_of", "once", "say"]
 
 _found: WeakKeyDictionary[TracingContext, dict[Hashable, Any]] = WeakKeyDictionary()
 _AUTOCAST = (
@@ -120,4 +121,12 @@ def copy_of(module: GraphModule) -> GraphModule:
     graph, known = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         known[node] = graph.node_copy(node, known.__getitem__)
-    return GraphModule(module, graph)
+    return module_of(module, graph)
+
+
+def module_of(owner: torch.nn.Module, graph: Graph) -> GraphModule:
+    """A graph with its owner's attributes, as Python code when somebody calls it or reads that.
+
+    Lowerings write to graphs and walk through them: few are ever called.
+    """
+    return _LazyGraphModule(owner, graph)

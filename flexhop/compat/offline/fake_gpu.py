@@ -10,7 +10,6 @@ device. So graphs are traced on CPU tensors, and `gpu_code()` moves the finished
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -38,7 +37,7 @@ from triton.backends.compiler import GPUTarget
 
 from flexhop.compat.graphs import inline
 from flexhop.compat.offline import fake_methods
-from flexhop.compat.offline.moving import move_graph, trace_on_cpu, values_of
+from flexhop.compat.offline.moving import copied, move_graph, trace_on_cpu, values_of
 
 __all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu", "zeros_for"]
 
@@ -339,7 +338,7 @@ def gpu_code(
 
     mode = detect_fake_mode(inputs) or detect_fake_mode(values_of(graph))
     with _disable_current_modes():  # constants of the graph are real tensors
-        moved = copy.deepcopy(graph)
+        moved = copied(graph)
     with (
         _disable_current_modes(),
         fake_gpu(capability),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexhop.compat.graphs import shared_graphs
 
-__all__ = ["move_graph", "trace_on_cpu", "values_of"]
+__all__ = ["copied", "move_graph", "trace_on_cpu", "values_of"]
 
 GraphModule = torch.fx.GraphModule
 Trace = Callable[[Callable[..., Any], Sequence[Any]], GraphModule]
@@ -73,6 +74,12 @@ def values_of(graph: GraphModule) -> list[Any]:
     return [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
 
 
+def copied(graph: GraphModule) -> GraphModule:
+    """A copy of a graph and of its subgraphs, for `move_graph`, which writes their Python code."""
+    with mock.patch.object(GraphModule, "recompile"):
+        return copy.deepcopy(graph)
+
+
 def move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]:
     """Put every CPU tensor and device argument of `graph` and its subgraphs on `device`.
 
@@ -93,7 +100,7 @@ def move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]
         return device if on_host else value
 
     def move_copy(module: GraphModule) -> GraphModule:
-        moved = copy.deepcopy(module)
+        moved = copied(module)
         move_graph(moved, mode, device)
         return moved
 
@@ -108,8 +115,16 @@ def move_graph(graph: GraphModule, mode: Any, device: torch.device) -> list[Any]
                 node.kwargs = torch.fx.node.map_aggregate(node.kwargs, move_device)
                 for key in node.meta.keys() & {"val", "example_value"}:
                     node.meta[key] = pytree.tree_map(move_tensor, node.meta[key])
-            module.recompile()
+    _recompile(graph)
     return values_of(graph)
+
+
+def _recompile(graph: GraphModule) -> None:
+    """Write the Python code of a graph and of each of its subgraphs, once."""
+    with mock.patch.object(GraphModule, "_recompile_submodules"):
+        for module in graph.modules():
+            if isinstance(module, GraphModule):
+                module.recompile()
 
 
 def _is_constant(node: torch.fx.Node, module: GraphModule) -> bool:
