@@ -78,6 +78,9 @@ def packed_mistake(argument: str, packed: Tensor, parts: int, rank: int) -> Mist
 
 def option_mistake(options: Options, heads: int, sequences: int) -> Mistake | None:
     """What is wrong with the options, given the numbers of query heads and sequences."""
+    if not isinstance(options.window_size, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"is {options.window_size!r}"
+        return argument_mistake("window_size", found, "must be (left, right)")
     if len(options.window_size) != 2:
         found = f"has {len(options.window_size)} entries"
         return argument_mistake("window_size", found, "must be (left, right)")

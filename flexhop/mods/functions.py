@@ -74,6 +74,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
     Raises:
         ModNotCallableError: an argument is not callable.
+        ModArityError: it does not take the four arguments of a mask_mod.
 
     Source: torch.nn.attention.flex_attention.and_masks.
     """
@@ -96,6 +97,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
     Raises:
         ModNotCallableError: an argument is not callable.
+        ModArityError: it does not take the four arguments of a mask_mod.
 
     Source: torch.nn.attention.flex_attention.or_masks.
     """
@@ -118,6 +120,8 @@ def _check_callable(combinator: str, mask_mods: tuple[object, ...]) -> None:
             raise ModNotCallableError(
                 argument=f"argument {position} of {combinator}", found=type(mask_mod).__name__
             )
+        if not torch.compiler.is_dynamo_compiling():
+            check_arity(mask_mod, "mask_mod")
 
 
 # checks

@@ -192,6 +192,7 @@ def bad_calls():
     return {
         "dropout": (*dense, {"dropout_p": 1.0}, errors.OptionValueError, "dropout_p value 1.0"),
         "window": (*dense, {"window_size": (1,)}, errors.FlashArgumentError, "1 entries"),
+        "one window": (*dense, {"window_size": 3}, errors.FlashArgumentError, "is 3, but must be"),
         "slopes": (*dense, {"alibi_slopes": torch.ones(3)}, errors.FlashArgumentError, "[2, 2]"),
         "slopes_dtype": (
             *dense, {"alibi_slopes": torch.ones(2).int()}, errors.FlashArgumentError, "int32",

@@ -75,6 +75,8 @@ def test_no_masks_at_all():
 def test_only_functions_combine(combine):
     with pytest.raises(ModNotCallableError, match=f"argument 1 of {combine.__name__} must be"):
         combine(causal, torch.ones(2, 2))
+    with pytest.raises(ModArityError, match=r"\(b, h, q_idx, kv_idx\).*\(score\)"):
+        combine(causal, lambda score: score)
 
 
 def test_noops():

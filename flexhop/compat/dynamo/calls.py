@@ -38,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from flexhop.compat.dynamo.numbers import as_captures
 from flexhop.compat.dynamo.scale import with_scale_in_mod
 from flexhop.compat.dynamo.subgraph import speculate
+from flexhop.compat.mods.errors import known
 from flexhop.compat.mods.graphs import reads_on_host, refuse_by_running, refuse_reads_on_host
 from flexhop.compat.mods.location import users_line
 from flexhop.compat.mods.made import make_before, spell_numbers
@@ -224,6 +225,11 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             graph, lifted = as_captures(tx, graph, lifted, device)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _cause(error) or _untraceable(kind, error) from None
+        except TorchRuntimeError as error:
+            ours = _cause(error) or self.value.refusal or known(error, kind, _line_of(error))
+            if ours is None:
+                raise
+            raise ours from None
         except (GuardOnDataDependentSymNode, SyntaxError):
             # 2.11 to 2.15: at a branch, Dynamo prints the graph so far, and cannot print none.
             raise reads_on_host(kind) from None
@@ -267,11 +273,14 @@ def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
     return ModLoweringError(
         mod=kind,
         operation=lines[0].rstrip(".") if lines else type(error).__name__,
-        location=users_line(
-            "".join((getattr(error, "real_stack", None) or StackSummary()).format())
-        ),
+        location=_line_of(error),
         reason=reason.rstrip("."),
     )
+
+
+def _line_of(error: TorchDynamoException) -> str:
+    """The user's line that Dynamo could not trace."""
+    return users_line("".join((getattr(error, "real_stack", None) or StackSummary()).format()))
 
 
 def _forget_batched_inputs(graph: Graph) -> None:

@@ -8,7 +8,7 @@ from flexhop.compat.mods.location import innermost_line
 from flexhop.compat.mods.writes import UnknownWriteError
 from flexhop.errors import CaptureMutationError, FlexhopError, ModLoweringError
 
-__all__ = ["refused", "unknown_write"]
+__all__ = ["known", "refused", "unknown_write"]
 
 
 class _Refusal(NamedTuple):
@@ -31,6 +31,17 @@ _MEMORY = _Refusal(
     "reading the memory of a tensor, as NumPy does",
     "an index or score has none; convert NumPy arrays with torch.from_numpy before the call",
 )
+_FLOAT_INDEX = _Refusal(
+    "indexing a tensor with a floating-point number",
+    "positions are integers; convert it with .to(torch.int32)",
+)
+_MANY_INDICES = _Refusal(
+    "indexing a tensor with more indices than it has dimensions", "leave out the indices too many"
+)
+_DEVICES = _Refusal(
+    "an operation on tensors of two devices",
+    "move captured tensors to the device of query before the call",
+)
 # Parts of PyTorch's messages, 2.11 to 2.15.
 _KNOWN = {
     "data-dependent control flow": _VALUE,
@@ -38,6 +49,10 @@ _KNOWN = {
     "called random operation": _RANDOM,
     "Cannot access data pointer": _MEMORY,
     "can't be converted to a numpy": _MEMORY,
+    "tensors used as indices must be": _FLOAT_INDEX,
+    "too many indices for tensor": _MANY_INDICES,
+    "is not on the expected device": _DEVICES,
+    "to be on the same device": _DEVICES,
 }
 _WRITES = ("is not possible because there exists a Tensor", "vmap: inplace arithmetic")
 
@@ -53,15 +68,18 @@ def refused(error: Exception, mod: str) -> FlexhopError | None:
         return None
     if isinstance(error, UnknownWriteError):
         return unknown_write(error, mod, innermost_line(error))
-    text = str(error)
-    if any(part in text for part in _WRITES):
+    if any(part in str(error) for part in _WRITES):
         return CaptureMutationError(mod=mod, location=innermost_line(error))
+    return known(error, mod, innermost_line(error))
+
+
+def known(error: Exception, mod: str, location: str) -> FlexhopError | None:
+    """Our error for one of PyTorch's whose cause its message tells; None for others."""
     for part, refusal in _KNOWN.items():
-        if part in text:
+        if part in str(error):
             return ModLoweringError(
-                mod=mod, operation=refusal.operation, location=innermost_line(error),
-                reason=refusal.reason,
-            )  # fmt: skip
+                mod=mod, operation=refusal.operation, location=location, reason=refusal.reason
+            )
     return None
 
 

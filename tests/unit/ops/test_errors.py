@@ -351,6 +351,35 @@ def test_what_no_kernel_can_do_is_refused_without_one(mod):
         flex_attention(*operands(), mod)
 
 
+def indexes_by_the_score(score, b, h, q_idx, kv_idx):
+    return score + ROWS[0, score]
+
+
+def indexes_too_often(score, b, h, q_idx, kv_idx):
+    return score + ROWS[b, h, q_idx]
+
+
+@pytest.mark.parametrize(
+    ("mod", "words"),
+    [(indexes_by_the_score, "to(torch.int32)"), (indexes_too_often, "more indices than it has")],
+)
+@pytest.mark.parametrize("way", [lambda f: f, compiled], ids=["eager", "compiled"])
+def test_a_wrong_index_is_named_with_its_line(mod, words, way):
+    with pytest.raises(errors.ModLoweringError, match=r"test_errors\.py:\d+ \(") as caught:
+        way(flex_attention)(*operands(), mod)
+    assert words in str(caught.value)
+
+
+def test_a_captured_tensor_elsewhere_is_refused_in_eager_calls():
+    far = torch.ones(2, device="meta")
+
+    def mod(score, b, h, q_idx, kv_idx, slopes=far):
+        return score * slopes[h]
+
+    with pytest.raises(errors.ModLoweringError, match="device of query"):
+        flex_attention(*operands(), mod)
+
+
 def adds_to_a_capture(score, b, h, q_idx, kv_idx):
     ROWS.add_(1)
     return score
