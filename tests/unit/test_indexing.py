@@ -29,6 +29,10 @@ READS = {
     "negative number": lambda t, h, i: t[h, -1, i],
     "numbers last": lambda t, h, i: t[h, 2, 0] + t[h, i % 3, 1] + t[i % 2, 0, 2],
     "take": lambda t, h, i: torch.take(t, place(h * 3 * LENGTH + i)) + t.take(place(h + i)),
+    "along a row": lambda t, h, i: (
+        torch.take_along_dim(t.flatten(), place(h + i).long()[None], 0)[0]
+        + t.flatten().gather(0, place(h * i).long()[None])[0]
+    ),
     "embedding": lambda t, h, i: torch.nn.functional.embedding(place(h), t.flatten(1))[9 + i],
     "captured numbers last": lambda t, h, i: t[h, ONE, ONE] - t[h, i % 3, ONE],
 }

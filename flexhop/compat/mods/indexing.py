@@ -199,6 +199,9 @@ def _read_by_name(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     if func is torch.gather or func is torch.Tensor.gather:
         table, dim, place = _three(args, options, "input", "dim", "index")
         return _selected(table, dim, place) if table.dim() == 1 else None
+    if func is torch.take_along_dim or func is torch.Tensor.take_along_dim:
+        table, place, *_ = _three(args, options, "input", "indices")
+        return _selected(table, 0, place) if table.dim() == 1 else None
     if func is torch.nn.functional.one_hot and _is_place(args[0]):
         number, classes = args[0], args[1] if len(args) > 1 else options.get("num_classes", -1)
         if classes >= 0:  # its own check of the number has no batching rule
@@ -225,7 +228,8 @@ def _placed(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor
 
 
 def _selected(table: Tensor, dim: int, place: Tensor) -> Tensor | None:
-    """torch.index_select of one entry, and gather from a row; None of several entries."""
+    """torch.index_select of one entry, and gather or take_along_dim from a row; None of several
+    entries."""
     if not _is_index_tensor(place) or place.numel() != 1:
         return None
     items = [WHOLE] * (dim % table.dim()) + [place.reshape(())]
