@@ -56,9 +56,9 @@ def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:
         if isinstance(place, (int, sympy.Integer)):
             return element(index, int(place))
         chosen = element(index, ends[-1] - 1)
-        asked = ops.index_expr(place, torch.int64)
+        asked = ops.index_expr(place, torch.int32)
         for other in reversed(range(ends[-1] - 1)):
-            is_here = ops.eq(asked, ops.constant(other, torch.int64))
+            is_here = ops.eq(asked, ops.constant(other, torch.int32))
             chosen = ops.where(is_here, element(index, other), chosen)
         return chosen
 
@@ -80,10 +80,10 @@ def _put(row: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
         is_here = ops.constant(True, torch.bool)
         for here, size, place in zip(index, sizes, asked, strict=True):
             if place is not None:
-                at = ops.to_dtype(place([]), torch.int64)
-                is_before = ops.lt(at, ops.constant(0, torch.int64))
-                at = ops.where(is_before, ops.add(at, ops.index_expr(size, torch.int64)), at)
-                here = ops.index_expr(here, torch.int64)
+                at = ops.to_dtype(place([]), torch.int32)
+                is_before = ops.lt(at, ops.constant(0, torch.int32))
+                at = ops.where(is_before, ops.add(at, ops.index_expr(size, torch.int32)), at)
+                here = ops.index_expr(here, torch.int32)
                 is_here = ops.logical_and(is_here, ops.eq(here, at))
         before = before_at(index)
         rest = [here for here, place in zip(index, asked, strict=True) if place is None]
