@@ -93,10 +93,9 @@ _ATAN2 = f"""
     max.NaN.f32 far, size, side;
     min.NaN.f32 near, size, side;
     setp.gt.f32 is_far, size, side;
+    max.NaN.f32 far, far, {number(2.0**-126)};
     rcp.approx.ftz.f32 size, far;
     mul.f32 size, size, near;
-    setp.eq.f32 differs, far, {number(0.0)};
-    selp.f32 size, {number(0.0)}, size, differs;
     mul.f32 square, size, size;
     {steps("near", "square", _ATAN)}
     mul.f32 near, near, size;

@@ -14,7 +14,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor.codegen.triton import maybe_upcast_float32, triton_type
+from torch._inductor.codegen.triton import triton_type
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv
@@ -57,12 +57,6 @@ class GluonOverrides(tanh.Functions):
         if isinstance(number, float) and text.strip("-") in ("inf", "nan"):
             text = f'float("{text}")'
         return f"gl.to_tensor({text}).to({triton_type(dtype)})"
-
-    @staticmethod
-    @maybe_upcast_float32()
-    def atan(x: Any) -> str:
-        """CUDA's function. Inductor of 2.13 writes it with scalars that have no layout."""
-        return f"libdevice.atan({x})"
 
     # Comparisons see operands through a function, in mask_mod through `compared_by_mask`, of which
     # a template may have its own; see gluon_runtime.py.

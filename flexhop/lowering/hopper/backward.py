@@ -38,8 +38,8 @@ _FEWEST_HEADS = 16
 _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
 _COSTLY_MASK = 20  # likewise, of a mask_mod that does not become bits, at 64 columns
-# Kernels with up to 256 bytes were faster than the portable ones, those with 392 and more slower.
-_LOCAL_BYTES = 288
+# Kernels with up to 344 bytes were faster than the portable ones, those with 392 and more slower.
+_LOCAL_BYTES = 360
 # Barriers, the consumers' tile indices, and what all warps are given.
 _SLACK = 2048
 
