@@ -21,6 +21,7 @@ from flexhop.analysis.cases import Cases
 from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth, number_set
 from flexhop.analysis.cost import (
     SELECT,
+    elements_of,
     instructions_in_mask,
     instructions_of,
     is_function,
@@ -89,6 +90,7 @@ __all__ = [
     "copied",
     "dependents",
     "dtype_of",
+    "elements_of",
     "evaluate",
     "evaluate_result",
     "find_span",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx
 
 # One instruction unless listed. The functions of compat/kernels/functions.py are branch-free.
@@ -20,7 +21,7 @@ _INSTRUCTIONS: dict[str, float] = {
     "unsqueeze": 0, "full": 0, "scalar_tensor": 0, "new_full": 0, "new_zeros": 0, "zeros": 0,
     "ones": 0, "zeros_like": 0, "ones_like": 0, "full_like": 0,
     "clamp": 2, "convert_element_type": 2, "_to_copy": 2, "index": 3,
-    "exp": 2, "exp2": 1, "log": 5, "log2": 4, "log10": 5, "sqrt": 2, "rsqrt": 1,
+    "exp": 2, "exp2": 1, "log": 10, "log2": 8, "log10": 10, "sqrt": 2, "rsqrt": 1,
     "reciprocal": 2, "div": 2, "sigmoid": 4, "silu": 7, "tanh": 12, "erf": 13, "gelu": 19,
     "gelu_backward": 25, "tanh_approx": 4, "scaled_tanh": 5,
     "expm1": 8, "log1p": 9, "softplus": 15, "log_sigmoid_forward": 16, "logaddexp": 20,
@@ -47,7 +48,19 @@ _FUNCTION = 40  # instructions above which it is cheaper to keep a value than to
 
 
 def instructions_of(node: fx.Node) -> float:
-    """Instructions of one operator, at any rate."""
+    """Instructions of one operator, at any rate; each element of a short row takes as many."""
+    return _of_element(node) * elements_of(node)
+
+
+def elements_of(node: fx.Node) -> int:
+    """Elements that an operator computes, or sums: 1 unless it takes or gives a short row."""
+    is_sum = torch.Tag.reduction in getattr(node.target, "tags", ())
+    value = (node.args[0] if is_sum else node).meta.get("val")  # type: ignore[union-attr]
+    count = value.numel() if isinstance(value, torch.Tensor) else 1
+    return count if isinstance(count, int) else 1  # a length that calls differ in
+
+
+def _of_element(node: fx.Node) -> float:
     name = name_of(node)
     operands: Any = node.args
     if name == "pow" and len(operands) > 1 and operands[1] in _SQUARES:

@@ -10,10 +10,32 @@ from torch import Tensor, fx
 
 from flexhop.analysis import Analysis, Coordinate, Ends
 from flexhop.block_mask.scores import hidden_count
+from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import Capture
 
 aten = torch.ops.aten
+_LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
 _FEW = 2**12  # fewer values may be an axis in calls of any size
+
+
+class Sizes(NamedTuple):
+    """Numbers of b, h, q and k, by name.
+
+    now: in this call. bounds: in calls of the same code.
+    """
+
+    now: dict[str, int]
+    bounds: dict[str, int]
+
+    def longer(self) -> dict[str, int]:
+        """Sizes of another call of the same code, if some are dynamic."""
+        return {n: size if size == self.bounds[n] else 2 * size for n, size in self.now.items()}
+
+
+def sizes_of(given: Mapping[str, Any]) -> Sizes:
+    """The sizes of a call; given: by name, some may be symbols."""
+    bounds = {n: size if isinstance(size, int) else _LENGTH for n, size in given.items()}
+    return Sizes({name: hint_of(size) for name, size in given.items()}, bounds)
 
 
 class Table(NamedTuple):
@@ -102,6 +124,8 @@ class Maker:
     def _split(self, node: fx.Node) -> Any:
         """Split a node that adds a coordinate to other terms, or compares such a sum."""
         forms = self._found.forms
+        if node.meta["val"].dim():
+            return None
         is_sum = forms.form(node) is not None
         compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
         sees_both = forms.depends_on(node) >= {"q", "k"}
@@ -122,6 +146,8 @@ class Maker:
 
     def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
         """The operator itself."""
+        if any(is_row(part) for part in (node, *node.all_input_nodes)):
+            return self._call_of_rows(table, known, node)
         value = lambda n: self._value(table, known, n)  # noqa: E731
         args: Any = fx.map_arg(node.args, value)
         kwargs = fx.map_arg(node.kwargs, value)
@@ -133,6 +159,38 @@ class Maker:
         if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
             return result
         return result.to(node.meta["val"].dtype)
+
+    def _call_of_rows(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
+        """The operator, of short rows of numbers: for one entry after the other, as it reads.
+
+        Rows are the last dimensions of values, behind those of the table.
+        """
+        sources, depends = node.all_input_nodes, self._found.forms.depends_on
+        values = [self._value(table, known, source) for source in sources]
+        varies = [bool(depends(source)) for source in sources]
+        axes = len(table.axes)
+        if not any(varies):
+            return _apply(node, dict(zip(sources, values, strict=True)))
+        moving = [value for value, moves in zip(values, varies, strict=True) if moves]
+        sizes = torch.broadcast_shapes(*(value.shape[:axes] for value in moving))
+        flat = [
+            value.expand(*sizes, *value.shape[axes:]).flatten(0, axes - 1) if moves else value
+            for value, moves in zip(values, varies, strict=True)
+        ]
+        of_one = lambda *given: _apply(node, dict(zip(sources, given, strict=True)))  # noqa: E731
+        found = torch.vmap(of_one, tuple(0 if moves else None for moves in varies))(*flat)
+        return found.unflatten(0, sizes)
+
+
+def is_row(node: fx.Node) -> bool:
+    """Whether the value of a computed node is a row of numbers."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() > 0 and node.op == "call_function"
+
+
+def _apply(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = (fx.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _widened(capture: Capture) -> Capture:

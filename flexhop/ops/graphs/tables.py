@@ -21,6 +21,7 @@ from flexhop.analysis import (
     Coordinate,
     analyse,
     dependents,
+    elements_of,
     instructions_of,
     is_float,
     name_of,
@@ -28,16 +29,14 @@ from flexhop.analysis import (
 )
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
-from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
 from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
-from flexhop.ops.graphs.table_entries import Extents, Maker, Table
+from flexhop.ops.graphs.table_entries import Extents, Maker, Sizes, Table, is_row, sizes_of
 
 aten = torch.ops.aten
 _LARGEST = 2**22  # most entries of a table
-_LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
 _LEAST_SAVED = 2.0  # instructions per score
@@ -81,24 +80,25 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
-        return _choose(graph, INPUTS, captures, sizes, _is_differentiated(args))
+        return _choose(graph, captures, sizes, _Wanted(INPUTS, _is_differentiated(args)))
 
     return _tabulate(args, mod, captures, choose)
 
 
 def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
-    """The same of a mask_mod of packed sequences: tables of what depends on a key alone.
+    """The same of a mask_mod: tables of what depends on a key alone, in packed sequences.
 
-    Other masks become bits or ranges, which read nothing per key.
+    Other masks become bits or ranges, which read nothing per key, unless they compute with short
+    rows of numbers, such as the ends of all segments: these have tables, too.
     """
     mod, captures = args.mask_mod, args.mask_captures
-    if not may_have_positions(mod):
-        return None
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
-        own = read_at_own_positions(graph, INDICES)
-        return None if own is graph else _choose(own, INDICES, captures, sizes, False)
+        own = read_at_own_positions(graph, INDICES) if may_have_positions(mod) else graph
+        if own is graph and not any(map(is_row, graph.graph.nodes)):
+            return None
+        return _choose(own, captures, sizes, _Wanted(INDICES, only_rows=own is graph))
 
     return _tabulate(args, mod, captures, choose)
 
@@ -106,25 +106,6 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
 def _is_differentiated(args: AttentionArgs) -> bool:
     """Whether scores have a gradient."""
     return args.query.requires_grad or args.key.requires_grad
-
-
-class Sizes(NamedTuple):
-    """Numbers of b, h, q and k, by name.
-
-    now: in this call. bounds: in calls of the same code.
-    """
-
-    now: dict[str, int]
-    bounds: dict[str, int]
-
-    def longer(self) -> dict[str, int]:
-        """Sizes of another call of the same code, if some are dynamic."""
-        return {n: size if size == self.bounds[n] else 2 * size for n, size in self.now.items()}
-
-
-def _sizes(given: Mapping[str, Any]) -> Sizes:
-    bounds = {n: size if isinstance(size, int) else _LENGTH for n, size in given.items()}
-    return Sizes({name: hint_of(size) for name, size in given.items()}, bounds)
 
 
 def _tabulate(
@@ -138,7 +119,7 @@ def _tabulate(
     needs = needs_grad(captures)
     forms = forms_of((*captures, *given.values()))
     key = (tabulate, score_dtype(query), query.device, forms, needs, _is_differentiated(args))
-    choice = once(key, mod, lambda: choose(_sizes(given)))
+    choice = once(key, mod, lambda: choose(sizes_of(given)))
     if choice is None:
         return None
     extents = Extents(choice.found, given)
@@ -149,6 +130,18 @@ def _tabulate(
     places = (-first[0] for first in firsts if first is not None)
     captures = (*(captures[i] for i in choice.kept), *places, *made)
     return Tabulated(choice.mod, captures, shapes, choice.saved)
+
+
+class _Wanted(NamedTuple):
+    """Which tables to look for.
+
+    inputs: of the mod. is_differentiated: whether scores have a gradient. only_rows: of parts that
+    compute with short rows of numbers, and depend on one position.
+    """
+
+    inputs: Sequence[str]
+    is_differentiated: bool = False
+    only_rows: bool = False
 
 
 class _Chosen(NamedTuple):
@@ -167,12 +160,11 @@ class _Chosen(NamedTuple):
 
 
 def _choose(
-    graph: fx.GraphModule, inputs: Sequence[str], captures: Sequence[Capture], sizes: Sizes,
-    is_differentiated: bool,
-) -> _Chosen | None:  # fmt: skip
+    graph: fx.GraphModule, captures: Sequence[Capture], sizes: Sizes, wanted: _Wanted
+) -> _Chosen | None:
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
-        found = analyse(graph, inputs, sizes.bounds)
+        found = analyse(graph, wanted.inputs, sizes.bounds)
     is_trained = any(needs_grad(captures))
     # The analysis ignores what gradients do not pass through.
     stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
@@ -180,7 +172,7 @@ def _choose(
         return None
     if len(found.mod.captures) != len(captures):
         return None
-    choice = _Choice(found, captures, sizes, is_differentiated)
+    choice = _Choice(found, captures, sizes, wanted)
     with hop.without_modes():
         choice.look_at(found.mod.result)
     if not choice.tables:
@@ -193,10 +185,10 @@ class _Choice:
     """Search from the result down for the largest parts that pay off as tables."""
 
     def __init__(
-        self, found: Analysis, captures: Sequence[Capture], sizes: Sizes, is_differentiated: bool
+        self, found: Analysis, captures: Sequence[Capture], sizes: Sizes, wanted: _Wanted
     ) -> None:
         self.found, self.scores = found, math.prod(sizes.now.values())
-        self._is_differentiated = is_differentiated
+        self._wanted = wanted
         self.tables: list[Table] = []
         self.saved = 0.0
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
@@ -251,7 +243,7 @@ class _Choice:
         The gradient of a table that is trained goes through few sums, whatever else it costs.
         """
         is_trained = node in self._trained
-        again = self._is_differentiated and not is_trained and self._is_factor(node)
+        again = self._wanted.is_differentiated and not is_trained and self._is_factor(node)
         return _LEAST_SAVED_BY_FACTOR if again else _LEAST_SAVED
 
     def _is_factor(self, node: fx.Node) -> bool:
@@ -266,31 +258,24 @@ class _Choice:
         return any(user.op == "call_function" and name_of(user) not in _ADDING for user in users)
 
     def _table_of(self, node: fx.Node) -> Table | None:
-        """The table of a node, if it can be one."""
+        """The table of a node, if it can be one; parts of it may be short rows of numbers."""
         seen, example = self.found.forms.seen(node), node.meta.get("val")
         positions = [c for c in seen.coordinates if isinstance(c, str)]
         if not isinstance(example, Tensor) or example.dim() or not seen.coordinates:
             return None
         if "score" in seen.others or (positions and len(seen.coordinates) > 1):
             return None
-        if not (self._is_plain(node) and self._is_safe(node)):
+        if not (_has_plain_reads(node) and self._is_safe(node)):
+            return None
+        if self._wanted.only_rows and not (positions and any(map(is_row, reached(node)))):
             return None
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
         table = Table(node, (*others, *coordinates))
         most = min(_LARGEST, self.scores // _SCORES_PER_ENTRY)
-        return table if self._entries(table) <= most else None
-
-    def _is_plain(self, node: fx.Node) -> bool:
-        """Whether all its inputs are numbers and depend on an index."""
-        for current in reached(node):
-            example = current.meta.get("val")
-            if self.found.forms.depends_on(current):
-                if not isinstance(example, Tensor) or example.dim():
-                    return False
-                if current.target is aten.index.Tensor and None in current.args[1]:  # type: ignore[operator]
-                    return False
-        return True
+        parts = (part for part in reached(node) if part.op == "call_function")
+        longest = max(map(elements_of, parts), default=1)
+        return table if self._entries(table) * longest <= most else None
 
     def _is_safe(self, node: fx.Node) -> bool:
         """Whether unread entries cannot spoil the gradient of a captured tensor."""
@@ -316,6 +301,12 @@ class _Choice:
         axes = (axis for node in seen if node in made for axis in made[node].axes)
         sums = sum(_SUM for axis in axes if isinstance(axis, Coordinate))
         return self.found.instructions(seen, instructions) + sums
+
+
+def _has_plain_reads(node: fx.Node) -> bool:
+    """Whether a node needs no rows of captured tensors, but single entries."""
+    reads = (part for part in reached(node) if part.target is aten.index.Tensor)
+    return all(None not in read.args[1] for read in reads)  # type: ignore[operator]
 
 
 def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:

@@ -269,3 +269,70 @@ def test_masks_of_dense_calls_read_no_tables():
     mod = lambda b, h, q, k, kinds: torch.sin(kinds[kinds[k]] * 1.5) > 0  # noqa: E731
     args = arguments(plain, PLAIN)._replace(mask_mod=mod, mask_captures=(kinds,))
     assert tabulate_mask(args) is None
+
+
+ENDS = torch.tensor([3, 4, 9, 17], dtype=torch.int32)
+
+
+def bumps(s, b, h, q, k, centres):
+    """Short rows of numbers."""
+    return s + 0.5 * torch.exp(-(((q - k) * 0.1 - centres) ** 2)).sum()
+
+
+def waves_of_rows(s, b, h, q, k, centres):
+    return s + (h + 1) * (torch.tanh((k - q).abs() * centres) * centres).sum()
+
+
+def segment(index: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return (index >= ends).sum()
+
+
+def each_score(mod: Any, captures: Any) -> torch.Tensor:
+    """What a mod makes of scores [Hq, M, N], asked about one at a time."""
+    sizes = (HEADS, QUERIES, KEYS)
+    asked = lambda h, q, k: mod(0.25 * k, torch.tensor(0), h, q, k, *captures)  # noqa: E731
+    for dim in ((None, None, 0), (None, 0, None), (0, None, None)):
+        asked = torch.vmap(asked, dim)
+    return asked(*map(torch.arange, sizes))
+
+
+@pytest.mark.parametrize(
+    ("mod", "size"), [(bumps, (DISTANCES,)), (waves_of_rows, (HEADS, DISTANCES))]
+)
+def test_tables_of_what_is_computed_with_short_rows(mod, size):
+    centres = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    found = tabulate(arguments(mod, centres))
+    assert found is not None
+    assert list(found.sizes) == [size]
+    wanted, made = each_score(mod, (centres,)), each_score(found.mod, found.captures)
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_short_rows_go_through_tables():
+    centres = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    found = tabulate(arguments(waves_of_rows, centres))
+    assert found is not None
+    sums = [
+        (each_score(waves_of_rows, (centres,)).sin()).sum(),
+        (each_score(found.mod, found.captures).sin()).sum(),
+    ]
+    wanted, made = (torch.autograd.grad(total, centres)[0] for total in sums)
+    torch.testing.assert_close(made, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes"),
+    [
+        (lambda b, h, q, k, ends: segment(q, ends) == segment(k, ends), [(KEYS,)]),
+        (lambda b, h, q, k, ends: (segment(k, ends) > 1) | (q >= k), [(KEYS,)]),
+        (lambda b, h, q, k, ends: (q >= k) & (k // 57 == q // 57), None),
+        (lambda b, h, q, k, ends: (q - k >= ends).sum() > 1, None),
+    ],
+)
+def test_masks_have_tables_of_what_they_compute_with_short_rows(mask, sizes):
+    args = arguments(bumps, torch.ones(1))._replace(mask_mod=mask, mask_captures=(ENDS,))
+    found = tabulate_mask(args)
+    assert (list(found.sizes) if found else None) == sizes
+    if found:
+        wanted = each_score(lambda s, *rest: mask(*rest), (ENDS,))
+        assert torch.equal(each_score(lambda s, *rest: found.mod(*rest), found.captures), wanted)
