@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import Analysis, Coordinate, Ends
+from flexhop.analysis import Analysis, Coordinate, Ends, elements_of, reached
 from flexhop.block_mask.scores import hidden_count
-from flexhop.compat.sizes import hint_of
+from flexhop.compat.sizes import LONGEST_ROW, hint_of
 from flexhop.ops.args import Capture
 
 aten = torch.ops.aten
@@ -186,6 +186,17 @@ def is_row(node: fx.Node) -> bool:
     """Whether the value of a computed node is a row of numbers."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dim() > 0 and node.op == "call_function"
+
+
+def is_needed(node: fx.Node) -> bool:
+    """Whether a kernel could not compute a node, because it needs more numbers than registers."""
+    return any(elements_of(part) > LONGEST_ROW for part in reached(node) if is_row(part))
+
+
+def has_plain_reads(node: fx.Node) -> bool:
+    """Whether a node needs no rows of captured tensors, but single entries."""
+    reads = (part for part in reached(node) if part.target is aten.index.Tensor)
+    return all(None not in read.args[1] for read in reads)  # type: ignore[operator]
 
 
 def _apply(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

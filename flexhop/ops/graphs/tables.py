@@ -33,7 +33,16 @@ from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
 from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
-from flexhop.ops.graphs.table_entries import Extents, Maker, Sizes, Table, is_row, sizes_of
+from flexhop.ops.graphs.table_entries import (
+    Extents,
+    Maker,
+    Sizes,
+    Table,
+    has_plain_reads,
+    is_needed,
+    is_row,
+    sizes_of,
+)
 
 aten = torch.ops.aten
 _LARGEST = 2**22  # most entries of a table
@@ -92,6 +101,8 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     rows of numbers, such as the ends of all segments: these have tables, too.
     """
     mod, captures = args.mask_mod, args.mask_captures
+    if not (may_have_positions(mod) or _may_sum_rows(mod)):
+        return None
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
@@ -101,6 +112,15 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
         return _choose(own, captures, sizes, _Wanted(INDICES, only_rows=own is graph))
 
     return _tabulate(args, mod, captures, choose)
+
+
+def _may_sum_rows(mod: Any) -> bool:
+    """Whether a mod may compute with rows of numbers. A graph, also Dynamo's, has an example."""
+    if not isinstance(mod, fx.GraphModule):
+        return True
+    examples = (node.meta.get("example_value", node.meta.get("val")) for node in mod.graph.nodes)
+    found = zip(mod.graph.nodes, examples, strict=True)
+    return any(isinstance(x, Tensor) and x.dim() and n.op.startswith("call_") for n, x in found)
 
 
 def _is_differentiated(args: AttentionArgs) -> bool:
@@ -230,7 +250,7 @@ class _Choice:
         table = self._table_of(node)
         if table is not None:
             saved = self._cost([], node) - self._cost([table], node)
-            if saved >= self._least_saved(node):
+            if saved >= self._least_saved(node) or is_needed(node):
                 self.tables.append(table)
                 self.saved += saved
                 return
@@ -265,7 +285,7 @@ class _Choice:
             return None
         if "score" in seen.others or (positions and len(seen.coordinates) > 1):
             return None
-        if not (_has_plain_reads(node) and self._is_safe(node)):
+        if not (has_plain_reads(node) and self._is_safe(node)):
             return None
         if self._wanted.only_rows and not (positions and any(map(is_row, reached(node)))):
             return None
@@ -301,12 +321,6 @@ class _Choice:
         axes = (axis for node in seen if node in made for axis in made[node].axes)
         sums = sum(_SUM for axis in axes if isinstance(axis, Coordinate))
         return self.found.instructions(seen, instructions) + sums
-
-
-def _has_plain_reads(node: fx.Node) -> bool:
-    """Whether a node needs no rows of captured tensors, but single entries."""
-    reads = (part for part in reached(node) if part.target is aten.index.Tensor)
-    return all(None not in read.args[1] for read in reads)  # type: ignore[operator]
 
 
 def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:

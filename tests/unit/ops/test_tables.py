@@ -325,6 +325,7 @@ def test_gradients_of_short_rows_go_through_tables():
     [
         (lambda b, h, q, k, ends: segment(q, ends) == segment(k, ends), [(KEYS,)]),
         (lambda b, h, q, k, ends: (segment(k, ends) > 1) | (q >= k), [(KEYS,)]),
+        (lambda b, h, q, k, ends: (q // ends.repeat(5)).any() & (q >= k), [(QUERIES,)]),
         (lambda b, h, q, k, ends: (q >= k) & (k // 57 == q // 57), None),
         (lambda b, h, q, k, ends: (q - k >= ends).sum() > 1, None),
     ],
