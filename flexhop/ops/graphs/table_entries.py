@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,9 @@ from flexhop.ops.args import Capture
 
 aten = torch.ops.aten
 _LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
+_MOST_READS = (
+    4  # of one value; a search among more than 16 numbers takes five (compat/mods/places.py)
+)
 _FEW = 2**12  # fewer values may be an axis in calls of any size
 
 
@@ -124,7 +127,7 @@ class Maker:
     def _split(self, node: fx.Node) -> Any:
         """Split a node that adds a coordinate to other terms, or compares such a sum."""
         forms = self._found.forms
-        if node.meta["val"].dim():
+        if is_row(node):
             return None
         is_sum = forms.form(node) is not None
         compares_two = not is_sum and all(isinstance(a, fx.Node) for a in node.args)
@@ -189,8 +192,24 @@ def is_row(node: fx.Node) -> bool:
 
 
 def is_needed(node: fx.Node) -> bool:
-    """Whether a kernel could not compute a node, because it needs more numbers than registers."""
-    return any(elements_of(part) > LONGEST_ROW for part in reached(node) if is_row(part))
+    """Whether a kernel could not compute a node, or only in many reads, one after the other.
+
+    Rows would need more numbers than there are registers.
+    """
+    parts = reached(node)
+    if any(elements_of(part) > LONGEST_ROW for part in parts if is_row(part)):
+        return True
+    return _reads(parts) > _MOST_READS
+
+
+def is_search(node: fx.Node) -> bool:
+    """Whether a node is computed with rows of numbers, or by a search among them."""
+    parts = reached(node)
+    return any(map(is_row, parts)) or _reads(parts) > _MOST_READS
+
+
+def _reads(parts: Collection[fx.Node]) -> int:
+    return sum(part.target is aten.index.Tensor for part in parts)
 
 
 def has_plain_reads(node: fx.Node) -> bool:

@@ -40,7 +40,7 @@ from flexhop.ops.graphs.table_entries import (
     Table,
     has_plain_reads,
     is_needed,
-    is_row,
+    is_search,
     sizes_of,
 )
 
@@ -52,6 +52,7 @@ _LEAST_SAVED = 2.0  # instructions per score
 # The same for a factor of the score. Gradients read that table again, for which backward kernels
 # lack registers: 1.95 ms for `score * exp(-(q - k).abs() / 64)`, 1.31 without a table.
 _LEAST_SAVED_BY_FACTOR = 16.0
+_SEARCHES = (torch.bucketize, torch.searchsorted, torch.isin)
 # A derivative with respect to the score does not read what these operators add or choose.
 _ADDING = frozenset({"add", "sub", "rsub", "where"})
 # For these operators, entries that no score reads may be infinite or NaN. They would pass that on
@@ -101,26 +102,25 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     rows of numbers, such as the ends of all segments: these have tables, too.
     """
     mod, captures = args.mask_mod, args.mask_captures
-    if not (may_have_positions(mod) or _may_sum_rows(mod)):
+    if not (may_have_positions(mod) or _may_search(mod)):
         return None
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
         own = read_at_own_positions(graph, INDICES) if may_have_positions(mod) else graph
-        if own is graph and not any(map(is_row, graph.graph.nodes)):
-            return None
         return _choose(own, captures, sizes, _Wanted(INDICES, only_rows=own is graph))
 
     return _tabulate(args, mod, captures, choose)
 
 
-def _may_sum_rows(mod: Any) -> bool:
-    """Whether a mod may compute with rows of numbers. A graph, also Dynamo's, has an example."""
+def _may_search(mod: Any) -> bool:
+    """Whether a mod may compute with rows of numbers. Dynamo's graph has examples of values."""
     if not isinstance(mod, fx.GraphModule):
         return True
-    examples = (node.meta.get("example_value", node.meta.get("val")) for node in mod.graph.nodes)
-    found = zip(mod.graph.nodes, examples, strict=True)
-    return any(isinstance(x, Tensor) and x.dim() and n.op.startswith("call_") for n, x in found)
+    nodes = [node for node in mod.graph.nodes if node.op.startswith("call_")]
+    examples = (node.meta.get("example_value", node.meta.get("val")) for node in nodes)
+    is_row = any(isinstance(example, Tensor) and example.dim() for example in examples)
+    return is_row or any(node.target in _SEARCHES for node in nodes)
 
 
 def _is_differentiated(args: AttentionArgs) -> bool:
@@ -287,7 +287,7 @@ class _Choice:
             return None
         if not (has_plain_reads(node) and self._is_safe(node)):
             return None
-        if self._wanted.only_rows and not (positions and any(map(is_row, reached(node)))):
+        if self._wanted.only_rows and not (positions and is_search(node)):
             return None
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))

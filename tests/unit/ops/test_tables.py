@@ -287,6 +287,11 @@ def segment(index: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return (index >= ends).sum()
 
 
+def place(index: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """A search among 20 numbers: five reads, one after the other."""
+    return torch.searchsorted(ends.repeat_interleave(5), index)
+
+
 def each_score(mod: Any, captures: Any) -> torch.Tensor:
     """What a mod makes of scores [Hq, M, N], asked about one at a time."""
     sizes = (HEADS, QUERIES, KEYS)
@@ -326,6 +331,10 @@ def test_gradients_of_short_rows_go_through_tables():
         (lambda b, h, q, k, ends: segment(q, ends) == segment(k, ends), [(KEYS,)]),
         (lambda b, h, q, k, ends: (segment(k, ends) > 1) | (q >= k), [(KEYS,)]),
         (lambda b, h, q, k, ends: (q // ends.repeat(5)).any() & (q >= k), [(QUERIES,)]),
+        (
+            lambda b, h, q, k, ends: place(q, ends) == place(k, ends),
+            [(QUERIES,), (KEYS,)],
+        ),
         (lambda b, h, q, k, ends: (q >= k) & (k // 57 == q // 57), None),
         (lambda b, h, q, k, ends: (q - k >= ends).sum() > 1, None),
     ],
