@@ -45,6 +45,11 @@ def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> 
     return 2 * (s * t[h, 1]).tanh() + t[h, 2] * torch.clamp(i - j, 0, 8)
 
 
+def blocks(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """An entry for a block of pairs, to which kernels add sums of groups."""
+    return s * t[h, 1] + t[i // 8 % 4, j // 16]
+
+
 def computed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
     """The table is computed with before it is read."""
     return capped(s, b, h, i, j, t.exp().cumsum(1) / 4)
@@ -175,6 +180,7 @@ CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "twice-alibi-mask-deterministic": (twice, alibi, gaps, torch.bfloat16),
     "twice-detached": (twice, detached, None, torch.float32),
     "twice-capped": (twice, capped, gaps, torch.float32),
+    "twice-blocks": (twice, blocks, gaps, torch.float32),
     "of_tangent": (of_tangent, None, gaps, torch.float32),
     "of_tangent-capped": (of_tangent, capped, None, torch.float16),
     "of_gradient-fixed": (of_gradient, alibi, gaps, torch.float32),

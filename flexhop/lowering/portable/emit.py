@@ -100,8 +100,11 @@ def emit_kernel(
     """
     problem = call.problem
     dropout = _dropout(call, kernel)
-    adds_exactly = any(site.row is not None for site in sites)
-    wanted = {"dropout": dropout is not None, "exact_sum": adds_exactly}
+    wanted = {
+        "dropout": dropout is not None,
+        "exact_sum": any(site.row is not None for site in sites),
+        "groups": any(site.groups is not None for site in sites),
+    }
     extras = tuple(name for name, calls in wanted.items() if calls)
     template = _template(
         kernel, extras, is_cached=problem.cache is not None, is_wide=problem.is_wide
