@@ -27,9 +27,9 @@ from tests.processes import new_processes
 pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason="no Hopper kernels")
 
 
-def hyperbolic(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Functions of CUDA's library, with branches; one of them spills with some Tritons alone."""
-    return torch.asinh(score) * torch.acosh(score)
+def nested(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Its derivative needs more registers than there are."""
+    return torch.nn.functional.gelu(2 * torch.erf(score), approximate="tanh")
 
 
 def swell(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_kernel_that_spills_in_earnest_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("needed", "function"), [(0, "add_captured_grads"), (300, "tl.atomic_add")]
+    ("needed", "function"), [(0, "add_captured_grads"), (400, "tl.atomic_add")]
 )
 def test_captured_tensors_get_their_gradients_either_way(
     needed: int, function: str, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +98,7 @@ def test_a_refusal_is_shown(
     monkeypatch.setattr(debug, "wanted", lambda: frozenset({"kernel"}))
     made(swell, "auto")
     printed = "".join(capfd.readouterr())
-    for name, most in (("hopper_forward", 256), ("hopper_backward", 288)):
+    for name, most in (("hopper_forward", 256), ("hopper_backward", 360)):
         assert re.search(
             rf"{name}[^\n]*\n?[^\n]*spills 1000 bytes per thread .limit {most}", printed
         )
@@ -113,9 +113,9 @@ def test_functions_of_a_few_instructions_are_not_waited_for() -> None:
     assert hopper_grad.local_memory_limit(short, options) is None
     assert hopper_grad.local_memory_limit(wide, options) is None
     learned = problem(has_score_mod=True, captured_reads=("head",))
-    assert hopper_grad.local_memory_limit(learned, options) == 288
+    assert hopper_grad.local_memory_limit(learned, options) == 360
     assert hopper.local_memory_limit(long, options) == 256
-    assert hopper_grad.local_memory_limit(long, options) == 288
+    assert hopper_grad.local_memory_limit(long, options) == 360
     assert hopper.local_memory_limit(long, forced) is None
     assert hopper_grad.local_memory_limit(long, forced) is None
 
@@ -134,9 +134,9 @@ def _measure(kernel: Kernel, cache: str, by_worker: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("by_worker", [False, True])
 def test_local_memory_is_read_from_machine_code(by_worker: bool, tmp_path: Path) -> None:
-    kernels = [made(mod, "hopper").kernel_with("differentiate") for mod in (hyperbolic, cap)]
+    kernels = [made(mod, "hopper").kernel_with("differentiate") for mod in (nested, cap)]
     found = []
     for kernel in kernels:
         with ProcessPoolExecutor(1, new_processes()) as worker:
             found.append(worker.submit(_measure, kernel, str(tmp_path), by_worker).result())
-    assert found[0] > 288 > found[1] > 0
+    assert found[0] > 360 > found[1] > 0
