@@ -15,9 +15,8 @@ from flexhop.ops.args import Capture
 
 aten = torch.ops.aten
 _LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
-_MOST_READS = (
-    4  # of one value; a search among more than 16 numbers takes five (compat/mods/places.py)
-)
+# Reads for one value; a search among more than 16 numbers takes five (compat/mods/places.py).
+_MOST_READS = 4
 _FEW = 2**12  # fewer values may be an axis in calls of any size
 
 
