@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from flexhop.compat.kernels.ptx import INVERSE_PI, LN_2, LOG2_E, PI, WHOLE, Function, number, steps
+from flexhop.compat.kernels.ptx import (
+    INVERSE_PI,
+    LN_2,
+    LOG2_E,
+    PI,
+    Function,
+    number,
+    steps,
+    without_turns,
+)
 
 # Half of pi in two parts; tan(r) = r + r**3 q(r**2) for r up to pi / 4.
 _HALF_PI, _HALF_PI_REST = 1.5707963705062866, -4.371139000186243e-08
@@ -138,21 +147,14 @@ _ACOS = f"""
 """
 # The angle minus a multiple of half of pi; after an odd multiple, tan(x) is -1 / tan(rest).
 _TAN_TEXT = f"""
-    fma.rn.f32 turns, $1, {number(2 * INVERSE_PI)}, {number(WHOLE)};
-    mov.b32 odd, turns;
-    and.b32 odd, odd, 1;
-    add.f32 turns, turns, {number(-WHOLE)};
-    fma.rn.f32 rest, turns, {number(-_HALF_PI)}, $1;
-    fma.rn.f32 rest, turns, {number(-_HALF_PI_REST)}, rest;
-    min.NaN.f32 rest, rest, {number(0.9)};
-    max.NaN.f32 rest, rest, {number(-0.9)};
-    mul.f32 square, rest, rest;
+    {without_turns(_HALF_PI, _HALF_PI_REST, 2 * INVERSE_PI, 0.9)}
     {steps("near", "square", _TAN)}
     mul.f32 near, near, square;
     fma.rn.f32 near, near, rest, rest;
     rcp.approx.ftz.f32 far, near;
     neg.f32 far, far;
-    setp.ne.s32 is_odd, odd, 0;
+    and.b32 count, count, 1;
+    setp.ne.s32 is_odd, count, 0;
     selp.f32 $0, far, near, is_odd;
 """
 
@@ -168,5 +170,5 @@ ARC_FUNCTIONS: dict[str, Function] = {
     "acos": Function(
         _ACOS, "size, half, square, near, far, other", predicates="is_far, is_negative"
     ),
-    "tan": Function(_TAN_TEXT, "turns, rest, square, near, far", "odd", "is_odd"),
+    "tan": Function(_TAN_TEXT, "turns, rest, square, near, far", "count", "is_odd"),
 }

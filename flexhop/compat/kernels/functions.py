@@ -21,10 +21,10 @@ from flexhop.compat.kernels.ptx import (
     LOG10_2,
     PI,
     PI_REST,
-    WHOLE,
     Function,
     number,
     steps,
+    without_turns,
 )
 
 __all__ = ["FUNCTIONS", "Function", "constant_name", "import_from", "scaled_tanh"]
@@ -95,12 +95,21 @@ _TANH = f"""
     setp.lt.f32 is_near, square, {number(0.04)};
     selp.f32 $0, near, far, is_near;
 """
-_ERF_TEXT = f"""
+
+
+def _erfc_of_size(coefficients: tuple[float, ...]) -> str:
+    """erfc(|$1|) in `far`, and |$1| in `size`."""
+    return f"""
     abs.f32 size, $1;
-    {steps("far", "size", _ERF)}
+    {steps("far", "size", coefficients)}
     mul.f32 far, far, size;
     neg.f32 far, far;
     ex2.approx.ftz.f32 far, far;
+"""
+
+
+_ERF_TEXT = f"""
+    {_erfc_of_size(_ERF)}
     sub.f32 far, {number(1.0)}, far;
     copysign.f32 far, $1, far;
     mul.f32 square, $1, $1;
@@ -110,11 +119,7 @@ _ERF_TEXT = f"""
     selp.f32 $0, near, far, is_near;
 """
 _ERFC_TEXT = f"""
-    abs.f32 size, $1;
-    {steps("far", "size", _ERFC)}
-    mul.f32 far, far, size;
-    neg.f32 far, far;
-    ex2.approx.ftz.f32 far, far;
+    {_erfc_of_size(_ERFC)}
     sub.f32 other, {number(2.0)}, far;
     setp.lt.f32 is_negative, $1, {number(0.0)};
     selp.f32 $0, other, far, is_negative;
@@ -134,18 +139,11 @@ _HYPOT = f"""
     sqrt.approx.ftz.f32 side, side;
     mul.f32 $0, side, larger;
 """
-# The angle minus a multiple of pi, whose last bit is the sign. A minimum keeps angles beyond the
-# range within the polynomial's.
+# The angle minus a multiple of pi, whose last bit is the sign. Angles beyond the range stay within
+# the polynomial's.
 _REST = f"""
-    fma.rn.f32 turns, $1, {number(INVERSE_PI)}, {number(WHOLE)};
-    mov.b32 sign, turns;
-    shl.b32 sign, sign, 31;
-    add.f32 turns, turns, {number(-WHOLE)};
-    fma.rn.f32 rest, turns, {number(-PI)}, $1;
-    fma.rn.f32 rest, turns, {number(-PI_REST)}, rest;
-    min.NaN.f32 rest, rest, {number(2.2)};
-    max.NaN.f32 rest, rest, {number(-2.2)};
-    mul.f32 square, rest, rest;
+    {without_turns(PI, PI_REST, INVERSE_PI, 2.2)}
+    shl.b32 sign, count, 31;
 """
 _WITH_SIGN = """
     mov.b32 bits, near;
@@ -216,8 +214,8 @@ FUNCTIONS: dict[str, Function] = {
     "erf": Function(_ERF_TEXT, "size, far, near, square", predicates="is_near"),
     "erfc": Function(_ERFC_TEXT, "size, far, other", predicates="is_negative"),
     "hypot": Function(_HYPOT, "size, side, larger, scale", predicates="is_large"),
-    "sin": Function(_SIN_TEXT, "turns, rest, square, near", "sign, bits"),
-    "cos": Function(_COS_TEXT, "turns, rest, square, near", "sign, bits"),
+    "sin": Function(_SIN_TEXT, "turns, rest, square, near", "count, sign, bits"),
+    "cos": Function(_COS_TEXT, "turns, rest, square, near", "count, sign, bits"),
     "sqrt": Function("sqrt.approx.ftz.f32 $0, $1;"),
     "rsqrt": Function("rsqrt.approx.ftz.f32 $0, $1;"),
     "divide": Function("rcp.approx.ftz.f32 t, $2;\nmul.f32 $0, $1, t;", "t"),

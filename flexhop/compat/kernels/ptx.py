@@ -38,3 +38,24 @@ def steps(result: str, x: str, coefficients: tuple[float, ...]) -> str:
     *rest, highest = map(number, coefficients)
     first = f"mov.f32 {result}, {highest};"
     return "\n".join([first, *(f"fma.rn.f32 {result}, {result}, {x}, {c};" for c in rest[::-1])])
+
+
+def without_turns(turn: float, beyond: float, inverse: float, most: float) -> str:
+    """$1 minus the nearest multiple of `turn` in `rest`, its `square`, and the multiple's bits in
+    `count`, whose last one says whether it is odd.
+
+    Args:
+        turn, beyond: a number in two parts.
+        inverse: of their sum.
+        most: the largest rest, also of numbers so large that the multiple is inexact.
+    """
+    return f"""
+    fma.rn.f32 turns, $1, {number(inverse)}, {number(WHOLE)};
+    mov.b32 count, turns;
+    add.f32 turns, turns, {number(-WHOLE)};
+    fma.rn.f32 rest, turns, {number(-turn)}, $1;
+    fma.rn.f32 rest, turns, {number(-beyond)}, rest;
+    min.NaN.f32 rest, rest, {number(most)};
+    max.NaN.f32 rest, rest, {number(-most)};
+    mul.f32 square, rest, rest;
+"""

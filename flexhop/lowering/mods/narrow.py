@@ -62,8 +62,8 @@ class _Narrow:
         """Give an operator of another dtype, such as a comparison, operands of 32 bits."""
         if is_comparison(user) and not all(map(self._fits, user.all_input_nodes)):
             return
-        value = user.meta.get("val")  # a size has none
-        becomes_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        dtype = dtype_of(user)  # a size has none
+        becomes_float = dtype is not None and dtype.is_floating_point
         for node in user.all_input_nodes:
             is_wide = dtype_of(node) == torch.int64 and self._fits(node)
             # Half of an integer of 64 bits is no cheaper to convert: arithmetic.py converts it.

@@ -14,6 +14,8 @@ import sympy
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 DISTANCE = "distance"  # q_idx - kv_idx, for kernels that compute it by themselves
 Expr = int | sympy.Expr
+# The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
+_COPY_OF_SCORE = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
 
 
 class ScatterSite(NamedTuple):
@@ -71,7 +73,7 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
     first = [f"tl.min({name})" if name in shared else name for name in names]
     together = _add(kernel, site, first, grad, (site.shared_axis,))
     alone = _add(kernel, site, names, grad, ())
-    lines += [f"if {same}:", *_indented(together), "else:", *_indented(alone)]
+    lines += _either(same, together, alone)
     return "\n".join(lines)
 
 
@@ -94,7 +96,7 @@ def _add_groups(
         *_add_at(kernel, site, place, total, "None"),
     ]
     alone = _add(kernel, site, names, grad, ())
-    return [*lines, f"if {' & '.join(same)}:", *_indented(together), "else:", *_indented(alone)]
+    return [*lines, *_either(" & ".join(same), together, alone)]
 
 
 def _summed(site: ScatterSite) -> tuple[int, ...]:
@@ -112,9 +114,7 @@ def _place(
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
         place += f" + {name}{wide} * {as_factor(size)}"
     if site.copies > 1:
-        # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
-        copy = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
-        copy = "tl.program_id(0)" if by_program else copy
+        copy = "tl.program_id(0)" if by_program else _COPY_OF_SCORE
         place += f" + ({copy} & {site.copies - 1})"
     return place
 
@@ -148,8 +148,12 @@ def _add_at(kernel: Any, site: ScatterSite, place: str, grad: str, mask: str) ->
     # Zeros, too: of floats, four neighbours take one instruction.
     is_row = site.is_row and site.dtype == "tl.float32" and mask != "None"
     if site.is_own or is_row:
-        return ["if CHECKED:", f"    {write('in_range')}", "else:", f"    {write('None')}"]
+        return _either("CHECKED", [write("in_range")], [write("None")])
     return [write(mask)]
+
+
+def _either(condition: str, lines: Sequence[str], otherwise: Sequence[str]) -> list[str]:
+    return [f"if {condition}:", *_indented(lines), "else:", *_indented(otherwise)]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
