@@ -194,7 +194,7 @@ def flex_attention(
     Returns:
         out [B, Hq, M, Dv] in the dtype and dimension order of query; with return_lse (out, lse);
         with return_aux (out, AuxOutput). For a query that sees no key, out is 0 and lse is -inf.
-        If query is nested, so are the results.
+        If query is nested, so are the results. Without a batch or queries, they have no elements.
 
     Raises:
         FlexhopError: see flexhop.errors. Each class also derives from the class that PyTorch

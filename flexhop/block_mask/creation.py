@@ -86,7 +86,7 @@ def create_block_mask(
             needs.
 
     Raises:
-        SequenceLengthError: a size is not positive.
+        SequenceLengthError: a size is negative.
         OptionValueError: a size is no int.
         BlockSizeError: BLOCK_SIZE is not positive.
         ModArityError, ModResultError: mask_mod has the wrong parameters or result.
@@ -150,8 +150,8 @@ def _grid(
     for name, size in named.items():
         if size is None or isinstance(size, (float, str)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
             raise OptionValueError(name=name, value=type(size).__name__, allowed="an int")
-        if size <= 0:
-            raise SequenceLengthError(argument=name, length=size)
+        if size < 0:
+            raise SequenceLengthError(argument=name, expected="0 or more", length=size)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return Grid(batch, heads, *lengths, block, torch.device(device))
@@ -167,10 +167,14 @@ def _block_mask(
 ) -> BlockMask:
     is_open = is_symbolic(grid.q_len) or is_symbolic(grid.kv_len)
     is_traced = torch.compiler.is_dynamo_compiling() and not (is_open and is_exporting())
+    sides = (separate_full_blocks, compute_q_blocks)
     if torch.compiler.is_compiling() and not is_traced:
         return _by_every_score(mask_mod, grid, separate_full_blocks, compute_q_blocks)
-    sides = (separate_full_blocks, compute_q_blocks)
-    if is_traced:
+    if 0 in grid[:4]:  # nothing to analyse or to evaluate
+        _check_mask_mod(mask_mod)
+        nothing = torch.zeros(1, 1, grid.rows, grid.columns, dtype=torch.bool, device=grid.device)
+        fields = listed((nothing, nothing), grid, sides, in_graph=True)
+    elif is_traced:
         probe = torch.empty(0, device=grid.device)
         fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
     else:

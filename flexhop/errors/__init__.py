@@ -22,9 +22,9 @@ class RankError(FlexhopError, ValueError, NotImplementedError):
 
 
 class SequenceLengthError(FlexhopError, ValueError, RuntimeError):
-    """An empty sequence where at least one token is required."""
+    """An empty sequence where at least one token is required, or a negative size."""
 
-    message = "{argument} must be greater than 0, but is {length}."
+    message = "{argument} must be {expected}, but is {length}."
 
 
 class HeadDimError(FlexhopError, ValueError):

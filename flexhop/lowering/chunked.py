@@ -52,10 +52,15 @@ class Rowwise(NamedTuple):
 
 
 def is_without_kernel(query: Any) -> bool:
-    """Whether the templates do not support this query."""
-    if fallback.is_without_kernels():
+    """Whether the templates do not support this query, or there is none."""
+    if fallback.is_without_kernels() or is_empty(query):
         return True
     return query.get_device().type == "cpu" or query.get_dtype() == torch.float64
+
+
+def is_empty(query: Any) -> bool:
+    """Whether a call has no batch or no query: no kernel may run on an empty grid."""
+    return any(size == 0 for size in query.get_size())
 
 
 def lower_attention(*operands: Any) -> tuple[Any, Any, Any]:

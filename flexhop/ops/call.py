@@ -211,9 +211,10 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key)):
-        if is_empty(tensor.size(2)):
-            raise errors.SequenceLengthError(argument=f"The length of {name}", length=0)
+    if is_empty(key.size(2)):
+        raise errors.SequenceLengthError(
+            argument="The length of key", expected="greater than 0", length=0
+        )
     if query.size(3) != key.size(3):
         raise errors.HeadDimError(query_dim=int(query.size(3)), key_dim=int(key.size(3)))
     if key.size(2) != value.size(2):

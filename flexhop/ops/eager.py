@@ -29,6 +29,7 @@ from flexhop.ops.args import (
     unpack_sites,
 )
 from flexhop.ops.dropout import drop
+from flexhop.ops.nothing import is_nothing, no_rows
 
 # Scores per chunk: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
 CHUNK_ELEMENTS = 1 << 22
@@ -100,6 +101,9 @@ def _attend_chunk(
 
 def attend_rows(args: AttentionArgs, grids: Grids, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the three results of `attend`: [B, Hq, m, Dv], [B, Hq, m], [B, Hq, m]."""
+    if is_nothing(args.query):
+        operands = (chunk.pick(args.query), args.key, args.value, args.score_captures)
+        return no_rows(*operands, accumulate_dtype(args.query.dtype))
     rows = _score_rows(args, grids, chunk)
     weights, total, lse = softmax_rows(rows.modified)
     weights = weights / total[..., None]
@@ -144,7 +148,7 @@ def chunks(args: Operands) -> Iterator[Chunk]:
     """Iterate over a call's queries in chunks."""
     batch, heads, length, _ = args.query.shape
     rows = chunk_rows(batch * heads * args.key.size(2))
-    for start in range(0, length, rows):
+    for start in range(0, max(length, 1), rows):  # no queries: one chunk without any
         yield slice_chunk(args.query, start, min(start + rows, length))
 
 
@@ -327,6 +331,9 @@ def grad_rows(
     Returns:
         Its rows of grad_query, its parts of grad_key and grad_value, and `captured` plus its part.
     """
+    if is_nothing(args.query):
+        grad_key, grad_value, _ = zero_totals(args)
+        return chunk.pick(args.query).to(grad_key.dtype), grad_key, grad_value, captured
     rows = _score_rows(args, grids, chunk)
     dtype = rows.raw.dtype
     lse, grad_out = chunk.pick(args.lse).to(dtype), chunk.pick(args.grad_out).to(dtype)

@@ -23,6 +23,7 @@ from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.forward import attention
+from flexhop.ops.nothing import is_nothing
 from flexhop.options.debug import mod_code
 from flexhop.reports.report import Capture, Mask, Mod, Pass, Report
 from flexhop.sequences.nested import Operands, Packed, has_nested, pack
@@ -350,6 +351,8 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
         f"Failed to compile in this process, so the next candidate ran: {words}."
         for words in found.failures
     ]
+    if is_nothing(args.query):
+        return [*notes, "query has no elements: a call runs no kernel."]
     return [*notes, *(_kernel_notes(found.plans[0]) if found.plans else [_NO_KERNEL])]
 
 

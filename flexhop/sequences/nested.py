@@ -101,7 +101,10 @@ def _find_mistake(operands: Operands, block_mask: Any) -> Mistake | None:
             return _mistake(argument, found, f"query has {query.size(0)}")
     for argument, tensor in (("query", query), ("key", key)):
         if tensor.values().size(1) == 0:
-            facts = (("argument", f"The number of tokens in {argument}"), ("length", 0))
+            facts = (
+                ("argument", f"The number of tokens in {argument}"),
+                ("expected", "greater than 0"), ("length", 0),
+            )  # fmt: skip
             return Mistake(errors.SequenceLengthError, facts)
     return _cut_mistake(operands, block_mask)
 

@@ -6,6 +6,7 @@ import torch
 import flexhop
 from flexhop import errors
 from flexhop.masks import causal
+from flexhop.offline.interpret import interpret
 from flexhop.options import FlexKernelOptions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -59,3 +60,52 @@ def test_kernel_options_keys_are_those_of_pytorch():
     ours = set(FlexKernelOptions.__annotations__)
     assert set(Theirs.__annotations__) <= ours
     assert {"FLOAT32_PRECISION"} == ours - set(Theirs.__annotations__)
+
+
+def attend_without(batch: int, queries: int):
+    """A call without batches or queries, and all that gets a gradient."""
+    query = torch.randn(batch, 4, queries, 16, requires_grad=True)
+    key, value = (torch.randn(batch, 2, 24, 16, requires_grad=True) for _ in range(2))
+    slopes = torch.randn(4, requires_grad=True)
+    mask = flexhop.create_block_mask(causal, None, None, queries, 24, BLOCK_SIZE=16, device="cpu")
+
+    def attend(query, key, value):
+        return flexhop.flex_attention(
+            query, key, value, lambda score, b, h, q, k: score + slopes[h] * (k - q), mask,
+            enable_gqa=True, return_aux=flexhop.AuxRequest(lse=True, max_scores=True),
+        )  # fmt: skip
+
+    return attend, (query, key, value), slopes
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager", "inductor", "a GPU's"])
+@pytest.mark.parametrize(("batch", "queries"), [(2, 0), (0, 24)])
+def test_calls_without_queries(batch: int, queries: int, backend: str):
+    """What PyTorch's own eager call takes. No kernel is launched, because its grid is empty."""
+    attend, leaves, slopes = attend_without(batch, queries)
+
+    def loss(result):
+        return result[0].sum() + result[1].lse.sum()
+
+    if backend == "a GPU's":
+        generated = interpret(attend, *leaves, grad=loss)
+        assert not generated.templates
+        out, aux = generated.result
+    else:
+        run = torch.compile(attend, fullgraph=True, backend=backend) if backend else attend
+        out, aux = run(*leaves)
+        loss((out, aux)).backward()
+    assert out.shape == (batch, 4, queries, 16)
+    assert aux.lse.shape == aux.max_scores.shape == (batch, 4, queries)
+    # Eager calls evaluate no mod: nothing depends on slopes.
+    for leaf in (*leaves, slopes) if backend else leaves:
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_a_dynamic_length_may_become_0():
+    attend = torch.compile(flexhop.flex_attention, fullgraph=True, backend="aot_eager")
+    _, key, value = operands(24)
+    for length in (7, 9, 0, 3):
+        query = torch.randn(1, 2, length, 16)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        torch.testing.assert_close(attend(query, key, value), expected)

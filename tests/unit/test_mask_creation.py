@@ -258,9 +258,8 @@ def branching(b, h, q_idx, kv_idx):
         (BlockSizeError, causal, {"BLOCK_SIZE": (16, -16)}),
         (BlockSizeError, causal, {"BLOCK_SIZE": (16, 16, 16)}),
         (BlockSizeError, causal, {"BLOCK_SIZE": 16.0}),
-        (SequenceLengthError, causal, {"Q_LEN": 0}),
         (SequenceLengthError, causal, {"KV_LEN": -1}),
-        (SequenceLengthError, causal, {"B": 0}),
+        (ModArityError, lambda q_idx, kv_idx: q_idx >= kv_idx, {"Q_LEN": 0}),
         (BlockMaskFieldError, causal, {"dq_kv_order": torch.zeros(1)}),
     ],
 )
@@ -290,13 +289,30 @@ def test_a_mask_that_was_made_for_inference_serves_training():
         train(query, query, query, block_mask=mask).sum().backward()
 
 
-def test_the_argument_that_is_not_positive_is_named():
+def test_the_argument_that_is_negative_is_named():
     for name in ("B", "H", "Q_LEN", "KV_LEN"):
         arguments = {"B": 1, "H": 1, "Q_LEN": 8, "KV_LEN": 8} | {name: -1}
-        with pytest.raises(
-            SequenceLengthError, match=f"^{name} must be greater than 0, but is -1"
-        ):
+        with pytest.raises(SequenceLengthError, match=f"^{name} must be 0 or more, but is -1"):
             create_block_mask(causal, **arguments, device="cpu")
+
+
+@pytest.mark.parametrize("size", [(2, 3, 0, 40), (2, 3, 40, 0), (0, 3, 40, 40), (2, 0, 0, 0)])
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+def test_masks_of_nothing_have_lists_of_no_blocks(size, backend):
+    """As PyTorch's own: a size of 0 is a size."""
+    create = create_block_mask
+    if backend:
+        torch._dynamo.reset()
+        create = torch.compile(create_block_mask, fullgraph=True, backend=backend)
+    mask = create(causal, *size, "cpu", BLOCK_SIZE=16)
+    batch, heads, rows, columns = (*size[:2], -(-size[2] // 16), -(-size[3] // 16))
+    assert mask.shape == size
+    for lists in (mask.kv_indices, mask.full_kv_indices):
+        assert lists is not None and lists.shape == (batch, heads, rows, columns)
+    for lists in (mask.q_indices, mask.full_q_indices):
+        assert lists is not None and lists.shape == (batch, heads, columns, rows)
+    assert not mask.kv_num_blocks.any() and not mask.to_dense().any()
+    assert create_mask(causal, *size, "cpu").shape == size
 
 
 def test_a_branch_is_located():

@@ -10,7 +10,7 @@ import torch
 
 from flexhop.compat.kernels import inductor
 from flexhop.errors import ModLoweringError
-from flexhop.lowering import fallback
+from flexhop.lowering import chunked, fallback
 from flexhop.lowering.cpu import backward, forward
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 
@@ -35,12 +35,14 @@ def lower_attention_backward(*operands: Any) -> Any:
 def _lower(lower: Callable[[Any], Any], args: Any) -> Any:
     """What `lower` gives; the definition by chunks serves calls for which that is nothing.
 
-    These are: fp64; functions that cannot be computed for one score at a time; systems
+    These are: fp64; no query; functions that cannot be computed for one score at a time; systems
     other than Linux, because only there PyTorch's libraries export the products that they call.
     """
     query = args.query
     is_served = inductor.device_of(query).type == "cpu" and query.get_dtype() in DTYPES
     if not is_served or sys.platform != "linux" or fallback.is_without_kernels():
+        return None
+    if chunked.is_empty(query):
         return None
     try:
         return lower(args)

@@ -40,6 +40,7 @@ from flexhop.ops.eager import (
     softmax_rows,
     visible_keys,
 )
+from flexhop.ops.nothing import is_nothing
 
 Parts = tuple[Tensors, Tensors]  # rows of some results, and addends of the others
 
@@ -116,6 +117,10 @@ def derive_rows(args: DerivativeArgs, grids: Grids, chunk: Chunk) -> Parts:
         Its rows of the results that have rows, and its parts of the others.
     """
     names = signature_of(args)
+    if is_nothing(args.query):
+        likes = (result_like(args, name)[0] for name in names.outputs if name in ROWS)
+        empty = (args.query.new_zeros(shape) for shape in likes)  # args.query is wide
+        return tuple(chunk.pick(t) for t in empty), zero_sums(args)
     values = (*args[:3], *args.score_captures, *args.directions)
     inputs = [
         chunk.pick(value) if name in ROWS else value

@@ -75,7 +75,10 @@ OPERANDS = {
         errors.HeadDimRangeError, ["value", "577", "576", "concatenate"],
     ),
     "length": (changed(2, tensor(2, 2, 25, 8)), {}, errors.LengthMismatchError, ["24", "25"]),
-    "no tokens": (changed(0, tensor(2, 2, 0, 8)), {}, errors.SequenceLengthError, ["query", "0"]),
+    "no keys": (
+        (QKV[0], *[tensor(2, 2, 0, 8)] * 2), {}, errors.SequenceLengthError,
+        ["key must be greater than 0, but is 0"],
+    ),
     "batch": (changed(1, tensor(3, 2, 24, 8)), {}, errors.BatchError, ["2", "3"]),
     "mask length": (
         QKV, {"block_mask": mask_for(query=32)}, errors.BlockMaskLengthError, ["32", "24"],
