@@ -274,9 +274,11 @@ def attend(
         )  # fmt: skip
     # Errors are recorded here and raised by `prepare`. Under torch.compile(fullgraph=True), an
     # exception from this traced code would reach the user as a compiler error.
-    mistake = mistake or note_wrong_type(query, key, value, scale, return_aux)
+    mistake = mistake or note_wrong_type(
+        query, key, value, scale, return_aux, enable_gqa=enable_gqa, return_lse=return_lse
+    )
     if mistake is not None:
-        scale = return_aux = None
+        scale, return_aux, enable_gqa, return_lse = None, None, False, False
     wants_max = return_aux is not None and return_aux.max_scores
     is_mask = block_mask is None or _has_view(block_mask) or _is_mask(block_mask)
     wrong_mask = None if is_mask else type(block_mask).__name__

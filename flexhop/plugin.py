@@ -12,10 +12,11 @@ from torch import Tensor
 from flexhop import compat, mods
 from flexhop.block_mask.operator import block_lists
 from flexhop.compat import compilation
+from flexhop.compat.dynamo.refusals import install_refusals
 from flexhop.compat.dynamo.trackers import announce
 from flexhop.compat.imports import after_import
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.errors import NoTritonError
+from flexhop.errors import FlexhopError, NoTritonError
 from flexhop.ops import call
 from flexhop.ops.args import CachedArgs
 from flexhop.ops.backward import attention_backward
@@ -101,6 +102,13 @@ def _install_trackers() -> None:
         block_lists,
     )
     announce([operator.name() for operator in operators], _load_trackers)
+    install_refusals(_as_dynamo_error)
+
+
+def _as_dynamo_error(error: FlexhopError) -> FlexhopError:
+    from flexhop.compat.dynamo.calls import as_dynamo_error
+
+    return as_dynamo_error(error)
 
 
 @functools.cache

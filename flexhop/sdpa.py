@@ -60,7 +60,8 @@ def scaled_dot_product_attention(
     Source: torch.nn.functional.scaled_dot_product_attention (torch 2.13).
     """
     operands = (query, key, value)
-    mistake = note_wrong_type(query, key, value, scale, None)
+    mistake = note_wrong_type(query, key, value, scale, None, is_causal=is_causal)
+    is_causal = mistake is None and is_causal
     mistake = mistake or _argument_mistake(attn_mask, is_causal)
     choices = _Choices(scale, enable_gqa, Dropout(dropout_p))
     return _dispatch(operands, attn_mask, is_causal, choices, mistake)

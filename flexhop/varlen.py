@@ -83,9 +83,11 @@ def varlen_attention(
     Source: flash_attn.flash_attn_varlen_func (flash-attn 2.8), with mods.
     """
     offsets_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    mistake = note_wrong_type(query, key, value, scale, return_aux) or window_mistake(window_size)
+    flags = {"is_causal": is_causal, "bottom_right": bottom_right}
+    mistake = note_wrong_type(query, key, value, scale, return_aux, **flags)
+    mistake = mistake or window_mistake(window_size)
     left, right = (None, None) if mistake is not None else window_size
-    right = 0 if is_causal else right
+    right = 0 if mistake is None and is_causal else right
     packing = Packing(cu_seqlens_q, offsets_k, seqused_k, Window(left, right, bottom_right))
     if mistake is None:
         mistake = _rank_mistake(query=query, key=key, value=value)

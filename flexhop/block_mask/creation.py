@@ -36,7 +36,7 @@ from flexhop.block_mask.scores import (
 )
 from flexhop.compat.mods.errors import refused
 from flexhop.compat.mods.private import private
-from flexhop.compat.symbols import is_exporting, is_symbolic
+from flexhop.compat.symbols import is_exporting, is_flag, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
     ModResultError,
@@ -87,12 +87,19 @@ def create_block_mask(
 
     Raises:
         SequenceLengthError: a size is negative.
-        OptionValueError: a size is no int.
+        OptionValueError: a size is no int, or a flag no bool.
         BlockSizeError: BLOCK_SIZE is not positive.
         ModArityError, ModResultError: mask_mod has the wrong parameters or result.
         ModLoweringError: mask_mod branches on the value of an index.
         BlockMaskFieldError: dq_kv_order is not a bool.
     """
+    flags = {
+        "separate_full_blocks": separate_full_blocks, "compute_q_blocks": compute_q_blocks,
+        "compute_dq_write_order": compute_dq_write_order, "_compile": _compile,
+    }  # fmt: skip
+    for name, flag in flags.items():
+        if not is_flag(flag):
+            raise OptionValueError(name=name, value=type(flag).__name__, allowed="True or False")
     if not isinstance(dq_kv_order, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BlockMaskFieldError(
             field="dq_kv_order", reason="dq_kv_order must be a bool for create_block_mask"
@@ -101,7 +108,7 @@ def create_block_mask(
         _check_mask_mod(mask_mod)
     grid = _grid(B, H, (Q_LEN, KV_LEN), block_size_pair(BLOCK_SIZE), device)
     build = torch.compile(_block_mask) if _compile else _block_mask
-    mask = build(mask_mod, grid, separate_full_blocks, compute_q_blocks)
+    mask = build(mask_mod, grid, bool(separate_full_blocks), bool(compute_q_blocks))
     if compute_dq_write_order:
         mask.compute_dq_write_order(dq_kv_order)
     return mask
@@ -148,7 +155,7 @@ def _grid(
     batch, heads = 1 if batch is None else batch, 1 if heads is None else heads
     named = {"B": batch, "H": heads, "Q_LEN": lengths[0], "KV_LEN": lengths[1]}
     for name, size in named.items():
-        if size is None or isinstance(size, (float, str)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+        if size is None or isinstance(size, (bool, float, str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
             raise OptionValueError(name=name, value=type(size).__name__, allowed="an int")
         if size < 0:
             raise SequenceLengthError(argument=name, expected="0 or more", length=size)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_exporting", "is_symbolic"]
+__all__ = ["is_exporting", "is_flag", "is_symbolic"]
 
 
 def is_exporting() -> bool:
     """Whether torch.export is tracing; `torch.compiler.is_exporting` is constant in Dynamo's
     traces (2.11 to 2.13)."""
     return torch.compiler._is_exporting_flag
+
+
+def is_flag(value: object) -> bool:
+    """Whether an argument is a choice: a bool, also NumPy's or a symbol, 0 or 1, or None."""
+    is_plain = value is None or isinstance(value, (bool, int, torch.SymBool))
+    return is_plain or type(value).__name__ == "bool_"
 
 
 def is_symbolic(size: int) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import string
+from collections.abc import Callable
+from operator import index
 from typing import Any, ClassVar
+
+import torch
 
 
 class Worded(BaseException):
@@ -38,3 +42,11 @@ class FlexhopError(Worded, Exception):
     """Base of every error that flexhop raises on purpose."""
 
     message = "flexhop failed."
+    # Raises an error in code that Dynamo traces; compat/dynamo/refusals.py sets it.
+    refuse: ClassVar[Callable[[type[FlexhopError], dict[str, Any]], None] | None] = None
+
+    def __init__(self, **facts: object) -> None:
+        if torch.compiler.is_dynamo_compiling() and FlexhopError.refuse is not None:
+            numbers = {name: index(n) for name, n in facts.items() if type(n) is int}
+            FlexhopError.refuse(type(self), facts | numbers)  # without symbols
+        Worded.__init__(self, **facts)

@@ -17,6 +17,7 @@ from flexhop import errors, mods
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.compat.operators.autocast import dtype_under, wanted_dtype
 from flexhop.compat.sizes import is_empty
+from flexhop.compat.symbols import is_flag
 from flexhop.ops.agreement import agree
 from flexhop.ops.verification.certified import verify_option
 from flexhop.options import KernelOptions
@@ -65,16 +66,19 @@ def note_rank(rank: int, **tensors: Any) -> Mistake | None:
 
 
 def note_wrong_type(
-    query: Any, key: Any, value: Any, scale: Any, return_aux: Any
+    query: Any, key: Any, value: Any, scale: Any, return_aux: Any, **flags: Any
 ) -> Mistake | None:
-    """An OptionValueError for the first of flex_attention's arguments of a wrong type, if any."""
+    """An OptionValueError for the first of an entry point's arguments of a wrong type, if any."""
     for name, operand in (("query", query), ("key", key), ("value", value)):
         if not isinstance(operand, Tensor):
             return _wrong_type(name, operand, "a tensor")
-    if isinstance(scale, (Tensor, str)):
+    if isinstance(scale, (Tensor, str, bool)):
         return _wrong_type("scale", scale, "a float or None; multiply query by a tensor instead")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
         return _wrong_type("return_aux", return_aux, "an AuxRequest or None")
+    for name, flag in flags.items():
+        if not is_flag(flag):
+            return _wrong_type(name, flag, "True or False")
     return None
 
 

@@ -44,6 +44,20 @@ def test_mistakes_raise_our_classes(name: str, compiled: bool):
         attend(query[:, :, :32] if name == "sliced" else query, key, value, **keywords)
 
 
+def test_options_made_in_a_graph_raise_our_errors():
+    """Dynamo alone would say that it observed an exception, without its text."""
+
+    def attend(query, block_m):
+        options = flexhop.KernelOptions(forward=flexhop.Tile(block_m, 64))
+        return flexhop.flex_attention(query, query, query, kernel_options=options)
+
+    query = operands()[0]
+    run = torch.compile(attend, fullgraph=True, backend="eager")
+    assert run(query, 32).shape == query.shape
+    with pytest.raises(errors.OptionValueError, match="block_m value 48: it must be a power of"):
+        run(query, 48)
+
+
 def test_a_sliced_mask_with_a_new_mask_mod_works():
     mask = flexhop.create_block_mask(causal, None, None, 64, 64, BLOCK_SIZE=32, device="cpu")
     second = mask[:, :, 1]
@@ -109,3 +123,17 @@ def test_a_dynamic_length_may_become_0():
         query = torch.randn(1, 2, length, 16)
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         torch.testing.assert_close(attend(query, key, value), expected)
+
+
+def test_flags_of_other_entry_points_are_bools():
+    query, *_ = operands(8)
+    tokens, offsets = query[0].transpose(0, 1), torch.tensor([0, 8])
+    calls = {
+        "is_causal": lambda: flexhop.scaled_dot_product_attention(*[query] * 3, is_causal="no"),
+        "bottom_right": lambda: flexhop.varlen_attention(
+            *[tokens] * 3, offsets, bottom_right=torch.ones(1)
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(errors.OptionValueError, match=f"{name} value .* True or False"):
+            call()

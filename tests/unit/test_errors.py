@@ -18,7 +18,7 @@ ERRORS = [
     ),
     (
         errors.SequenceLengthError,
-        {"argument": "The length of query", "length": 0},
+        {"argument": "The length of query", "expected": "greater than 0", "length": 0},
         (ValueError, RuntimeError),
         "The length of query must be greater than 0, but is 0.",
     ),

@@ -259,14 +259,23 @@ def branching(b, h, q_idx, kv_idx):
         (BlockSizeError, causal, {"BLOCK_SIZE": (16, 16, 16)}),
         (BlockSizeError, causal, {"BLOCK_SIZE": 16.0}),
         (SequenceLengthError, causal, {"KV_LEN": -1}),
-        (ModArityError, lambda q_idx, kv_idx: q_idx >= kv_idx, {"Q_LEN": 0}),
-        (BlockMaskFieldError, causal, {"dq_kv_order": torch.zeros(1)}),
+        (OptionValueError, causal, {"B": True}),
+        (OptionValueError, causal, {"Q_LEN": 8.0}),
+        (OptionValueError, causal, {"compute_q_blocks": "no"}),
+        (BlockMaskFieldError, causal, {"dq_kv_order": 3}),
     ],
 )
-def test_bad_input(error, mod, changes):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_bad_input(error, mod, changes, compiled):
+    """Dynamo alone would say that it observed an exception."""
+    torch._dynamo.reset()
     arguments = {"B": 1, "H": 1, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu"} | changes
-    with pytest.raises(error):
-        create_block_mask(mod, **arguments)
+    create = functools.partial(create_block_mask, mod, **arguments)
+    if compiled:
+        create = torch.compile(create, fullgraph=True, backend="eager")
+    with pytest.raises(error) as caught:
+        create()
+    assert all(name in str(caught.value) for name in changes)
 
 
 @pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
@@ -313,6 +322,11 @@ def test_masks_of_nothing_have_lists_of_no_blocks(size, backend):
         assert lists is not None and lists.shape == (batch, heads, columns, rows)
     assert not mask.kv_num_blocks.any() and not mask.to_dense().any()
     assert create_mask(causal, *size, "cpu").shape == size
+
+
+def test_masks_of_nothing_have_four_indices():
+    with pytest.raises(ModArityError):
+        create_block_mask(lambda q, k: q >= k, 1, 1, 0, 8, "cpu")
 
 
 def test_a_branch_is_located():

@@ -104,6 +104,9 @@ OPERANDS = {
     "options text": (QKV, {"kernel_options": "fast"}, errors.OptionValueError, ["options", "str"]),
     "scale": (QKV, {"scale": 1j}, errors.OptionValueError, ["scale"]),
     "scale tensor": (QKV, {"scale": tensor(())}, errors.OptionValueError, ["scale", "Tensor"]),
+    "scale bool": (QKV, {"scale": True}, errors.OptionValueError, ["scale", "bool"]),
+    "enable_gqa": (QKV, {"enable_gqa": "yes"}, errors.OptionValueError, ["enable_gqa", "str"]),
+    "return_lse": (QKV, {"return_lse": ""}, errors.OptionValueError, ["return_lse", "str"]),
     "no tensor": (changed(0, None), {}, errors.OptionValueError, ["query", "NoneType"]),
     "a list": (changed(2, [[1.0]]), {}, errors.OptionValueError, ["value", "list"]),
     "no heads": (
