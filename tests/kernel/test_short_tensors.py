@@ -94,3 +94,43 @@ def test_computed_rows_are_read_and_multiplied():
     torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
     grads = [leaf.grad for leaf in leaves]
     torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)
+
+
+def _reads_of_several_places():
+    """A score_mod that reads captured tensors at several places at once, or through a gather."""
+    torch.manual_seed(6)
+    shapes = ((2, 20), (20, 3), (30, 20), (2, 20))
+    table, rows, wide, plain = (torch.randn(s) for s in shapes)
+    learned = [t.requires_grad_() for t in (table, rows, wide)]
+
+    def mod(s, b, h, q, k):
+        places = torch.stack([q, k, (q + k) // 2]).long()
+        column = k.long().view(1, 1)
+        s = s + table.gather(1, column.expand(2, 1))[h, 0] + wide.gather(1, column.expand(30, 1))[
+            h + 28, 0
+        ]  # fmt: skip
+        s = s + table[h][places].mean() + (rows[places[:2]] * 0.3).sum()
+        s = s + table[:, places].sum() * 0.1 + table.gather(1, places[:2, None]).sum()
+        s = s + table[h].gather(0, places).square().sum() * 0.1
+        s = s + torch.take_along_dim(table[h], places[1:], 0).sum()
+        s = s + table.index_select(0, h[None])[0, k] + table.index_select(1, places)[h].sum() * 0.1
+        return s + plain.gather(1, column.expand(2, 1))[h, 0]
+
+    return mod, learned
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_places_are_read_together(monkeypatch):
+    monkeypatch.setenv("FLEXHOP_STRICT", "1")
+    mod, learned = _reads_of_several_places()
+    tensors = [torch.randn(1, 2, 20, 16).requires_grad_() for _ in range(3)]
+    leaves, along = [*tensors, *learned], torch.randn(1, 2, 20, 16)
+    out = flexhop.flex_attention(*tensors, mod)
+    expected = torch.autograd.grad((out * along).sum(), leaves)
+    found = interpret(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, mod), *tensors,
+        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
+    )  # fmt: skip
+    torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
+    grads = [leaf.grad for leaf in leaves]
+    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)

@@ -118,3 +118,19 @@ def test_conversions_of_a_compiled_mod_are_not_computed_one_by_one(recwarn):
 
     torch.compile(call, fullgraph=True)(q, k, v).sum().backward()
     assert not [w for w in recwarn if "batching rule" in str(w.message)]
+
+
+def test_isclose_has_no_loop_over_scores():
+    """PyTorch warns of its loop, and warnings are errors."""
+    nan, inf = float("nan"), float("inf")
+    values = torch.tensor([0.0, 1.0, 1.0 + 1e-6, 1.1, nan, inf, -inf, 1e9])
+    with IndexMode():
+        for options in ({}, {"equal_nan": True}, {"rtol": 0.0, "atol": 0.2}):
+            compare = lambda a, b, options=options: torch.isclose(a, b, **options)  # noqa: E731
+            found = torch.vmap(torch.vmap(compare, (None, 0)), (0, None))(values, values)
+            assert torch.equal(found, torch.isclose(values[:, None], values, **options))
+    numbers = torch.arange(40) // 7
+    mask = flexhop.create_block_mask(
+        lambda b, h, q, k: numbers[q].isclose(numbers[k], 0.0, 1.0), 1, 1, 40, 40, "cpu", 16
+    )
+    assert mask.to_dense().tolist() == [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flexhop.compat.mods.places import is_in, place_among
+from flexhop.compat.mods.places import is_close, is_in, place_among
 from flexhop.compat.operators import vmapped
 
 WHOLE = slice(None)
@@ -181,6 +181,8 @@ def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Ten
         # 2.11 to 2.15: refused if a gradient is needed.
         found = func(*args, **{name: v for name, v in options.items() if name != "out"})
         return options["out"].copy_(found)
+    elif (func is torch.isclose or func is torch.Tensor.isclose) and _are_signed(args):
+        return is_close(*args, **options)
     elif func is torch.isin or func is torch.bucketize or func is torch.searchsorted:
         return _placed(func, args, options)
     else:
@@ -198,15 +200,20 @@ def _read_by_name(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
         return _selected(*_three(args, options, "input", "dim", "index"))
     if func is torch.gather or func is torch.Tensor.gather:
         table, dim, place = _three(args, options, "input", "dim", "index")
-        return _selected(table, dim, place) if table.dim() == 1 else None
+        return _from_row(table, dim, place)
     if func is torch.take_along_dim or func is torch.Tensor.take_along_dim:
         table, place, *_ = _three(args, options, "input", "indices")
-        return _selected(table, 0, place) if table.dim() == 1 else None
+        return _from_row(table, 0, place)
     if func is torch.nn.functional.one_hot and _is_place(args[0]):
         number, classes = args[0], args[1] if len(args) > 1 else options.get("num_classes", -1)
         if classes >= 0:  # its own check of the number has no batching rule
             return (torch.arange(classes, device=number.device) == number).to(torch.int64)
     return None
+
+
+def _are_signed(args: tuple[Any, ...]) -> bool:
+    """Whether two numbers can be subtracted."""
+    return len(args) >= 2 and all(isinstance(a, Tensor) and a.dtype.is_signed for a in args[:2])
 
 
 def _placed(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
@@ -228,13 +235,21 @@ def _placed(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor
 
 
 def _selected(table: Tensor, dim: int, place: Tensor) -> Tensor | None:
-    """torch.index_select of one entry, and gather or take_along_dim from a row; None of several
-    entries."""
+    """torch.index_select of one entry, or None of several entries."""
     if not _is_index_tensor(place) or place.numel() != 1:
         return None
     items = [WHOLE] * (dim % table.dim()) + [place.reshape(())]
     read = _read(table, _spell_out((*items, ...), table.dim()))
     return read.unsqueeze(dim % table.dim()) if place.dim() else read
+
+
+def _from_row(row: Tensor, dim: int, places: Tensor) -> Tensor | None:
+    """gather or take_along_dim from a row; None of a matrix."""
+    if row.dim() != 1:
+        return None
+    found = _selected(row, dim, places)
+    is_several = found is None and _is_index_tensor(places) and places.dim() == 1
+    return vmapped.index(row, [places]) if is_several else found
 
 
 def _three(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple[Any, ...]:

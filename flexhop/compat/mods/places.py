@@ -1,8 +1,9 @@
 """Where a number stands among those of a tensor, by operations that kernels compute.
 
-PyTorch has no batching rules for `isin`, and none with symbolic sizes for `searchsorted`; Inductor
-has none of them for each score. Up to 16 numbers are compared one by one, which the analysis of
-mods understands. More are searched by halves: each step reads one. torch 2.11 to 2.15.
+PyTorch has no batching rules for `isin` and `isclose`, and none with symbolic sizes for
+`searchsorted`; Inductor has none of them for each score. Up to 16 numbers are compared one by one,
+which the analysis of mods understands. More are searched by halves: each step reads one. torch
+2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flexhop.compat.operators import vmapped
 
-__all__ = ["COMPARED", "is_in", "place_among"]
+__all__ = ["COMPARED", "is_close", "is_in", "place_among"]
 
 COMPARED = 16  # most numbers that are compared one by one, as many as make a row
 
@@ -30,6 +31,17 @@ def is_in(number: Tensor, numbers: Any, *, invert: bool = False) -> Tensor:
         place = place_among(ordered, number).clamp(max=ordered.numel() - 1)
         found = vmapped.index(ordered, [place]) == number
     return ~found if invert else found
+
+
+def is_close(
+    value: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> Tensor:
+    """torch.isclose, which has no batching rule: a loop over all scores would take minutes."""
+    close = value == other
+    if equal_nan:
+        close = close | (value.isnan() & other.isnan())
+    apart, allowed = (value - other).abs(), atol + (rtol * other).abs()
+    return close | (apart.isfinite() & (apart <= allowed))
 
 
 def place_among(ordered: Tensor, number: Tensor, *, right: bool = False) -> Tensor:

@@ -16,34 +16,86 @@ from flexhop.ops.graphs.examples import NUM_INDICES
 
 aten = torch.ops.aten
 NUM_SCORE_INPUTS = 1 + NUM_INDICES
+_SHAPES = (aten.expand.default, aten.view.default, aten.reshape.default, aten.unsqueeze.default)
 MAX_ROW = 16  # elements of a row read at once, such as a position in space: each becomes a site
 
 
 def compose_reads(graph: fx.GraphModule) -> None:
-    """table[b][q] -> table[b, q]: merge a chain of reads of leading dimensions into one."""
+    """table[b][q] -> table[b, q]: merge a chain of reads of leading dimensions into one.
+
+    Also if one of them is `table.gather(1, places)[h, 0]` or `table.index_select(0, place)[0, k]`.
+    """
+    _name_reads_alike(graph)
     for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
-        inner = node.args[0]
-        if (
-            inner.target is aten.select.int
-            and inner.args[1] == 0
-            and isinstance(inner.args[2], int)
-        ):
-            with graph.graph.inserting_before(node):
-                first = graph.graph.call_function(
-                    aten.full.default,
-                    ([], inner.args[2]),
-                    {"dtype": torch.int32, "device": _device(node)},
-                )
-            first.meta["val"] = node.args[1][0].meta["val"]
-            node.args = (inner.args[0], [first, *node.args[1]])
-        elif inner.target is aten.index.Tensor and _is_scalar_read(inner):
-            node.args = (inner.args[0], [*inner.args[1], *node.args[1]])
+        while (merged := _merged(node)) is not None:
+            node.args = merged
+            if not merged[1]:
+                node.replace_all_uses_with(merged[0])
+                break
     graph.graph.eliminate_dead_code()
     graph.recompile()
 
 
-def _device(node: fx.Node) -> torch.device:
-    return node.meta["val"].device
+def _name_reads_alike(graph: fx.GraphModule) -> None:
+    """row.gather(0, places) and table.index_select(1, places) -> row[places], table[:, places]."""
+    for node in graph.graph.find_nodes(op="call_function", target=aten.gather.default):
+        if node.meta["val"].dim() == 1:
+            node.target, node.args = aten.index.Tensor, (node.args[0], [node.args[2]])
+    for node in graph.graph.find_nodes(op="call_function", target=aten.index_select.default):
+        source, dim, places = cast("tuple[fx.Node, int, fx.Node]", node.args)
+        before: list[Any] = [None] * (dim % max(1, source.meta["val"].dim()))
+        if places.meta["val"].dim() == 1:
+            node.target, node.args = aten.index.Tensor, (source, [*before, places])
+
+
+def _merged(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Tensor and indices of a read that equals a read of another operator's result; or None."""
+    inner = cast("fx.Node", node.args[0])
+    indices = cast("list[fx.Node]", node.args[1])
+    if not isinstance(inner, fx.Node) or inner.op != "call_function":  # pyright: ignore[reportUnnecessaryIsInstance]
+        return None
+    source, *more = cast("tuple[Any, ...]", inner.args)
+    if inner.target is aten.select.int and more[0] == 0 and isinstance(more[1], int):
+        return source, [_number(node, more[1], indices[0]), *indices]
+    if inner.target is aten.index.Tensor and _is_scalar_read(inner):
+        return source, [*more[0], *indices]
+    if not _is_scalar_read(node):
+        return None
+    count = len(indices)
+    if inner.target is aten.index.Tensor and list(more[0][:count]) == [None] * count:
+        return source, [*indices, *more[0][count:]]
+    if inner.target is aten.unsqueeze.default and more[0] % inner.meta["val"].dim() < count:
+        place = more[0] % inner.meta["val"].dim()
+        return source, [*indices[:place], *indices[place + 1 :]]
+    if inner.target is aten.gather.default and count == inner.meta["val"].dim():
+        return _gathered(node, source, *more[:2])
+    return None
+
+
+def _gathered(
+    node: fx.Node, source: fx.Node, dim: int, places: fx.Node
+) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The same for a read of `source.gather(dim, places)`, if all places are one number."""
+    indices = list(cast("list[fx.Node]", node.args[1]))
+    sizes, others = list(source.meta["val"].shape), list(places.meta["val"].shape)
+    dim %= len(sizes)
+    sizes[dim] = others[dim] = 1
+    while places.target in _SHAPES:
+        places = cast("fx.Node", places.args[0])
+    # Negative indices would count from elsewhere if other sizes differed.
+    if sizes != others or places.meta["val"].dim() > 0:
+        return None
+    indices[dim] = places
+    return source, indices
+
+
+def _number(node: fx.Node, number: int, like: fx.Node) -> fx.Node:
+    """A number as an index, before `node`."""
+    options = {"dtype": torch.int32, "device": node.meta["val"].device}
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.full.default, ([], number), options)
+    made.meta["val"] = like.meta["val"]
+    return made
 
 
 def _is_scalar_read(node: fx.Node) -> bool:

@@ -35,6 +35,7 @@ from flexhop.ops.graphs.examples import (
     score_examples,
 )
 from flexhop.ops.graphs.own_positions import read_at_own_positions
+from flexhop.ops.graphs.places import one_place_at_a_time
 from flexhop.ops.graphs.reads import (
     NUM_SCORE_INPUTS,
     compose_reads,
@@ -291,6 +292,9 @@ def _hoist(
     trained = [c for c, want in zip(captures, wanted, strict=True) if want]
     per_element, differentiable = ({*roots, *dependents(roots)} for roots in (given, trained))
     for node in list(differentiable - per_element):
+        new = one_place_at_a_time(node, per_element)
+        per_element |= new
+        differentiable |= new
         made = rows_of_numbers(node, per_element)
         differentiable |= made.keys()
         per_element |= {new for new, is_per_element in made.items() if is_per_element}

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from flexhop.analysis import Analysis, Coordinate, Ends, elements_of, reached
 from flexhop.block_mask.scores import hidden_count
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.sizes import LONGEST_ROW, hint_of
 from flexhop.ops.args import Capture
 
@@ -180,7 +181,8 @@ class Maker:
             for value, moves in zip(values, varies, strict=True)
         ]
         of_one = lambda *given: _apply(node, dict(zip(sources, given, strict=True)))  # noqa: E731
-        found = torch.vmap(of_one, tuple(0 if moves else None for moves in varies))(*flat)
+        with IndexMode():
+            found = torch.vmap(of_one, tuple(0 if moves else None for moves in varies))(*flat)
         return found.unflatten(0, sizes)
 
 
