@@ -16,6 +16,7 @@ An operator without a rule (operators.py) is unknown, which is always sound: its
 number of its dtype, and it depends on everything that its operands depend on.
 """
 
+from flexhop.analysis.answers import Answers
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
 from flexhop.analysis.cases import Cases
 from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth, number_set
@@ -39,6 +40,7 @@ from flexhop.analysis.graph import (
     is_comparison,
     is_conversion,
     is_float,
+    paths_below,
     reached,
     read_graph,
     value_of,
@@ -59,6 +61,7 @@ __all__ = [
     "SELECT",
     "All",
     "Analysis",
+    "Answers",
     "AtLeast",
     "Cases",
     "Choice",
@@ -103,6 +106,7 @@ __all__ = [
     "limits_of",
     "name_of",
     "number_set",
+    "paths_below",
     "plain_inputs",
     "point",
     "quotient_of",

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from flexhop.analysis.conditions import Truth, all_of, at_least, equals, some_of
+from flexhop.analysis.conditions import Truth, all_of, at_least, equals, size_of, some_of
 from flexhop.analysis.forms import POSITIONS, Form, Forms
-from flexhop.analysis.graph import dtype_of
+from flexhop.analysis.graph import dtype_of, is_number
 from flexhop.analysis.operators import HARMLESS, packet_of
 from flexhop.analysis.parts import Product, exact_sum_of, limits_of
 
@@ -82,6 +82,11 @@ class Cases:
 
     def _of_operator(self, node: fx.Node) -> Found:
         """The cases of a node by its operator, if it has several."""
+        return self.forms.answers.of(("cases", self._inputs), node, self._find)
+
+    def _find(self, node: fx.Node) -> Found:
+        if not is_number(node):
+            return None
         is_plain = set(node.kwargs) <= HARMLESS and self.forms.depends_on(node) >= self._inputs
         is_exact = not self.forms.is_integer(node) or self.forms.is_exact(node)
         rule = _RULES.get(packet_of(node.target)) if node.op == "call_function" else None
@@ -92,7 +97,11 @@ class Cases:
             found = _limited(self, *limits)
         elif is_plain and is_exact and (products := exact_sum_of(node)) is not None:
             found = _summed(self, products)
-        holds = found is not None and all(self.forms.can_hold(node, form) for _, form in found)
+        most = self.forms.most_parts
+        holds = found is not None and all(
+            self.forms.can_hold(node, form) and size_of(condition) <= most
+            for condition, form in found
+        )
         return found if holds else None
 
 

@@ -6,8 +6,10 @@ sliding window has one condition, however many comparisons it is made of.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -15,25 +17,38 @@ from torch import fx
 from flexhop.analysis.forms import Form
 
 
-class All(NamedTuple):
+class _Compared:
+    """A condition that is perhaps about one linear form."""
+
+    @functools.cached_property
+    def numbers(self) -> NumberSet | None:
+        """As `number_set`; found once, because a long condition is joined many times."""
+        return _find_numbers(self)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class All(_Compared):
     """Every part is true."""
 
     parts: tuple[Truth, ...]
 
 
-class Some(NamedTuple):
+@dataclass(frozen=True)
+class Some(_Compared):
     """At least one part is true."""
 
     parts: tuple[Truth, ...]
 
 
-class AtLeast(NamedTuple):
+@dataclass(frozen=True)
+class AtLeast(_Compared):
     """form >= 0, in unbounded integers. Its coefficients have no common divisor."""
 
     form: Form
 
 
-class Equals(NamedTuple):
+@dataclass(frozen=True)
+class Equals(_Compared):
     """Whether form == 0, or form != 0, in unbounded integers."""
 
     form: Form
@@ -98,21 +113,34 @@ def _joined(parts: Sequence[Truth], kind: type[All] | type[Some], join: Any) -> 
         return not neutral
     flat = [part for part in flat if part is not neutral]
     kept: list[Truth] = []
-    while flat:
-        first = flat.pop(0)
-        known = number_set(first)
-        same = [
-            part for part in flat if known and (other := number_set(part)) and known.joins(other)
-        ]
-        if known and same:
-            sets = [found.numbers for part in same if (found := number_set(part))]
-            found = _write(known.form, join([known.numbers, *sets]))
-            if found is (not neutral):
-                return found
-            flat = [part for part in flat if not any(part is other for other in same)]
-            first = found
-        kept += first.parts if isinstance(first, kind) else () if first is neutral else (first,)
+    for sets in _by_form(flat):
+        found, numbers = sets[0]
+        if numbers is not None and len(sets) > 1:
+            all_numbers = [of_part.numbers for _, of_part in sets if of_part is not None]
+            found = _write(numbers.form, join(all_numbers))
+        if found is (not neutral):
+            return found
+        kept += found.parts if isinstance(found, kind) else () if found is neutral else (found,)
     return kept[0] if len(kept) == 1 else kind(tuple(kept)) if kept else neutral
+
+
+def _by_form(parts: Sequence[Truth]) -> Iterable[list[tuple[Truth, NumberSet | None]]]:
+    """Different conditions with their sets; those about one form together."""
+    found: dict[Any, list[tuple[Truth, NumberSet | None]]] = {}
+    for part in parts:
+        numbers = number_set(part)
+        if numbers is not None:
+            found.setdefault(numbers.key, []).append((part, numbers))
+        else:
+            found.setdefault(part if isinstance(part, Leaf) else id(part), [(part, None)])
+    return found.values()
+
+
+def size_of(truth: Truth) -> int:
+    """How many parts a condition has."""
+    if isinstance(truth, (All, Some)):
+        return sum(map(size_of, truth.parts))
+    return size_of(truth.chosen) + size_of(truth.other) if isinstance(truth, Choice) else 1
 
 
 # Sets of integers: ranges that are sorted and do not touch; ends are inclusive.
@@ -126,22 +154,25 @@ class NumberSet(NamedTuple):
     form: Form
     numbers: Numbers
 
-    def joins(self, other: NumberSet) -> bool:
-        """Whether both are about the same form."""
-        return self.form.terms == other.form.terms
+    @property
+    def key(self) -> frozenset[tuple[fx.Node, int]]:
+        """Equal for sets of one form."""
+        return frozenset(self.form.terms.items())
 
 
 def number_set(truth: Truth) -> NumberSet | None:
     """A condition as a set; None if it is about several forms."""
+    return truth.numbers if isinstance(truth, _Compared) else None
+
+
+def _find_numbers(truth: All | Some | AtLeast | Equals) -> NumberSet | None:
     if isinstance(truth, (All, Some)):
         sets = [number_set(part) for part in truth.parts]
         known = [found for found in sets if found is not None]
-        if len(known) < len(sets) or not all(map(known[0].joins, known)):
+        if len(known) < len(sets) or any(one.form.terms != known[0].form.terms for one in known):
             return None
         join = _intersection if isinstance(truth, All) else _union
         return NumberSet(known[0].form, join([found.numbers for found in known]))
-    if not isinstance(truth, (AtLeast, Equals)):
-        return None
     terms = truth.form.terms
     sign = 1 if terms[min(terms, key=lambda atom: atom.name)] > 0 else -1
     form, place = Form(truth.form.times(sign).terms, 0), -sign * truth.form.offset

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from flexhop.analysis.answers import Answers
 from flexhop.analysis.boxes import evaluate, plain_inputs
 from flexhop.analysis.graph import Mod, constant_of, dtype_of, is_number
 from flexhop.analysis.interval import Interval, extent, is_int
@@ -126,8 +127,8 @@ class Forms:
         self.depends |= {node: frozenset() for node in mod.captures}
         for node in mod.operators:
             self.depends[node] = self.of_all(node.all_input_nodes)
-        self._forms: dict[fx.Node, Form | None] = {}
-        self._seen: dict[fx.Node, Seen] = {}
+        self.answers = Answers(len(mod.operators))
+        self.most_parts = 64 + 4 * len(mod.operators)  # of a condition
 
     def of_all(self, values: Iterable[Any]) -> frozenset[str]:
         """The inputs that any of some nodes depends on."""
@@ -172,12 +173,7 @@ class Forms:
             return None
         if (number := self.form(constant_of(value))) is not None:
             return number
-        if value not in self._forms:
-            is_integer = self.is_integer(value)
-            self._forms[value] = (
-                self._form(value) or Form({value: 1}, 0) if is_integer else self._float_form(value)
-            )
-        return self._forms[value]
+        return self.answers.of("form", value, self._form)
 
     def _float_form(self, node: fx.Node) -> Form | None:
         """The linear form of a float, if it and its parts are integers that its dtype
@@ -195,6 +191,13 @@ class Forms:
         return isinstance(value, fx.Node) and self.is_integer(value)
 
     def _form(self, node: fx.Node) -> Form | None:
+        if not is_number(node):
+            return None
+        if not self.is_integer(node):
+            return self._float_form(node)
+        return self._integer_form(node) or Form({node: 1}, 0)
+
+    def _integer_form(self, node: fx.Node) -> Form | None:
         packet = packet_of(node.target)
         if packet in self._held or node.target in self._held:
             return self.form(node.args[0])
@@ -279,9 +282,7 @@ class Forms:
         """The coordinates and other inputs that a node depends on."""
         if not isinstance(node, fx.Node):
             return Seen(frozenset(), frozenset())
-        if node not in self._seen:
-            self._seen[node] = self._find_seen(node)
-        return self._seen[node]
+        return self.answers.of("seen", node, self._find_seen)
 
     def _find_seen(self, node: fx.Node) -> Seen:
         depends = self.depends_on(node)
@@ -347,6 +348,11 @@ class Forms:
             return 0
         if value is self.mod.inputs[position]:
             return 1
+        return self.answers.of(
+            ("grows", position), value, lambda node: self._grows(node, position)
+        )
+
+    def _grows(self, value: fx.Node, position: str) -> int | None:
         if self.is_integer(value) and not self.is_exact(value):
             return None
         form = self.form(value)

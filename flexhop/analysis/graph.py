@@ -183,6 +183,23 @@ def reached(
     return list(found)
 
 
+def in_order(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes of one graph, in its order."""
+    if len(nodes) < 2:
+        return list(nodes)
+    wanted = set(nodes)
+    return [node for node in nodes[0].graph.nodes if node in wanted]
+
+
+def paths_below(root: fx.Node) -> int:
+    """How many operators compute a node if none is shared by its users."""
+    paths, below = {root: 1}, in_order(reached(root))
+    for node in reversed(below):
+        for source in node.all_input_nodes:
+            paths[source] = paths.get(source, 0) + paths[node]
+    return sum(paths[node] for node in below)
+
+
 def is_conversion(node: fx.Node) -> bool:
     """Whether an operator returns the same number in another dtype."""
     return Trait.CONVERSION in traits_of(node.target)

@@ -7,6 +7,7 @@ comparisons say that a linear form is not negative. So equal masks have one `Tru
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,11 +27,12 @@ from flexhop.analysis.conditions import (
     all_of,
     at_least,
     equals,
+    size_of,
     some_of,
 )
 from flexhop.analysis.ends import quotient_of
 from flexhop.analysis.forms import POSITIONS, Form, Forms
-from flexhop.analysis.graph import constant_of, dtype_of
+from flexhop.analysis.graph import constant_of, dtype_of, is_number
 from flexhop.analysis.interval import extent, is_int
 from flexhop.analysis.operators import Trait, packet_of, traits_of
 
@@ -42,9 +44,17 @@ def truth_of(forms: Forms, value: Any, is_true: bool = True) -> Truth:
     known = constant_of(value)
     if known is not None:
         return bool(known) == is_true
-    if dtype_of(value) != torch.bool:
-        return _not_zero(forms, value, is_true)
-    return _by_operator(forms, value, is_true)
+    find = functools.partial(_truth, forms, is_true=is_true)
+    return forms.answers.of(("truth", is_true), value, find)
+
+
+def _truth(forms: Forms, node: fx.Node, is_true: bool) -> Truth:
+    if not is_number(node):
+        return Leaf(node, is_true)
+    is_bool = dtype_of(node) == torch.bool
+    found = (_by_operator if is_bool else _not_zero)(forms, node, is_true)
+    # A condition is a tree: it may be far longer than the graph that it was made from.
+    return found if size_of(found) <= forms.most_parts else Leaf(node, is_true)
 
 
 def _by_operator(forms: Forms, node: fx.Node, is_true: bool) -> Truth:

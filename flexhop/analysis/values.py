@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis.graph import Mod, dtype_of, is_number, operands
+from flexhop.analysis.graph import Mod, dtype_of, in_order, is_number, operands, reached
 from flexhop.analysis.operators import HARMLESS, Trait, packet_of, traits_of
 
 aten = torch.ops.aten
@@ -79,9 +79,12 @@ class Values:
             NotReproducible: it may differ from the mod's own value.
         """
         if node not in self._known:
-            if not is_reproducible(node):
-                raise NotReproducible
-            self._known[node] = self._compute(node)
+            # In order, because a chain may be longer than Python's stack.
+            unknown = reached(node, lambda of: set(of.all_input_nodes) - self._known.keys())
+            for one in in_order(unknown):
+                if not is_reproducible(one):
+                    raise NotReproducible
+                self._known[one] = self._compute(one)
         return self._known[node]
 
     def compute(self, nodes: Iterable[fx.Node], result: fx.Node) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
 from flexhop.compat.kernels.inductor import hint
+from flexhop.compat.kernels.once import remembered
 from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS
 from flexhop.compat.mods.location import line_of
 from flexhop.compat.sizes import LONGEST_ROW
@@ -34,7 +36,7 @@ class _ModLowering(PointwiseSubgraphLowering):
             _settle(self.env[n.args[0]].get_size())
         elif n.target in PRODUCTS:
             _settle(self.env[n.args[-1]].get_size()[-2:-1])
-        return super().run_node(n)
+        return remembered(super().run_node(n))
 
 
 def _settle(sizes: Sequence[Any]) -> None:
@@ -55,6 +57,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
         ModLoweringError: it needs an operation that a kernel cannot compute per score.
     """
     # Inductor's own rule for sizes reads the node of the whole graph being lowered: ours.
+    _deepen_stack(len(graph.graph.nodes))
     lowering = _ModLowering(
         graph,
         root_graph_lowering=V.graph,
@@ -84,6 +87,15 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     return [_scalar_buffer(output) for output in outputs]
+
+
+def _deepen_stack(steps: int) -> None:
+    """Let Python recurse along a function of so many steps, up to 50,000 calls deep.
+
+    Inductor's values call each other, and later passes call them, too: the limit stays. Such calls
+    need no stack of C.
+    """
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), min(1000 + 10 * steps, 50_000)))
 
 
 def _boxed(value: Any) -> Any:

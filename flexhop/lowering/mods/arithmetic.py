@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import Analysis, copied, dtype_of, quotient_of, settled
+from flexhop.analysis import Analysis, Answers, copied, dtype_of, quotient_of, settled
 from flexhop.lowering.mods.analysed import analyse_kernel, per_graph
 from flexhop.lowering.mods.narrow import narrowed
 
@@ -105,6 +105,7 @@ class _Floats:
     def __init__(self, found: Analysis, copies: Mapping[fx.Node, fx.Node]) -> None:
         self.found, self.copies = found, copies
         self._known: dict[fx.Node, fx.Node] = {}
+        self._answers = Answers(len(copies))
 
     def convert_operands(self, user: fx.Node) -> None:
         """Give a node in fp32 the operands that are sums of integers in fp32, if that is exact."""
@@ -138,6 +139,9 @@ class _Floats:
         """Whether fp32 represents an operand, and what it is made of."""
         if not isinstance(operand, fx.Node):
             return isinstance(operand, int) and abs(operand) <= _LARGEST
+        return self._answers.of("lossless", operand, self._is_lossless_node)
+
+    def _is_lossless_node(self, operand: fx.Node) -> bool:
         facts = self.found[operand]
         if not (_is_integer(operand) and max(-facts.low, facts.high) <= _LARGEST):
             return False

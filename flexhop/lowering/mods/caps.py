@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import fx
 
-from flexhop.analysis import copied, value_of
+from flexhop.analysis import copied, dependents, value_of
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph, per_graph
 from flexhop.ops.args import AttentionArgs, CachedArgs
 
@@ -115,10 +115,8 @@ def _fold_scale(graph: fx.Graph, scale: float) -> bool:
 
 def _is_added(node: fx.Node) -> bool:
     """Whether a value is only added to the result, or subtracted."""
-    return all(
-        user.op == "output" or (user.target in _SUMS and not user.kwargs and _is_added(user))
-        for user in node.users
-    )
+    sums = dependents([node], lambda user: user.target in _SUMS and not user.kwargs)
+    return all(user.op == "output" or user in sums for one in (node, *sums) for user in one.users)
 
 
 def _split(value: Any) -> tuple[Any, float]:

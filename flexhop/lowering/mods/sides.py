@@ -34,6 +34,7 @@ class Sides:
     def __init__(self, forms: Forms, writer: Writer, output: fx.Node) -> None:
         self._forms, self._writer, self._output = forms, writer, output
         self._found: dict[fx.Node, None] = {}
+        self._decided: set[fx.Node] = set()
 
     def decide(self, condition: Any) -> fx.Node:
         """Note what a Boolean node depends on; returns its copy.
@@ -41,6 +42,8 @@ class Sides:
         Raises:
             NotDecided: it depends on the score, or corners do not tell.
         """
+        if condition in self._decided:
+            return self._writer.copies[condition]
         depends, kind = self._forms.depends_on(condition), name_of(condition)
         if "score" in depends:
             raise NotDecided
@@ -60,6 +63,7 @@ class Sides:
                 self.compare(order, *condition.args)
         else:
             raise NotDecided
+        self._decided.add(condition)
         return self._writer.copies[condition]
 
     def compare(self, order: Any, a: Any, b: Any) -> fx.Node:

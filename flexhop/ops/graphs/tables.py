@@ -9,7 +9,7 @@ these operators by ordinary autograd.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from flexhop.analysis import (
     instructions_of,
     is_float,
     name_of,
+    paths_below,
     reached,
 )
 from flexhop.compat.compilation import forms_of, once
@@ -43,11 +44,13 @@ from flexhop.ops.graphs.table_entries import (
     is_search,
     sizes_of,
 )
+from flexhop.ops.graphs.table_reads import with_reads
 
 aten = torch.ops.aten
 _LARGEST = 2**22  # most entries of a table
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
+_MOST_PATHS = 1000  # Inductor computes a value again for each use; it would not end
 _LEAST_SAVED = 2.0  # instructions per score
 # The same for a factor of the score. Gradients read that table again, for which backward kernels
 # lack registers: 1.95 ms for `score * exp(-(q - k).abs() / 64)`, 1.31 without a table.
@@ -197,7 +200,7 @@ def _choose(
         choice.look_at(found.mod.result)
     if not choice.tables:
         return None
-    rewritten = _with_reads(found, choice.tables, choice.firsts)
+    rewritten = with_reads(found, choice.tables, choice.firsts)
     return _Chosen(found, choice.tables, *rewritten, choice.saved)
 
 
@@ -211,6 +214,7 @@ class _Choice:
         self._wanted = wanted
         self.tables: list[Table] = []
         self.saved = 0.0
+        self._looked_at: set[fx.Node] = set()
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
         needs = needs_grad(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
@@ -243,19 +247,28 @@ class _Choice:
 
     def look_at(self, node: Any) -> None:
         """Choose a node, or parts of it."""
-        if not isinstance(node, fx.Node) or node.op != "call_function":
-            return
-        if any(table.node is node for table in self.tables):
-            return
+        following = [node]
+        while following:
+            node = following.pop()
+            if not isinstance(node, fx.Node) or node.op != "call_function":
+                continue
+            if node not in self._looked_at and self._is_left(node):
+                following += reversed(node.all_input_nodes)
+            self._looked_at.add(node)
+
+    def _is_left(self, node: fx.Node) -> bool:
+        """Choose a node, or leave the choice to its parts."""
         table = self._table_of(node)
-        if table is not None:
-            saved = self._cost([], node) - self._cost([table], node)
-            if saved >= self._least_saved(node) or is_needed(node):
-                self.tables.append(table)
-                self.saved += saved
-                return
-        for source in node.all_input_nodes:
-            self.look_at(source)
+        if table is None:
+            return True
+        if paths_below(node) > _MOST_PATHS and not is_needed(node):
+            return False
+        saved = self._cost([], node) - self._cost([table], node)
+        if saved < self._least_saved(node) and not is_needed(node):
+            return True
+        self.tables.append(table)
+        self.saved += saved
+        return False
 
     def _least_saved(self, node: fx.Node) -> float:
         """How many instructions a table of a node has to save.
@@ -332,69 +345,3 @@ def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:
     if mask is not None:
         args = args._replace(mask_mod=mask.mod, mask_captures=mask.captures)
     return args, score
-
-
-def _with_reads(
-    found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
-) -> tuple[fx.GraphModule, tuple[int, ...], tuple[Coordinate, ...]]:
-    """The mod with reads in place of the tabulated parts, the captures that it still reads, and
-    the coordinates whose first values it takes."""
-    writer = _Writer(found, tables, firsts)
-    writer.graph.output(writer.copy(found.mod.result))
-    captures = [writer.known[node] for node in found.mod.captures]
-    kept = tuple(i for i, node in enumerate(captures) if node.users)
-    for node in captures:
-        if not node.users:
-            writer.graph.erase_node(node)
-    return fx.GraphModule(torch.nn.Module(), writer.graph), kept, tuple(writer.moving)
-
-
-class _Writer:
-    """Copies a mod, with reads in place of tabulated parts."""
-
-    def __init__(
-        self, found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
-    ) -> None:
-        self.graph, self.known = fx.Graph(), dict[fx.Node, fx.Node]()
-        self._inputs = found.mod.inputs
-        for node in (*found.mod.inputs.values(), *found.mod.captures):
-            self.known[node] = self.graph.node_copy(node)
-        self._tables = {table.node: table for table in tables}
-        self._firsts = firsts
-        moving = [axis for axis, first in firsts.items() if first is None]
-        self.moving = {axis: self.graph.placeholder(f"place_{i}") for i, axis in enumerate(moving)}
-        self._sources = {
-            table.node: self.graph.placeholder(f"table_{i}") for i, table in enumerate(tables)
-        }
-
-    def copy(self, node: fx.Node) -> fx.Node:
-        """The node that computes or reads the value of `node`."""
-        if node not in self.known and node in self._tables:
-            indices = [self._place(axis) for axis in self._tables[node].axes]
-            self.known[node] = self._call(aten.index.Tensor, self._sources[node], indices)
-        if node not in self.known:
-            args, kwargs = fx.map_arg(node.args, self.copy), fx.map_arg(node.kwargs, self.copy)
-            self.known[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        return self.known[node]
-
-    def _place(self, axis: Any) -> fx.Node:
-        """The index of an axis: the query's and the key's parts of a coordinate."""
-        if isinstance(axis, str):
-            return self.known[self._inputs[axis]]
-        (first, coefficient), *others = axis.terms
-        total = self.copy(first)
-        if coefficient != 1:
-            total = self._call(aten.mul.Tensor, total, coefficient)
-        for atom, coefficient in others:
-            part = self.copy(atom)
-            if abs(coefficient) != 1:
-                part = self._call(aten.mul.Tensor, part, abs(coefficient))
-            sign = aten.add.Tensor if coefficient > 0 else aten.sub.Tensor
-            total = self._call(sign, total, part)
-        if axis in self.moving:
-            return self._call(aten.add.Tensor, total, self.moving[axis])
-        first = self._firsts[axis]
-        return self._call(aten.add.Tensor, total, -first) if first else total
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        return self.graph.call_function(target, args)

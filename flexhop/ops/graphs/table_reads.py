@@ -1,0 +1,80 @@
+"""A mod that reads tables in place of computing their entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from flexhop.analysis import Analysis, Coordinate
+from flexhop.ops.graphs.table_entries import Table
+
+aten = torch.ops.aten
+
+
+def with_reads(
+    found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
+) -> tuple[fx.GraphModule, tuple[int, ...], tuple[Coordinate, ...]]:
+    """The mod with reads in place of the tabulated parts, the captures that it still reads, and
+    the coordinates whose first values it takes."""
+    writer = _Writer(found, tables, firsts)
+    writer.graph.output(writer.copy(found.mod.result))
+    captures = [writer.known[node] for node in found.mod.captures]
+    kept = tuple(i for i, node in enumerate(captures) if node.users)
+    for node in captures:
+        if not node.users:
+            writer.graph.erase_node(node)
+    return fx.GraphModule(torch.nn.Module(), writer.graph), kept, tuple(writer.moving)
+
+
+class _Writer:
+    """Copies a mod, with reads in place of tabulated parts."""
+
+    def __init__(
+        self, found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
+    ) -> None:
+        self.graph, self.known = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._inputs = found.mod.inputs
+        for node in (*found.mod.inputs.values(), *found.mod.captures):
+            self.known[node] = self.graph.node_copy(node)
+        self._tables = {table.node: table for table in tables}
+        self._firsts = firsts
+        moving = [axis for axis, first in firsts.items() if first is None]
+        self.moving = {axis: self.graph.placeholder(f"place_{i}") for i, axis in enumerate(moving)}
+        self._sources = {
+            table.node: self.graph.placeholder(f"table_{i}") for i, table in enumerate(tables)
+        }
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """The node that computes or reads the value of `node`."""
+        if node not in self.known and node in self._tables:
+            indices = [self._place(axis) for axis in self._tables[node].axes]
+            self.known[node] = self._call(aten.index.Tensor, self._sources[node], indices)
+        if node not in self.known:
+            args, kwargs = fx.map_arg(node.args, self.copy), fx.map_arg(node.kwargs, self.copy)
+            self.known[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self.known[node]
+
+    def _place(self, axis: Any) -> fx.Node:
+        """The index of an axis: the query's and the key's parts of a coordinate."""
+        if isinstance(axis, str):
+            return self.known[self._inputs[axis]]
+        (first, coefficient), *others = axis.terms
+        total = self.copy(first)
+        if coefficient != 1:
+            total = self._call(aten.mul.Tensor, total, coefficient)
+        for atom, coefficient in others:
+            part = self.copy(atom)
+            if abs(coefficient) != 1:
+                part = self._call(aten.mul.Tensor, part, abs(coefficient))
+            sign = aten.add.Tensor if coefficient > 0 else aten.sub.Tensor
+            total = self._call(sign, total, part)
+        if axis in self.moving:
+            return self._call(aten.add.Tensor, total, self.moving[axis])
+        first = self._firsts[axis]
+        return self._call(aten.add.Tensor, total, -first) if first else total
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return self.graph.call_function(target, args)
