@@ -145,10 +145,12 @@ def chunk_rows(elements_per_query: int) -> int:
 
 
 def chunks(args: Operands) -> Iterator[Chunk]:
-    """Iterate over a call's queries in chunks."""
+    """Iterate over a call's queries in chunks; in one, if there are none or they have no data."""
     batch, heads, length, _ = args.query.shape
     rows = chunk_rows(batch * heads * args.key.size(2))
-    for start in range(0, max(length, 1), rows):  # no queries: one chunk without any
+    if args.query.is_meta or hop.is_fake(args.query):
+        rows = max(length, 1)
+    for start in range(0, max(length, 1), rows):
         yield slice_chunk(args.query, start, min(start + rows, length))
 
 

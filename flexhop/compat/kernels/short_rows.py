@@ -6,10 +6,12 @@ registers. torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -29,9 +31,19 @@ from torch._inductor.lowering import (
 )
 from torch._inductor.virtualized import V, ops
 
-__all__ = ["PRODUCTS", "SHORT_ROWS"]
+__all__ = ["PRODUCTS", "SHORT_ROWS", "unrolled"]
 
 aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def unrolled() -> Iterator[None]:
+    """Reduce short rows to one number by terms, not by a loop, on a CPU as on a GPU.
+
+    Inductor's rule, the same in 2.11 to 2.15, asks for a GPU if the result is one number.
+    """
+    with mock.patch.object(ir, "is_gpu", lambda kind: True):
+        yield
 
 
 def _concatenate(inputs: Sequence[Any], dim: int = 0) -> Any:

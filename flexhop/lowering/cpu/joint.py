@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat.kernels import inductor, pointwise
+from flexhop.compat.kernels import inductor
 from flexhop.compat.kernels.cpp_kernel import Printer, Stored
 from flexhop.compat.kernels.inductor import ops
 from flexhop.lowering.cpu.mods import (
@@ -16,6 +16,7 @@ from flexhop.lowering.cpu.mods import (
     STEP,
     Mods,
     inputs_of,
+    lower,
     value_of,
 )
 from flexhop.lowering.emission.sums import Reads, make_sums
@@ -49,7 +50,7 @@ def lower_joint(args: BackwardArgs, mods: Mods) -> Joint:
     device = inductor.device_of(args.query)
     graph = wrap_reads(kernel_graph(args.joint, JOINT), JOINT, position_sizes(), sites)
     inputs = score_inputs(device, "grad_score")
-    buffers = pointwise.lower(graph, [*inputs, *mods.score_captures], "the gradient of score_mod")
+    buffers = lower(graph, [*inputs, *mods.score_captures], "the gradient of score_mod")
     # No first subgraph, because C++ calls the functions by name; its sums are ordered otherwise.
     reads = Reads(args.joint, sites, args.score_captures, 0, is_reproducible=False)
     sums = make_sums(reads, args.query, args.key)

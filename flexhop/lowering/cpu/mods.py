@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhop.analysis import INDICES
-from flexhop.compat.kernels import cpp_kernel, inductor, pointwise
+from flexhop.compat.kernels import cpp_kernel, inductor, pointwise, short_rows
 from flexhop.compat.kernels.cpp_kernel import Printer, Stored
 from flexhop.compat.kernels.inductor import ops
 from flexhop.lowering.mods.analysed import SCORE, kernel_graph
@@ -80,11 +80,17 @@ def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None =
     score = mask = None
     if not is_identity(score_graph):
         safe = wrap_reads(score_graph, SCORE, position_sizes(sizes))
-        (score,) = pointwise.lower(safe, [first, *indices, *captures[0]], "score_mod")
+        (score,) = lower(safe, [first, *indices, *captures[0]], "score_mod")
     if not is_all_true(mask_graph):
         safe = wrap_reads(mask_graph, INDICES, position_sizes(sizes))
-        (mask,) = pointwise.lower(safe, [*indices, *captures[1]], "mask_mod")
+        (mask,) = lower(safe, [*indices, *captures[1]], "mask_mod")
     return Mods(score, mask, *captures)
+
+
+def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:
+    """pointwise.lower, with sums of short rows as terms."""
+    with short_rows.unrolled():
+        return pointwise.lower(graph, inputs, mod)
 
 
 def _with_storage(captures: Sequence[Any], device: torch.device) -> list[Any]:

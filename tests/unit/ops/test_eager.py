@@ -1,10 +1,12 @@
 """The specification itself: against dense attention written out, in memory, and in manners."""
 
+import contextlib
 import math
 import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -174,3 +176,24 @@ def test_dense_by_hand():
     key, value = torch.tensor([[[[0.0], [math.log(3.0)]]]]), torch.tensor([[[[0.0], [4.0]]]])
     out = flexhop.flex_attention(query, key, value, scale=1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([3.0, 2.0]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_without_data_are_one_chunk(device: str):
+    """With data, this call has 1,024 chunks."""
+    modes = {"cpu": FakeTensorMode(), "meta": contextlib.nullcontext()}
+    count = 0
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        nonlocal count
+        count += 1
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    with modes[device]:
+        shape = (4, 16, 8192, 64)
+        inputs = [torch.empty(shape, device=device, requires_grad=True) for _ in range(3)]
+        slopes = torch.empty(16, device=device, requires_grad=True)
+        out = flexhop.flex_attention(*inputs, score_mod)
+        out.sum().backward()
+    assert out.shape == shape and count <= 2  # one forward, one for the backward pass
+    assert [t.grad.shape for t in (*inputs, slopes)] == [t.shape for t in (*inputs, slopes)]
