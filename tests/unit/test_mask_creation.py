@@ -191,13 +191,18 @@ def buffer_sizes(code: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mod", "most"), [(causal, 8 * 320), (many_reads, 1 << 15)])
-def test_inductor_does_not_store_the_mask(mod, most):
+@pytest.mark.parametrize(
+    ("mod", "batch", "most"),
+    # A step of the loop over blocks has 2^20 scores. Before 2.13, Inductor stores those of a step.
+    [(causal, 2, 8 * 320), (many_reads, 64, 1 << (15 if torch.__version__ >= "2.13" else 20))],
+)
+def test_inductor_does_not_store_the_mask(mod, batch, most):
+    """The second has 6.5 million scores."""
     from torch._inductor.utils import run_and_get_code
 
     compiled = torch.compile(create_block_mask, fullgraph=True)
-    mask, code = run_and_get_code(compiled, mod, 2, 1, 300, 300, "cpu", 32)
-    assert_same_lists(mask, create_block_mask(mod, 2, 1, 300, 300, "cpu", 32))
+    mask, code = run_and_get_code(compiled, mod, batch, 1, 300, 300, "cpu", 32)
+    assert_same_lists(mask, create_block_mask(mod, batch, 1, 300, 300, "cpu", 32))
     assert 0 < max(buffer_sizes(code[0])) <= most
 
 
