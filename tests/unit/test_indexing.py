@@ -134,3 +134,21 @@ def test_isclose_has_no_loop_over_scores():
         lambda b, h, q, k: numbers[q].isclose(numbers[k], 0.0, 1.0), 1, 1, 40, 40, "cpu", 16
     )
     assert mask.to_dense().tolist() == [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]
+
+
+def test_all_of_a_short_tensor_learns_under_symbolic_sizes():
+    """Its sizes become static: each of its numbers has a gradient of its own."""
+    first, second = (torch.randn(s, requires_grad=True) for s in ((2, 8), (8,)))
+
+    def mod(s, b, h, q_idx, kv_idx):
+        return s + torch.relu(torch.stack([s, 0.1 * kv_idx]) @ first) @ second
+
+    def attend(q, k, v):
+        return flexhop.flex_attention(q, k, v, mod)
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (20, 24):
+        inputs = [torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+        leaves = [*inputs, first, second]
+        found, expected = (torch.autograd.grad(f(*inputs).sum(), leaves) for f in (run, attend))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.compat.operators import hop
+from flexhop.compat.sizes import hint_of
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.ops.graphs.examples import NUM_INDICES
 
@@ -150,10 +151,9 @@ def rows_of_numbers(node: fx.Node, per_element: set[fx.Node]) -> dict[fx.Node, b
         return {}
     users = [u for u in node.users if u in per_element and _elements_read(u) is None]
     users = [user for user in users if user.target is not aten.detach.default]
-    if not users or any(type(size) is not int for size in value.shape):  # symbols
+    if not users or not 0 < math.prod(map(hint_of, value.shape)) <= MAX_ROW:
         return {}
-    if not 0 < value.numel() <= MAX_ROW:
-        return {}
+    shape = [int(size) for size in value.shape]  # guards on a symbolic size
     graph, made = node.graph, dict[fx.Node, bool]()
 
     def call(target: Any, *args: Any, is_per_element: bool) -> fx.Node:
@@ -165,10 +165,10 @@ def rows_of_numbers(node: fx.Node, per_element: set[fx.Node]) -> dict[fx.Node, b
 
     with graph.inserting_before(next(n for n in graph.nodes if n in users)):
         flat = call(aten.reshape.default, node, [-1], is_per_element=False)
-        count = range(value.numel())
+        count = range(math.prod(shape))
         parts = [call(aten.select.int, flat, 0, i, is_per_element=False) for i in count]
         row = call(aten.stack.default, parts, is_per_element=True)
-        row = call(aten.view.default, row, list(value.shape), is_per_element=True)
+        row = call(aten.view.default, row, shape, is_per_element=True)
     for user in users:
         user.replace_input_with(node, row)
     return made
