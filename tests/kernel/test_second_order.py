@@ -14,6 +14,7 @@ from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
+from flexhop.compat.graphs import inline
 from flexhop.compat.mods import signs
 from flexhop.lowering import chunked
 from flexhop.lowering import derivative as derivative_lowering
@@ -241,7 +242,16 @@ def deterministic(name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("deterministic")
-def test_interpreted(name: str):
+def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch):
+    traced: list[str] = []
+
+    def trace_fresh(*given: Any) -> Any:
+        graph = original(*given)
+        traced.append(graph.code)
+        return graph
+
+    original = inline.trace_fresh
+    monkeypatch.setattr(inline, "trace_fresh", trace_fresh)
     dtype = CASES[name][3]
     width, value_width = (100, 120) if name.startswith("wide") else (20, 24)
     shapes = [(2, 4, 37, width), (2, 2, 45, width), (2, 2, 45, value_width)]
@@ -249,6 +259,7 @@ def test_interpreted(name: str):
     memory = Memory(poison=True, check_bounds=True)
     generated = interpret(derivative(name), *inputs, memory=memory, options=PADDED)
     assert len([k for k in generated.templates if MARK in k.functions]) >= 3
+    assert len(traced) == len(set(traced)) > 1  # all results share the derivatives of the mod
     check(generated.result, derivative(name), inputs, dtype)
 
 

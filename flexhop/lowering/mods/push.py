@@ -13,7 +13,7 @@ from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import pointwise
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import transforms
-from flexhop.lowering.mods.analysed import SCORE, kernel_graph
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph, per_graph
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
@@ -33,7 +33,7 @@ def lower_push(
         moved: tangents of captured tensors, lowered, by position.
     """
     inputs = score_inputs(device, "score_dot")
-    graph = trace_push(kernel_graph(score, SCORE), sorted(moved))
+    graph = trace_push(kernel_graph(score, SCORE), tuple(sorted(moved)))
     safe = wrap_reads(cheaper(graph, SCORE), SCORE, position_sizes())
     tangents = [moved[i] for i in sorted(moved)]
     (buffer,) = pointwise.lower(safe, [*inputs, *captures, *tangents], "the tangent of score_mod")
@@ -58,33 +58,10 @@ def lower_bend(
     Args: see `lower_push`.
     """
     inputs = score_inputs(device, "score_dot", "grad_score")
-    graph = smooth(kernel_graph(score, SCORE))
-    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    count, order = len(examples) - NUM_SCORE_INPUTS, sorted(moved)
-
-    def bent(*values: Any) -> Tensor:
-        score, *index = values[:NUM_SCORE_INPUTS]
-        score_dot, grad, *rest = values[NUM_SCORE_INPUTS:]
-        held, dots = rest[:count], rest[count:]
-
-        def slope(score: Tensor, *chosen: Tensor) -> Tensor:
-            known = dict(zip(order, chosen, strict=True))
-
-            def once(score: Tensor) -> Tensor:
-                with IndexMode():
-                    return graph(score, *index, *(known.get(i, c) for i, c in enumerate(held)))
-
-            return transforms.jvp(once, (score,), (grad,))[1]
-
-        primals = (score, *(held[i] for i in order))
-        return transforms.jvp(slope, primals, (score_dot, *dots))[1].to(torch.float32)
-
-    first, read = examples[:NUM_SCORE_INPUTS], examples[NUM_SCORE_INPUTS:]
-    likes = [*first, first[0], first[0], *read, *(read[i] for i in order)]
-    traced = inline.trace_fresh(bent, likes)
-    transforms.write_zeros(traced)
+    traced = _trace_bend(kernel_graph(score, SCORE), tuple(sorted(moved)))
+    count = len(traced.graph.find_nodes(op="placeholder")) - len(inputs) - len(moved)
     safe = wrap_reads(traced, SCORE, position_sizes())
-    tangents = [moved[i] for i in order]
+    tangents = [moved[i] for i in sorted(moved)]
     (buffer,) = pointwise.lower(
         cheaper(safe, SCORE), [*inputs, *captures[:count], *tangents],
         "the second derivative of score_mod",
@@ -92,7 +69,41 @@ def lower_bend(
     return buffer
 
 
-def trace_push(graph: fx.GraphModule, moved: Sequence[int]) -> fx.GraphModule:
+# A second-order pass asks for the same graphs once per kind of result.
+@per_graph
+def _trace_bend(graph: fx.GraphModule, moved: tuple[int, ...]) -> fx.GraphModule:
+    """(score, b, h, q_idx, kv_idx, score_dot, grad_score, *captures, *tangents) -> the tangent of
+    the derivative by score; args of `trace_push`."""
+    graph = smooth(graph)
+    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    count = len(examples) - NUM_SCORE_INPUTS
+
+    def bent(*values: Any) -> Tensor:
+        score, *index = values[:NUM_SCORE_INPUTS]
+        score_dot, grad, *rest = values[NUM_SCORE_INPUTS:]
+        held, dots = rest[:count], rest[count:]
+
+        def slope(score: Tensor, *chosen: Tensor) -> Tensor:
+            known = dict(zip(moved, chosen, strict=True))
+
+            def once(score: Tensor) -> Tensor:
+                with IndexMode():
+                    return graph(score, *index, *(known.get(i, c) for i, c in enumerate(held)))
+
+            return transforms.jvp(once, (score,), (grad,))[1]
+
+        primals = (score, *(held[i] for i in moved))
+        return transforms.jvp(slope, primals, (score_dot, *dots))[1].to(torch.float32)
+
+    first, read = examples[:NUM_SCORE_INPUTS], examples[NUM_SCORE_INPUTS:]
+    likes = [*first, first[0], first[0], *read, *(read[i] for i in moved)]
+    traced = inline.trace_fresh(bent, likes)
+    transforms.write_zeros(traced)
+    return traced
+
+
+@per_graph
+def trace_push(graph: fx.GraphModule, moved: tuple[int, ...]) -> fx.GraphModule:
     """(score, b, h, q_idx, kv_idx, score_dot, *captures, *tangents) -> tangent of the score.
 
     Args:

@@ -13,7 +13,7 @@ from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import pointwise
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import transforms
-from flexhop.lowering.mods.analysed import JOINT, SCORE, kernel_graph
+from flexhop.lowering.mods.analysed import JOINT, SCORE, kernel_graph, per_graph
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import position_sizes, score_inputs
@@ -50,7 +50,7 @@ def lower_sums(
     Raises:
         UnsupportedFeatureError: one is read in other ways than ops/graphs/reads.py says.
     """
-    graph, sites = _trace_sums(kernel_graph(score, SCORE), wanted, sorted(moved))
+    graph, sites = _trace_sums(kernel_graph(score, SCORE), tuple(wanted), tuple(sorted(moved)))
     *first, score_dot, grad_dot = score_inputs(device, "grad_score", "score_dot", "grad_dot")
     count = len(graph.graph.find_nodes(op="placeholder")) - len(first) - 2 - len(moved)
     tangents = [moved[i] for i in sorted(moved)]
@@ -61,8 +61,9 @@ def lower_sums(
     return Sums(graph, sites, functions)
 
 
+@per_graph
 def _trace_sums(
-    score: fx.GraphModule, wanted: Sequence[int], moved: Sequence[int]
+    score: fx.GraphModule, wanted: tuple[int, ...], moved: tuple[int, ...]
 ) -> tuple[fx.GraphModule, tuple[Site, ...]]:
     graph, _ = copied(smooth(score))
     # Chains of reads become single ones, so that each site has indices of its own.
