@@ -21,6 +21,8 @@ def spare() -> None:
     """Once, before the first test."""
     # pytest listens to loggers that do not propagate: PyTorch would write out each graph.
     logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore
+    root = logging.getLogger()
+    root.setLevel = _set_level(root.setLevel)
     patcher = symbolic_trace._Patcher
     patcher.patch_method = _patch_method(patcher.patch_method)
     module = torch.fx.GraphModule
@@ -44,6 +46,16 @@ def spare_dynamo() -> None:
     handler = getattr(propagation, "DtypePropagationOpsHandler", None)
     if handler is not None and not hasattr(handler.__init__, "__wrapped__"):
         handler.__init__ = _filled_once(handler.__init__)
+
+
+def _set_level(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """pytest sets the same level twelve times per test, and that visits all loggers of PyTorch."""
+
+    def set_level(level: Any) -> None:
+        if level != logging.getLogger().level:
+            original(level)
+
+    return set_level
 
 
 def _filled_once(original: Callable[[Any], None]) -> Callable[[Any], None]:
