@@ -63,7 +63,8 @@ def _install_operators() -> None:
     SLOT.attend_dtensors = _attend_dtensors
     after_import("torch._dynamo", _install_trackers, before=_begin_workers)
     after_import("torch._inductor.codegen.cpp", _repair_cpp)
-    after_import("torch._inductor.codegen.triton_split_scan", _repair_triton)
+    after_import("torch._inductor.codegen.triton", _repair_triton)
+    after_import("torch._inductor.codegen.triton_split_scan", _repair_split_scans)
     after_import("torch._inductor.codegen.cuda.device_op_overrides", _repair_packages)
 
 
@@ -82,6 +83,12 @@ def _repair_cpp() -> None:
 
 
 def _repair_triton() -> None:
+    from flexhop.compat.graphs.barriers import separate_loops
+
+    separate_loops()
+
+
+def _repair_split_scans() -> None:
     from flexhop.compat.graphs.split_scan import repair_split_scans
 
     repair_split_scans()
