@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz.checks import check_results, is_unstable, judge, runner
+from tests.fuzz.checks import check_results, is_unstable, judge, judge_fillings, runner
 from tests.fuzz.plan import Plan
 from tests.fuzz.problem import make_problem
 
@@ -65,3 +65,31 @@ def test_caches_are_filled_again(plan):
     assert not torch.equal(before, after["out"])
     assert torch.equal(after["out"], runner(other, "eager")()["out"])
     assert judge(problem, after) == {}
+
+
+def _fillings(problem, spoil):
+    """What judge_fillings says of results that `spoil` changes in every filling."""
+    exact = runner(problem, "eager")
+    number = iter(range(100))
+
+    def run():
+        return {name: spoil(t.clone(), next(number)) for name, t in exact().items()}
+
+    judge_fillings(problem, 7, run, {"grad_q": run()["grad_q"]})
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_a_wrong_row_is_found_in_fillings():
+    """One row in 300 is wrong, in each filling; or in one of the 16, but by far."""
+    plan = Plan(shape=Shape(1, 2, 2, 150, 37, 1, 1), dtype=torch.bfloat16, scores=("sine",))
+
+    def spoil_row(tensor, number):
+        return tensor.index_add_(-2, torch.tensor([3]), tensor[..., 3:4, :] * 0.1)
+
+    def spoil_filling(tensor, number):
+        return spoil_row(tensor * 1.0, number) * (1 if number else 3)
+
+    _fillings(make_problem(plan, 7), lambda tensor, number: tensor)
+    for spoil in (spoil_row, spoil_filling):
+        with pytest.raises(AssertionError, match=r"is wrong by|exceeds"):
+            _fillings(make_problem(plan, 7), spoil)

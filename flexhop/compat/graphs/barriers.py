@@ -20,7 +20,7 @@ _TOUCHED = "_flexhop_touched"  # whether earlier text of a kernel loads, and whe
 
 
 def separate_loops() -> None:
-    """From now on, let threads wait before a loop that uses what an earlier one may have stored."""
+    """From now on, threads wait before a loop that uses what an earlier one may have stored."""
     generate = TritonKernel.codegen_body
 
     @functools.wraps(generate)
