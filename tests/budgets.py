@@ -184,14 +184,14 @@ class RoundedGradient(torch.autograd.Function):
 
 
 # How plain PyTorch rounds in between, see dense_attention.
-Formula = Literal["plain", "fused", "online"]
+Formula = Literal["plain", "fused", "online", "again"]
 
 
 def kernel_formulas(dtype: torch.dtype, *, truncates: bool) -> tuple[Formula, ...]:
     """The formulas that round where a kernel does, if that is elsewhere than in plain PyTorch."""
     if dtype in (torch.bfloat16, torch.float16):
         return ("fused", "online")
-    return ("online",) if truncates else ()  # TF32: only weights are made in the kernel
+    return ("online", "again") if truncates else ()  # TF32: only weights are made in the kernel
 
 
 class Dense(NamedTuple):
@@ -199,7 +199,8 @@ class Dense(NamedTuple):
 
     key, value: repeated for every batch and query head. scores: modified, -inf where hidden, with
     the graph that leads to query, key and captures. out [B, Hq, M, Dv]; lse, largest [B, Hq, M].
-    product: how matrices are multiplied. factors: of dropout.
+    product: how matrices are multiplied. factors: of dropout. is_found_again: see "again" in
+    dense_attention.
     """
 
     key: Tensor
@@ -210,6 +211,7 @@ class Dense(NamedTuple):
     largest: Tensor
     product: Callable[[Tensor, Tensor], Tensor]
     factors: Tensor | None = None
+    is_found_again: bool = False
 
     @property
     def seen(self) -> Tensor:
@@ -243,7 +245,8 @@ def dense_attention(
         formula: "fused": products of 16-bit matrices stay in fp32, as in one kernel; only the
             weights, out and the gradients of scores are rounded. "online": the same, with weights
             that are rounded or truncated before they are divided by their sum, which a kernel
-            knows last.
+            knows last. "again": the same, and backward finds weights that are one bit lower, as a
+            kernel may from another sum of products: TF32 makes 0.9995 of a weight just below 1.
         factors: of dropout: 0 for weights that are dropped, else 1 / (1 - p); they multiply the
             weights after the sums of rows.
         disturbance: added to the scores before score_mod.
@@ -272,11 +275,12 @@ def dense_attention(
         total = weights.sum(-1)
         safe = torch.where(seen, total, 1.0)
         one, safe = torch.ones_like(safe)[..., None], safe[..., None]
-        before, after = (one, safe) if formula == "online" else (safe, one)
+        before, after = (one, safe) if formula in ("online", "again") else (safe, one)
         weights = weights if factors is None else weights * factors.to(wide)
         out = (product((weights / before).to(query.dtype), value) / after).to(query.dtype)
         lse = torch.where(seen, shift + torch.log(safe[..., 0]), -INF)
-    return Dense(key, value, scores, out, lse, largest, product, factors)
+    is_again = formula == "again"
+    return Dense(key, value, scores, out, lse, largest, product, factors, is_again)
 
 
 def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> None:
@@ -288,6 +292,8 @@ def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> N
     """
     wide, dtype = dense.scores.dtype, dense.out.dtype
     weights = torch.where(dense.seen, torch.exp(dense.scores.detach() - dense.lse[..., None]), 0.0)
+    if dense.is_found_again:
+        weights = weights * (1 - 2.0**-23)
     delta = (dense.out.to(wide) * grad_out.to(wide)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse[..., None]

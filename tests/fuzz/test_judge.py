@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.budgets import truncate
 from tests.case_inputs import Shape
 from tests.fuzz.checks import check_results, is_unstable, judge, judge_fillings, runner
 from tests.fuzz.plan import Plan
@@ -28,6 +29,17 @@ TRUNCATED = {
 @pytest.mark.parametrize("name", TRUNCATED)
 def test_tf32_weights_are_truncated_before_they_are_divided(name):
     assert check_results(TRUNCATED[name], 731, backend="interpreter") == ""
+
+
+@pytest.mark.parametrize(("weight", "is_right"), [(1 - 2.0**-11, True), (1 - 2.0**-9, False)])
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_tf32_makes_less_of_a_weight_of_one(weight, is_right):
+    """With one key, a weight is 1; a kernel finds it again, perhaps a bit lower."""
+    plan = Plan(shape=Shape(1, 3, 3, 1, 1, 17, 17), options=TF32)
+    problem = make_problem(plan, 559)
+    problem.is_for_gpu = True
+    found = runner(problem, "eager")()["grad_v"]
+    assert (judge(problem, {"grad_v": truncate(found) * weight}) == {}) is is_right
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(1.0, True), (None, False)])
