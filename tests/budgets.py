@@ -82,9 +82,7 @@ def assert_within_budget(
         t.detach().cpu().double() for t in (actual, gold, reference, *others)
     )
     _assert_same_special(actual, gold, name)
-    if unseen is not None:
-        wrong = (unseen.cpu() & (actual != 0).any(-1)).nonzero()
-        assert not len(wrong), f"{name}: row {wrong[0].tolist()} must be exactly 0"
+    assert_unseen(actual, unseen, name)
     finite = gold.isfinite()
     error = _error(actual, gold, finite)
     allowed = [_error(values, gold, finite & values.isfinite()) for values in references]
@@ -98,6 +96,13 @@ def assert_within_budget(
     )
     if not captured:
         _assert_rows(error, allowed, size, budget, name)
+
+
+def assert_unseen(actual: Tensor, unseen: Tensor | None, name: str) -> None:
+    """Rows that see nothing, if any are named, must be exactly 0."""
+    if unseen is not None:
+        wrong = (unseen.to(actual.device) & (actual != 0).any(-1)).nonzero()
+        assert not len(wrong), f"{name}: row {wrong[0].tolist()} must be exactly 0"
 
 
 def _error(values: Tensor, gold: Tensor, finite: Tensor) -> Tensor:

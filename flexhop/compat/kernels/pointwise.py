@@ -56,8 +56,8 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     Raises:
         ModLoweringError: it needs an operation that a kernel cannot compute per score.
     """
-    # Inductor's own rule for sizes reads the node of the whole graph being lowered: ours.
     _deepen_stack(len(graph.graph.nodes))
+    # Inductor's own rule for sizes reads the node of the whole graph being lowered: ours.
     lowering = _ModLowering(
         graph,
         root_graph_lowering=V.graph,

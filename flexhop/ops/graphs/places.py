@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.compat.operators import hop
-from flexhop.ops.graphs.reads import MAX_ROW
+from flexhop.ops.graphs.reads import MAX_ROW, number_before
 
 aten = torch.ops.aten
 
@@ -94,11 +94,7 @@ class _Maker:
         return found
 
     def _number(self, number: int) -> fx.Node:
-        value = self.before.meta["val"]
-        options = {"dtype": torch.int32, "device": value.device}
-        with self.before.graph.inserting_before(self.before):
-            new = self.before.graph.call_function(aten.full.default, ([], number), options)
-        new.meta["val"] = value.new_empty((), dtype=torch.int32)
+        new = number_before(self.before, number)
         self.made.add(new)
         return new
 

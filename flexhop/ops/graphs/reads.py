@@ -57,7 +57,7 @@ def _merged(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         return None
     source, *more = cast("tuple[Any, ...]", inner.args)
     if inner.target is aten.select.int and more[0] == 0 and isinstance(more[1], int):
-        return source, [_number(node, more[1], indices[0]), *indices]
+        return source, [number_before(node, more[1]), *indices]
     if inner.target is aten.index.Tensor and _is_scalar_read(inner):
         return source, [*more[0], *indices]
     if not _is_scalar_read(node):
@@ -90,12 +90,13 @@ def _gathered(
     return source, indices
 
 
-def _number(node: fx.Node, number: int, like: fx.Node) -> fx.Node:
+def number_before(node: fx.Node, number: int) -> fx.Node:
     """A number as an index, before `node`."""
-    options = {"dtype": torch.int32, "device": node.meta["val"].device}
+    value = node.meta["val"]
+    options = {"dtype": torch.int32, "device": value.device}
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten.full.default, ([], number), options)
-    made.meta["val"] = like.meta["val"]
+    made.meta["val"] = value.new_empty((), dtype=torch.int32)
     return made
 
 

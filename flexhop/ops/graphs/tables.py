@@ -261,10 +261,11 @@ class _Choice:
         table = self._table_of(node)
         if table is None:
             return True
-        if paths_below(node) > _MOST_PATHS and not is_needed(node):
+        needed = is_needed(node)
+        if not needed and paths_below(node) > _MOST_PATHS:
             return False
         saved = self._cost([], node) - self._cost([table], node)
-        if saved < self._least_saved(node) and not is_needed(node):
+        if not needed and saved < self._least_saved(node):
             return True
         self.tables.append(table)
         self.saved += saved
