@@ -16,7 +16,7 @@ def is_exporting() -> bool:
 def is_flag(value: object) -> bool:
     """Whether an argument is a choice: a bool, also NumPy's or a symbol, 0 or 1, or None."""
     is_plain = value is None or isinstance(value, (bool, int, torch.SymBool))
-    return is_plain or type(value).__name__ == "bool_"
+    return is_plain or type(value).__name__ in ("bool", "bool_")  # NumPy 2, and 1
 
 
 def is_symbolic(size: int) -> bool:

@@ -1,5 +1,6 @@
 """The front door: mistakes surface as our classes, eager and compiled; statistics on request."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,16 @@ def test_kernel_options_keys_are_those_of_pytorch():
     ours = set(FlexKernelOptions.__annotations__)
     assert set(Theirs.__annotations__) <= ours
     assert {"FLOAT32_PRECISION"} == ours - set(Theirs.__annotations__)
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_numpy_flags_are_flags():
+    """A comparison of NumPy numbers is no bool of Python."""
+    inputs, flag = [torch.randn(1, 2, 8, 8)] * 3, np.float64(2) > 1
+    out, lse = flexhop.flex_attention(*inputs, enable_gqa=flag, return_lse=flag)
+    expected = flexhop.flex_attention(*inputs, return_lse=True)
+    torch.testing.assert_close((out, lse), tuple(expected))
+    flexhop.create_block_mask(causal, None, None, 8, 8, "cpu", compute_q_blocks=flag)
 
 
 def attend_without(batch: int, queries: int):
