@@ -19,6 +19,7 @@ from flexhop.lowering.mods.caps import foldable_scale
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
+from flexhop.lowering.portable.kernels import adders
 from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
 from flexhop.lowering.tangents import describe_second
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -54,6 +55,12 @@ class Survey(NamedTuple):
     tables: Tabulated | None = None
     failures: tuple[str, ...] = ()
     second: str = ""  # what computes second derivatives
+
+    @property
+    def adders(self) -> tuple[str, ...]:
+        """The kernels that add up, or store, gradients of captured tensors."""
+        is_one = any(plan.kernel == "backward" for plan in self.plans)
+        return ("backward",) if is_one else adders(self.problem)
 
 
 def survey(

@@ -358,23 +358,18 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
 
 def _note_of_captured(found: Any, *, is_exact: bool) -> str:
     """How gradients of captured tensors come about; found: a Survey."""
-    kernel = _scatters(found.plans)
+    kernels, is_one = " and ".join(found.adders), len(found.adders) == 1
     if not found.problem.grad.adds_captured:
         return (
-            f"The {kernel} kernel stores the gradients of captured tensors, because each score "
+            f"The {kernels} {'kernel stores' if is_one else 'kernels store'} the gradients of captured tensors, because each score "
             "reads entries of its own."
         )
     if is_exact:
         return "Gradients of captured tensors are summed exactly, as integers."
     return (
-        f"The {kernel} kernel adds gradients of captured tensors atomically: their last bits "
+        f"The {kernels} {'kernel adds' if is_one else 'kernels add'} gradients of captured tensors atomically: their last bits "
         "differ from run to run."
     )
-
-
-def _scatters(plans: Sequence[Any]) -> str:
-    """The kernel that adds up gradients of captured tensors."""
-    return "backward" if any(plan.kernel == "backward" for plan in plans) else "grad_query"
 
 
 def _kernel_notes(plan: Any) -> list[str]:

@@ -34,6 +34,7 @@ from flexhop.compat.graphs import views
 from flexhop.compat.kernels import tanh
 from flexhop.compat.sizes import hint_of
 from flexhop.options import debug
+from flexhop.templates.printers import row_sums
 from flexhop.templates.printers.holes import (
     DISTANCE,
     INDEX_NAMES,
@@ -96,7 +97,9 @@ class TemplateKernel(TritonTemplateKernel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.extra_template_env_fns += [self.scatter_sites, self.draw_kept, self.dropped]
+        self.extra_template_env_fns += [
+            self.scatter_sites, self.row_sums, self.draw_kept, self.dropped,
+        ]  # fmt: skip
 
     @classmethod
     def gen_common_triton_imports(cls) -> str:
@@ -132,8 +135,17 @@ class TemplateKernel(TritonTemplateKernel):
 
     def scatter_sites(self, *more: str) -> str:
         """Text that adds the gradient of every site to its buffer; more: inputs of `scatter`."""
-        sites = getattr(self.subgraphs, "sites", ())
-        return "\n".join(scatter(self, n, site, more) for n, site in enumerate(sites)) or "pass"
+        return (
+            "\n".join(scatter(self, n, site, more) for n, site in enumerate(self._sites)) or "pass"
+        )
+
+    @property
+    def _sites(self) -> Sequence[ScatterSite]:
+        return getattr(self.subgraphs, "sites", ())
+
+    def row_sums(self, part: str, *args: str) -> str:
+        """Text of a part of the sums in registers, by the name of its function."""
+        return getattr(row_sums, part)(self, self._sites, *args)
 
     def draw_kept(self, q_idx: str, kv_idx: str) -> str:
         """Text that computes which weights of a tile are kept; empty without dropout."""

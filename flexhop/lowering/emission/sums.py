@@ -22,9 +22,12 @@ _BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
 # to eleven bits at most, and so many of them to a few more.
 _MANY_SCORES = {2: 2**14, 4: 64, 8: 64}
 _MOST_COPIES = 128  # templates/printers/holes.py: a copy by query and key
-# Scores that add to one number. Copies make them fewer, but a warp's additions to neighbouring
-# numbers are one access, to copies of them several.
+# Additions to one number. Copies make them fewer, but a warp's additions to neighbouring numbers are
+# one access, to copies of them several. Scores whose sums stay in a tile are added one by one; the
+# sums of a row, by whole warps at once.
 _FEW_SCORES = 2**14
+_FEW_ROWS = 2**9
+_ROWS_OF_TILE = 64
 
 
 class Reads(NamedTuple):
@@ -51,17 +54,27 @@ def in_copies(reads: Reads, query: Any, key: Any) -> Reads:
 
     A GPU adds to one address after the other: the scores of a layer added to a table of 16 entries
     for each head take a hundred times as long as attention. Neighbouring scores add to different
-    copies, whose sum is the gradient. Scores that read an entry together, such as all keys of a
-    query, are summed in registers first.
+    copies, whose sum is the gradient. So do rows: the scores of a query, or of a key, that read an
+    entry together are summed in registers first.
     """
-    scores = inductor.hint(_scores(query, key))
-    copies = {}
+    copies: dict[int, int] = {}
     for site in reads.sites:
         entries = inductor.hint(reads.captures[site.capture].get_numel())
-        most = min(_MOST_COPIES, scores // (_FEW_SCORES * max(entries, 1)))
-        if site_facts(reads.joint, site).by in _BY_PAIR and most > 1:
-            copies[site.capture] = 1 << (most.bit_length() - 1)
+        additions = _additions(site_facts(reads.joint, site).by, query, key)
+        most = min(_MOST_COPIES, int(additions) // max(entries, 1))
+        if most > 1:
+            found = 1 << (most.bit_length() - 1)
+            copies[site.capture] = max(found, copies.get(site.capture, 1))
     return reads._replace(copies=copies)
+
+
+def _additions(by: str, query: Any, key: Any) -> float:
+    """Additions to the entries that scores read, in units of what one number bears."""
+    batch, heads, queries, keys = map(inductor.hint, score_sizes(query, key))
+    if by in _BY_PAIR:
+        return batch * heads * queries * keys / _FEW_SCORES
+    rows = batch * heads * (keys if by == "key" else queries)
+    return rows / (_FEW_ROWS * (_ROWS_OF_TILE if by == "head" else 1))
 
 
 def make_sums(reads: Reads, query: Any, key: Any) -> dict[int, Any]:
@@ -144,7 +157,7 @@ def _scatter_site(reads: Reads, site: Site, buffer: Any) -> inductor.ScatterSite
         row=row,
         is_own=is_own,
         is_row=copies == 1 and strides[-1:] == (1,) and facts.is_row,
-        copies=copies if by in _BY_PAIR else 1,
+        copies=copies,
         shared_axis=facts.shared_axis if is_shared else None,
         shared_indices=facts.shared_indices if is_shared else (),
         groups=None if is_own else facts.groups,

@@ -17,6 +17,7 @@ from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
+from flexhop.lowering.portable.shared import is_float32
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs
@@ -55,10 +56,11 @@ class _Gradients:
         lse = inductor.contiguous(args.lse)
         operands = (query, args.key, args.value, lse, delta, args.grad_out)
         inputs = [*operands, *block_inputs(args, "kv", delta, query)]
-        output = output_like(query, 0, captured.sums)
-        grad_query = emit_kernel(call, "grad_query", inputs, output, joint, captured.sites)
+        of_queries, of_keys = _by_owner(call.problem, captured)
+        output = output_like(query, 0, of_queries.sums)
+        grad_query = emit_kernel(call, "grad_query", inputs, output, joint, of_queries.sites)
         lists = block_inputs(args, "q", delta, query)
-        grad_key, grad_value = _emit_key_value(call, operands, lists, joint[:1])
+        grad_key, grad_value = _emit_key_value(call, operands, lists, joint, of_keys)
         return grad_query, grad_key, grad_value
 
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
@@ -72,10 +74,34 @@ def _launched(problem: Problem) -> tuple[Kernel, ...]:
     return ("grad_query", *kernels.key_value_kernels(problem))
 
 
+def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]:
+    """What the kernels for query, and those for key and value, add to captured gradients.
+
+    A program owns queries, or keys. What all scores of such a row add to, it sums in registers.
+    Kernels of heads in pieces have none to spare.
+    """
+    if problem.is_wide:
+        return captured, Captured((), ())
+    dtype = "tl.float64" if is_float32(problem) else "tl.float32"
+    by_query, by_key = [], []
+    for site in captured.sites:
+        if site.uses_q_idx and site.uses_kv_idx:
+            by_query.append(site)
+        else:
+            (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=dtype))
+    return Captured(captured.sums, by_query), Captured(captured.sums, by_key)
+
+
 def _emit_key_value(
-    call: KernelCall, operands: tuple[Any, ...], lists: list[Any], joint: Sequence[Any]
+    call: KernelCall,
+    operands: tuple[Any, ...],
+    lists: list[Any],
+    joint: Sequence[Any],
+    captured: Captured,
 ) -> tuple[Any, Any]:
-    """Gradients of key and value, by one launch or two."""
+    """Gradients of key and value, by one launch or two, the first of which adds to `captured`."""
+    sums = captured.sums if captured.sites else ()
+    own = joint if captured.sites else joint[:1]
     _, key, value, *_ = operands
     if len(kernels.key_value_kernels(call.problem)) == 1:
         strides = output_like(value, 2).layout.stride
@@ -83,13 +109,15 @@ def _emit_key_value(
             value.get_size(), strides, value.get_dtype(), value.get_device()
         )
         inputs = [*operands, grad_value, *lists]
-        output = output_like(key, 1, [grad_value])
-        return emit_kernel(call, "grad_key_value", inputs, output, joint), grad_value
+        output = output_like(key, 1, [grad_value, *sums])
+        grad_key = emit_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
+        return grad_key, grad_value
     # DV is not written: value is a stand-in. Kernels of heads in pieces have none.
     stand_in = [] if call.problem.is_wide else [value]
     inputs = [*operands, *stand_in, *lists]
-    grad_key = emit_kernel(call, "grad_key", inputs, output_like(key, 1), joint)
-    return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint)
+    output = output_like(key, 1, sums)
+    grad_key = emit_kernel(call, "grad_key", inputs, output, own, captured.sites)
+    return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
 
 
 def _delta(args: BackwardArgs) -> Any:

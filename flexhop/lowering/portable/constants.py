@@ -142,6 +142,7 @@ class GradKeyValueConstants(SharedConstants):
     OUT_HEAD_DIM: int
     OUT_HEAD_DIM_ROUNDED: int
     CHECK_RANGE: bool
+    HAS_CAPTURED_GRADS: bool
     BRANCH_FOR_MASK: bool
     PRESCALE_QK: bool
     LSE_SCALE: float

@@ -104,6 +104,7 @@ def emit_kernel(
         "dropout": dropout is not None,
         "exact_sum": any(site.row is not None for site in sites),
         "groups": any(site.groups is not None for site in sites),
+        "row_sums": any(site.kept is not None for site in sites),
     }
     extras = tuple(name for name, calls in wanted.items() if calls)
     template = _template(
@@ -118,7 +119,7 @@ def emit_kernel(
         merged = kernel == "decode" and splits.merges_lists(problem)
         generators = benchmark_inputs(inputs, first, blocks, has_states=merged)
     # Sums that the kernel adds to are inputs as well: their zeros must be there first.
-    added_to = output.written if sites else ()
+    added_to = [x for x in output.written if not any(x is given for given in inputs)]
     operands = [*inputs, *call.captures, *call.seed, *added_to]
     name = f"flexhop_{kernel}"
     return select(name, choices, operands, output, subgraphs, call.captures, generators)

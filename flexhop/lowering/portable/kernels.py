@@ -146,7 +146,7 @@ def grad_query_constants(
         HEADS_PER_SECTION=heads_per_section(problem),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         CHECK_RANGE=check,
-        HAS_CAPTURED_GRADS=problem.has_captured_grads,
+        HAS_CAPTURED_GRADS="grad_query" in adders(problem),
         BRANCH_FOR_MASK=branches_for_mask(problem, options),
         MASK_LOOP=has_mask_loop(problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
@@ -168,6 +168,7 @@ def grad_key_value_constants(
         OUT_HEAD_DIM=width,
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
         CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
+        HAS_CAPTURED_GRADS=kernel in adders(problem),
         BRANCH_FOR_MASK=True,
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
@@ -193,6 +194,7 @@ def jvp_grad_query_constants(
     """Constants of the kernel for the tangent of the gradient of query."""
     values = dataclasses.asdict(grad_query_constants(problem, _not_prescaled(options), tile))
     del values["PRESCALE_QK"], values["MASK_LOOP"]
+    values["HAS_CAPTURED_GRADS"] = problem.has_captured_grads
     return JvpGradQueryConstants(**values, **_gradient_tangents(problem))
 
 
@@ -202,7 +204,7 @@ def jvp_grad_key_value_constants(
     """Constants of the kernel for the tangent of the gradient of key, or of value."""
     options = _not_prescaled(options)
     values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
-    del values["WRITES_VALUE"], values["PRESCALE_QK"]
+    del values["WRITES_VALUE"], values["PRESCALE_QK"], values["HAS_CAPTURED_GRADS"]
     return JvpGradKeyValueConstants(**values, **_gradient_tangents(problem))
 
 
@@ -256,6 +258,14 @@ def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
     if is_large or problem.is_wide:
         return ("grad_key", "grad_value")
     return ("grad_key_value",)
+
+
+def adders(problem: Problem) -> tuple[Kernel, ...]:
+    """The kernels that add to gradients of captured tensors; see portable/backward.py."""
+    reads = set(problem.grad.captured_reads)
+    of_keys = key_value_kernels(problem)[:1] if "key" in reads and not problem.is_wide else ()
+    others = reads if problem.is_wide else reads - {"key"}
+    return (*(("grad_query",) if others else ()), *of_keys)
 
 
 def constants(

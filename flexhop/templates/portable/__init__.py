@@ -52,7 +52,7 @@ KERNELS = {
     ),
 }  # fmt: skip
 # Files whose functions only some calls need.
-EXTRAS = ("dropout", "exact_sum", "groups")
+EXTRAS = ("dropout", "exact_sum", "groups", "row_sums")
 
 
 def source(kernel: str, extras: tuple[str, ...] = ()) -> str:

@@ -16,6 +16,8 @@ DISTANCE = "distance"  # q_idx - kv_idx, for kernels that compute it by themselv
 Expr = int | sympy.Expr
 # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
 _COPY_OF_SCORE = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
+# A program's neighbours work on other rows, or on the same rows of another head.
+_COPY_OF_PROGRAM = "tl.program_id(0)"
 
 
 class ScatterSite(NamedTuple):
@@ -37,6 +39,7 @@ class ScatterSite(NamedTuple):
     is_own: bool = False  # whether no other score adds to its entry, so that it is stored
     is_row: bool = False  # whether neighbouring keys have neighbouring entries
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
+    kept: str | None = None  # dtype of a row's sum in registers, which is added after the last tile
     shared_axis: int | None = None  # along it, scores of a tile have one entry (1: of a query) ..
     shared_indices: tuple[int, ...] = ()  # .. if these indices are the same in all of the tile
     groups: tuple[int, int] | None = None  # of queries and keys whose scores may have one entry
@@ -63,6 +66,8 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
     names = [f"index_{number}_{axis}" for axis in range(len(site.indices))]
     lines += map(lambda n, name: kernel.modification(n, name, **inputs), site.indices, names)
     lines.append(f"{grad} = tl.where(keep, {grad}, 0.0)")
+    if site.kept is not None:
+        return "\n".join([*lines, f"{grad}_sum = tl.sum({grad}, 1, keep_dims=True).to({site.kept})"])
     if site.groups is not None:
         return "\n".join([*lines, *_add_groups(kernel, site, names, grad, site.groups)])
     if site.shared_axis is None:
@@ -90,10 +95,10 @@ def _add_groups(
         same.append(f"{name}_same")
         lines.append(f"{first[-1]}, {same[-1]} = of_groups({name}, {side}, {groups[side]})")
     total = f"{grad}_sum"
-    place = f"{_place(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"
+    place = f"{place_of(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"
     together = [
         f"{total} = sum_groups({grad}, {groups[0]}, {groups[1]})",
-        *_add_at(kernel, site, place, total, "None"),
+        *add_at(kernel, site, place, total, "None"),
     ]
     alone = _add(kernel, site, names, grad, ())
     return [*lines, *_either(" & ".join(same), together, alone)]
@@ -104,7 +109,7 @@ def _summed(site: ScatterSite) -> tuple[int, ...]:
     return (() if site.uses_kv_idx else (1,)) + (() if site.uses_q_idx else (0,))
 
 
-def _place(
+def place_of(
     kernel: Any, site: ScatterSite, names: Sequence[str], *, by_program: bool = False
 ) -> str:
     """The offset of entries with such indices; by_program: in which copy, or by the score."""
@@ -114,9 +119,18 @@ def _place(
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
         place += f" + {name}{wide} * {as_factor(size)}"
     if site.copies > 1:
-        copy = "tl.program_id(0)" if by_program else _COPY_OF_SCORE
+        copy = _COPY_OF_PROGRAM if by_program else copy_of(site)
         place += f" + ({copy} & {site.copies - 1})"
     return place
+
+
+def copy_of(site: ScatterSite, q_idx: str = "q_idx", kv_idx: str = "kv_idx") -> str:
+    """The copy, modulo their number, to which a score adds, or a sum over keys, queries, or both."""
+    if site.uses_q_idx and site.uses_kv_idx:
+        return _COPY_OF_SCORE
+    row = q_idx if site.uses_q_idx else kv_idx
+    is_row = site.uses_q_idx or site.uses_kv_idx
+    return f"{row} + {_COPY_OF_PROGRAM} * 5" if is_row else _COPY_OF_PROGRAM
 
 
 def _add(
@@ -129,11 +143,11 @@ def _add(
         grad = f"{grad}_sum"  # a name has one shape in both branches
     shape = {(): "keep", (1,): "q_idx", (0,): "kv_idx", (1, 0): grad}[summed]
     mask = "None" if summed else "keep"
-    place = f"{_place(kernel, site, names)} + tl.zeros_like({shape}).to(tl.int32)"
-    return [*lines, *_add_at(kernel, site, place, grad, mask)]
+    place = f"{place_of(kernel, site, names)} + tl.zeros_like({shape}).to(tl.int32)"
+    return [*lines, *add_at(kernel, site, place, grad, mask)]
 
 
-def _add_at(kernel: Any, site: ScatterSite, place: str, grad: str, mask: str) -> list[str]:
+def add_at(kernel: Any, site: ScatterSite, place: str, grad: str, mask: str) -> list[str]:
     """Lines that add values at such offsets."""
     pointer = kernel.args.input(site.buffer)
     if site.row is not None:
