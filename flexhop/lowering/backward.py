@@ -6,15 +6,18 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
+
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import inductor
 from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.emission.sums import Reads, gather, score_sizes
+from flexhop.lowering.mods.captured import felt_sites
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
-from flexhop.ops.args import BackwardArgs, unpack_sites
+from flexhop.ops.args import BackwardArgs, learned_captures, unpack_sites
 
 
 def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
@@ -31,7 +34,9 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         [args.query, args.key, args.value, args.grad_out]
     )
     args = args._replace(query=query, key=key, value=value, grad_out=grad_out)
-    facts = read_joint(args.joint, args.sites, score_sizes(query, key))
+    moves_lse = args.grad_lse is not None
+    sites = felt_sites(args.joint, unpack_sites(args.sites), moves_lse=moves_lse)
+    facts = read_joint(args.joint, sites, score_sizes(query, key))
     problem = read_problem(args, mods, grad=facts)
     show_problem("backward", problem)
     options = user_options(args.options)
@@ -41,7 +46,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
     reads = Reads(
-        args.joint, unpack_sites(args.sites), args.score_captures, 2,
+        args.joint, sites, args.score_captures, 2,
         is_reproducible=bool(args.options.get("deterministic")), own=facts.own_entries,
         visits_all=problem.blocks is None,
     )  # fmt: skip
@@ -58,5 +63,16 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         grads = fallback.attempt(f"backward, {choice.dialect.title}", emit, problem)
         if grads is not None:
             fakes = BackwardArgs(*inline.fake_operands()).score_captures
-            return (*grads, list(gathered.values(fakes).values()))
+            values = gathered.values(fakes)
+            learned = learned_captures(args.sites)
+            return (
+                *grads,
+                [values[i] if i in values else _zeros(score_captures[i]) for i in learned],
+            )
     return chunked.lower_attention_backward(*operands)
+
+
+def _zeros(like: Any) -> Any:
+    """The gradient of a captured tensor that no result depends on."""
+    size, of = list(like.get_size()), {"dtype": like.get_dtype(), "device": like.get_device()}
+    return inductor.call_lowering(torch.ops.aten.full.default, size, 0.0, **of)

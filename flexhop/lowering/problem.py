@@ -147,8 +147,9 @@ class GradFacts(NamedTuple):
     has_score_grad: whether the derivative differs from 1. grad_cost: instructions per score.
     grad_reads_score: whether it, or the gradient of a captured tensor, depends on the score.
     grad_has_functions: whether these need more than sums and products. captured_reads: the reads
-    of captured tensors that need gradients. own_entries: those tensors, by position, in which each
-    score has an entry of its own, read once, and pairs have entries.
+    of captured tensors that need gradients. queries_meet: whether different queries of a head may
+    read one entry of such a tensor that all keys of a query read. own_entries: those tensors, by
+    position, in which each score has an entry of its own, read once, and pairs have entries.
     """
 
     has_score_grad: bool = True
@@ -156,6 +157,7 @@ class GradFacts(NamedTuple):
     grad_reads_score: bool = True
     grad_has_functions: bool = False
     captured_reads: tuple[ReadBy, ...] = ()
+    queries_meet: bool = False
     own_entries: frozenset[int] = frozenset()
 
     @property

@@ -16,13 +16,14 @@ from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
 from flexhop.lowering.fallback import known_failures
 from flexhop.lowering.mods.caps import foldable_scale
+from flexhop.lowering.mods.captured import felt_sites
 from flexhop.lowering.mods.lower import read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable.kernels import adders
 from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
 from flexhop.lowering.tangents import describe_second
-from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs, unpack_sites
 from flexhop.ops.graphs.subgraphs import (
     Joint,
     needs_grad,
@@ -64,14 +65,16 @@ class Survey(NamedTuple):
 
 
 def survey(
-    args: AttentionArgs | CachedArgs, device: Device, *, value_is_key: bool = False
-) -> Survey:
+    args: AttentionArgs | CachedArgs, device: Device, *, value_is_key: bool = False,
+    moves_lse: bool = True,
+) -> Survey:  # fmt: skip
     """Survey a call whose operands are fake tensors and graphs.
 
     Args:
         args: the operands.
         device: the GPU to plan for.
         value_is_key: whether value is a view of key's first columns.
+        moves_lse: whether the call's results depend on lse.
 
     Raises:
         FlexhopError: as compiling the call would raise.
@@ -88,7 +91,11 @@ def survey(
     cap_scale = foldable_scale(args, has_texts=args.query.dtype.itemsize == 2)
     mods = read_mods(decompose(score), decompose(mask), cap_scale=cap_scale)
     sizes = (*args.query.shape[:3], args.key.shape[2])
-    grad = UNREAD if joint is None else read_joint(decompose(joint.joint), joint.sites, sizes)
+    grad = UNREAD
+    if joint is not None:
+        graph = decompose(joint.joint)
+        sites = felt_sites(graph, unpack_sites(joint.sites), moves_lse=moves_lse)
+        grad = read_joint(graph, sites, sizes)
     problem = read_tensor_problem(args, device, mods, grad, value_is_key=value_is_key)
     options = user_options(args.options)
     has_kernels = problem.dtype != torch.float64  # chunked.py lowers it

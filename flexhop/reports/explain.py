@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,7 +122,11 @@ def explain(
         keywords["page_table"] = PageTable(next(tables), page_table.page_size, next(tables))
     with hop.without_modes():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
-        found = dry_run.survey(args, device, value_is_key=begins_with(tensors[1], tensors[2]))
+        wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+        found = dry_run.survey(
+            args, device, value_is_key=begins_with(tensors[1], tensors[2]),
+            moves_lse=wants_lse or sinks is not None,
+        )  # fmt: skip
         mask = None if block_mask is None else _describe_mask(_as_lists(block_mask))
         report = _report(args, found, mask)
     if query.device.type == "cpu" and capability is None:
@@ -358,17 +362,18 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
 
 def _note_of_captured(found: Any, *, is_exact: bool) -> str:
     """How gradients of captured tensors come about; found: a Survey."""
-    kernels, is_one = " and ".join(found.adders), len(found.adders) == 1
+    names = " and ".join(found.adders)
+    kernels, s = (f"{names} kernel", "s") if len(found.adders) == 1 else (f"{names} kernels", "")
     if not found.problem.grad.adds_captured:
         return (
-            f"The {kernels} {'kernel stores' if is_one else 'kernels store'} the gradients of captured tensors, because each score "
-            "reads entries of its own."
+            f"The {kernels} store{s} the gradients of captured tensors, because each score reads "
+            "entries of its own."
         )
     if is_exact:
         return "Gradients of captured tensors are summed exactly, as integers."
     return (
-        f"The {kernels} {'kernel adds' if is_one else 'kernels add'} gradients of captured tensors atomically: their last bits "
-        "differ from run to run."
+        f"The {kernels} add{s} gradients of captured tensors atomically: their last bits differ "
+        "from run to run."
     )
 
 

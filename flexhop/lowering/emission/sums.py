@@ -22,9 +22,8 @@ _BY_PAIR = ("distance", "score")  # an entry for a pair of query and key
 # to eleven bits at most, and so many of them to a few more.
 _MANY_SCORES = {2: 2**14, 4: 64, 8: 64}
 _MOST_COPIES = 128  # templates/printers/holes.py: a copy by query and key
-# Additions to one number. Copies make them fewer, but a warp's additions to neighbouring numbers are
-# one access, to copies of them several. Scores whose sums stay in a tile are added one by one; the
-# sums of a row, by whole warps at once.
+# Additions to one number. Copies make them fewer, but a warp's additions to neighbouring numbers
+# are one access, to copies of them several. Scores are added many at a time, sums of rows are not.
 _FEW_SCORES = 2**14
 _FEW_ROWS = 2**9
 _ROWS_OF_TILE = 64

@@ -152,9 +152,25 @@ def slower(problem: Problem) -> Iterator[str]:
     question = bits.long_question(problem, bits.of_keys(problem), _COSTLY_MASK)
     if question and width(problem) == 64:
         yield f"{question} the portable kernels are faster"
+    if _adds_rows(problem):
+        yield "the portable kernels sum in registers what a query adds to captured tensors"
     fewest = _fewest_queries(problem, tiles)
     if problem.query_len < fewest:
         yield f"below {fewest} queries its setup and post-processing dominate"
+
+
+def _adds_rows(problem: Problem) -> bool:
+    """Whether sums over keys cost more than what the kernel saves.
+
+    It owns keys, so each warp adds them to memory in each step. At 128 columns this pays for one
+    number of a query, unless queries meet: their sums are compared first. The portable kernels
+    have no sums by distance.
+    """
+    reads = problem.grad.captured_reads
+    if "query" not in reads or "distance" in reads or width(problem) > _LARGEST_OWN:
+        return problem.grad.queries_meet
+    is_one = reads.count("query") == 1 and "key" not in reads and not problem.grad.queries_meet
+    return width(problem) == 64 or not is_one
 
 
 def _fewest_queries(problem: Problem, tiles: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch import fx
 
 from flexhop.analysis import INDICES, Analysis, Coordinate, Form, quotient_of
 from flexhop.compat.kernels import inductor
@@ -27,6 +28,14 @@ _BY: dict[tuple[bool, bool], ReadBy] = {
 
 
 _TILE = 128  # most queries or keys of a tile
+
+aten = torch.ops.aten
+_QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
+# What multiplies one operand by a number: f(a x) = a f(x).
+_SCALES = {
+    *_QUOTIENTS, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+}  # fmt: skip
 
 
 class SiteFacts(NamedTuple):
@@ -80,6 +89,41 @@ def site_facts(joint: Any, site: Site) -> SiteFacts:
 def read_sites(joint: Any, sites: Sequence[Site]) -> tuple[ReadBy, ...]:
     """For every site of a joint graph, which scores read the same entry."""
     return tuple(site_facts(joint, site).by for site in sites)
+
+
+def queries_meet(joint: Any, sites: Sequence[Site]) -> bool:
+    """Whether different queries of a head may read one entry that all keys of a query read."""
+    facts = (site_facts(joint, site) for site in sites)
+    return any(found.by == "query" and found.repeats for found in facts)
+
+
+def felt_sites(joint: Any, sites: Sequence[Site], *, moves_lse: bool) -> tuple[Site, ...]:
+    """The sites whose gradients are not 0 whatever the operands are.
+
+    A number that is added to all scores of a query cancels in the softmax. It moves lse alone.
+
+    Args:
+        joint, sites: of the gradient.
+        moves_lse: whether anything depends on lse.
+    """
+    return tuple(s for s in sites if moves_lse or not _shifts_rows(joint, s))
+
+
+def _shifts_rows(joint: Any, site: Site) -> bool:
+    """Whether an entry is added to all scores of a query, times a number of the query's own."""
+    found = analysed(joint, JOINT)
+    reads_key = positions_of(found, [found.mod.results[i] for i in site.indices])[1]
+    value, grad = found.mod.results[site.value], found.mod.inputs["grad"]
+    while not reads_key and value is not grad:
+        if not isinstance(value, fx.Node) or value.target not in _SCALES:
+            return False
+        moving = [x for x in value.all_input_nodes if "grad" in found.forms.of_all([x])]
+        rest = [x for x in value.all_input_nodes if x not in moving]
+        is_scaled = len(moving) == 1 and not positions_of(found, rest)[1]
+        if not is_scaled or (value.args[0] is not moving[0] and value.target in _QUOTIENTS):
+            return False
+        value = moving[0]
+    return not reads_key
 
 
 def own_entries(joint: Any, sites: Sequence[Site], sizes: Sequence[Any]) -> frozenset[int]:

@@ -22,14 +22,14 @@ from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph,
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
-from flexhop.lowering.mods.captured import own_entries, read_sites
+from flexhop.lowering.mods.captured import own_entries, queries_meet, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.rows import row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
-from flexhop.ops.args import Site, unpack_sites
+from flexhop.ops.args import Site
 from flexhop.templates.printers.holes import DISTANCE
 
 aten = torch.ops.aten
@@ -153,26 +153,26 @@ def read_mods(
 
 
 def read_joint(
-    joint: Any, sites: tuple[int, ...] = (), sizes: Sequence[Any] | None = None
+    joint: Any, sites: Sequence[Site] = (), sizes: Sequence[Any] | None = None
 ) -> GradFacts:
     """The facts of a joint graph.
 
     Args:
         joint: the graph.
-        sites: see BackwardArgs.
+        sites: those that get gradients.
         sizes: [B, Hq, M, N], if sites are given.
     """
     found = analysed(joint, JOINT)
     reads_score = "score" in found.forms.of_all(found.mod.results)
     is_additive = found.mod.result is found.mod.inputs["grad"]  # the derivative is 1
-    given = unpack_sites(sites)
     return GradFacts(
         has_score_grad=not is_additive,
         grad_cost=found.instructions(),
         grad_reads_score=reads_score,
         grad_has_functions=any(map(is_function, found.mod.operators)),
-        captured_reads=read_sites(joint, given),
-        own_entries=frozenset() if sizes is None else own_entries(joint, given, sizes),
+        captured_reads=read_sites(joint, sites),
+        queries_meet=queries_meet(joint, sites),
+        own_entries=frozenset() if sizes is None else own_entries(joint, sites, sizes),
     )
 
 

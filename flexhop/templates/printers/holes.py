@@ -39,7 +39,9 @@ class ScatterSite(NamedTuple):
     is_own: bool = False  # whether no other score adds to its entry, so that it is stored
     is_row: bool = False  # whether neighbouring keys have neighbouring entries
     copies: int = 1  # of each entry, a power of two; neighbouring scores add to different ones
-    kept: str | None = None  # dtype of a row's sum in registers, which is added after the last tile
+    kept: str | None = (
+        None  # dtype of a row's sum in registers, which is added after the last tile
+    )
     shared_axis: int | None = None  # along it, scores of a tile have one entry (1: of a query) ..
     shared_indices: tuple[int, ...] = ()  # .. if these indices are the same in all of the tile
     groups: tuple[int, int] | None = None  # of queries and keys whose scores may have one entry
@@ -67,7 +69,9 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
     lines += map(lambda n, name: kernel.modification(n, name, **inputs), site.indices, names)
     lines.append(f"{grad} = tl.where(keep, {grad}, 0.0)")
     if site.kept is not None:
-        return "\n".join([*lines, f"{grad}_sum = tl.sum({grad}, 1, keep_dims=True).to({site.kept})"])
+        return "\n".join(
+            [*lines, f"{grad}_sum = tl.sum({grad}, 1, keep_dims=True).to({site.kept})"]
+        )
     if site.groups is not None:
         return "\n".join([*lines, *_add_groups(kernel, site, names, grad, site.groups)])
     if site.shared_axis is None:
@@ -95,7 +99,9 @@ def _add_groups(
         same.append(f"{name}_same")
         lines.append(f"{first[-1]}, {same[-1]} = of_groups({name}, {side}, {groups[side]})")
     total = f"{grad}_sum"
-    place = f"{place_of(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"
+    place = (
+        f"{place_of(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"
+    )
     together = [
         f"{total} = sum_groups({grad}, {groups[0]}, {groups[1]})",
         *add_at(kernel, site, place, total, "None"),
@@ -125,7 +131,7 @@ def place_of(
 
 
 def copy_of(site: ScatterSite, q_idx: str = "q_idx", kv_idx: str = "kv_idx") -> str:
-    """The copy, modulo their number, to which a score adds, or a sum over keys, queries, or both."""
+    """The copy, modulo their number, to which a score adds, or a sum of scores."""
     if site.uses_q_idx and site.uses_kv_idx:
         return _COPY_OF_SCORE
     row = q_idx if site.uses_q_idx else kv_idx

@@ -1,7 +1,7 @@
 """Inductor: the holes for gradients of captured tensors that portable kernels sum in registers.
 
-A program owns some queries, or some keys, and visits tiles of the others. What all scores of one of
-its rows add to is a sum over the second axis of each tile. It is added to memory once, at the end.
+A program owns some queries, or some keys, and visits tiles of the others. What all scores of one
+of its rows add to is a sum over the second axis of each tile. It is added to memory at the end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def _kept(sites: Sites) -> list[tuple[int, ScatterSite]]:
 
 
 def start(kernel: Any, sites: Sites, rows: str) -> str:
-    """The line that makes the empty sums, a tuple of [rows, 1]."""
+    """The line after, which makes the empty sums, a tuple of [rows, 1]."""
     del kernel
     zeros = "".join(f"tl.zeros([{rows}, 1], {site.kept}), " for _, site in _kept(sites))
-    return f"sums = ({zeros})" if zeros else ""
+    return f"\nsums = ({zeros})" if zeros else ""
 
 
 def also(kernel: Any, sites: Sites) -> str:
@@ -42,12 +42,12 @@ def keep(kernel: Any, sites: Sites) -> str:
     del kernel
     kept = _kept(sites)
     totals = "".join(f"sums[{i}] + grad_{number}_sum, " for i, (number, _) in enumerate(kept))
-    return f"return ({totals})" if kept else ""
+    return f"\nreturn ({totals})" if kept else ""
 
 
 def add(kernel: Any, sites: Sites, rows: str) -> str:
-    """The line that adds the sums to memory; rows: b, h, q_idx, kv_idx, and which rows exist."""
-    return f"add_row_sums({kernel.gen_argdefs()}, sums, {rows})" if _kept(sites) else ""
+    """The line after, which adds the sums to memory; rows: b, h, q_idx, kv_idx, which exist."""
+    return f"\nadd_row_sums({kernel.gen_argdefs()}, sums, {rows})" if _kept(sites) else ""
 
 
 def finish(kernel: Any, sites: Sites) -> str:

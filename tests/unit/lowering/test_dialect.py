@@ -270,6 +270,8 @@ ANY = KernelOptions(backend="hopper")
         {"has_score_mod": True, "reads_per_element": True},
         {"kv_batch_shared": True, "kv_heads": 8, "key_len": 4096},
         {"has_score_mod": True, "captured_reads": ("head", "key", "query", "distance")},
+        {"head_dim": 128, "has_score_mod": True, "captured_reads": ("head", "query")},
+        {"head_dim": 256, "has_score_mod": True, "captured_reads": ("key", "query")},
         {"head_dim": 128, "has_score_mod": True, "captured_reads": ("distance",)},
         {
             "head_dim": 128,
@@ -332,6 +334,9 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
         assert first.reason.endswith(f"; not the Hopper kernel: {reason}")
 
 
+ROWS = "the portable kernels sum in registers what a query adds to captured tensors"
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -355,6 +360,17 @@ def test_reasons_against_the_backward_kernel(facts, options, reason, backend):
             {"has_score_mod": True, "grad_cost": 86.0},
             "the gradient of score_mod takes about 86 instructions per score: above 60 the "
             "portable kernels are faster",
+        ),
+        ({"has_score_mod": True, "captured_reads": ("query",)}, ROWS),
+        ({"head_dim": 128, "has_score_mod": True, "captured_reads": ("query", "key")}, ROWS),
+        (
+            {
+                "head_dim": 128,
+                "has_score_mod": True,
+                "captured_reads": ("query",),
+                "queries_meet": True,
+            },
+            ROWS,
         ),
     ],
 )
@@ -462,7 +478,7 @@ def test_scores_are_set_aside_where_their_gradient_is_cheap(facts, expected):
 
 
 @pytest.mark.parametrize(
-    ("reads", "shares_keys"), [(("head", "query", "key"), False), (("head", "distance"), True)]
+    ("reads", "shares_keys"), [(("head", "key"), False), (("head", "distance"), True)]
 )
 def test_learned_factors_have_the_backward_kernel(reads, shares_keys):
     gradient = {"has_score_grad": True, "grad_reads_score": True, "grad_has_functions": True}
@@ -595,7 +611,8 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_reads_per_element", "mask_pair_bytes", "is_tf32",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query", "score_uses_keys", "reads_captured",
-        "row_bytes", "own_entries",  # the kernels read and add whatever is captured
+        # The kernels read and add whatever is captured.
+        "row_bytes", "own_entries", "queries_meet",
         "takes_products",
         "cache",  # such calls have an operator of their own, without gradients
         "value_is_key",

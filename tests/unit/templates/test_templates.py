@@ -34,7 +34,7 @@ PARTS = sorted(
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
     "scatter_sites", "draw_kept", "dropped", "output_pointer", "start_sums", "add_captured",
-    "finish_captured", "add_sites", "finish_sites",
+    "finish_captured", "add_sites", "finish_sites", "row_sums",
 }  # fmt: skip
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
@@ -69,6 +69,11 @@ CACHED = {
     "cached_forward": "forward", "cached_decode": "decode", "cached_wide_decode": "decode",
 }  # fmt: skip
 
+# The parts of templates/printers/row_sums.py.
+ROW_SUMS = {
+    "start": "\nsums = ()", "also": ", sums", "take": "sums = ", "keep": "\nreturn sums",
+    "add": "\nadd_row_sums(ARGUMENTS, sums)", "finish": "pass",
+}  # fmt: skip
 # What stands in the holes below.
 STUBS = {"ARGUMENTS", "OUT"}
 
@@ -110,8 +115,8 @@ def _indented(text: str, width: int = 0) -> str:
     return text.replace("\n", "\n" + "    " * width)
 
 
-def rendered(text: str) -> str:
-    """A template with stubs in its holes."""
+def rendered(text: str, *, sums: bool = False) -> str:
+    """A template with stubs in its holes; sums: with those of rows."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters["indent_except_first"] = _indented
     body = environment.from_string(text).render(
@@ -123,6 +128,7 @@ def rendered(text: str) -> str:
         store_output=_store_output,
         modification=_modification,
         scatter_sites=lambda *more: "pass",
+        row_sums=lambda part, *rows: ROW_SUMS[part] if sums or part == "finish" else "",
         draw_kept=lambda q_idx, kv_idx: "",
         dropped=lambda value: value,
         output_pointer=lambda: "OUT",
@@ -210,6 +216,13 @@ def test_what_some_calls_need_reads_no_constants(extra):
 def test_gradients_of_captured_tensors_read_no_other_constants():
     text = rendered(source("hopper_backward", CAPTURED))
     assert _free_names(text) == _constants("hopper_backward")
+
+
+@pytest.mark.parametrize("kernel", ["grad_query", "grad_key_value"])
+def test_sums_of_rows_read_no_other_constants(kernel):
+    text = rendered(source(kernel, ("mods/row_sums",)), sums=True)
+    assert text.count("sums = tile_grad(") == text.count("    add_row_sums(") == 1
+    assert _free_names(text) == _constants(kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
