@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy
 
-from flexhop.templates.printers.holes import INDEX_NAMES, ScatterSite, as_factor, copy_of
+from flexhop.templates.printers.holes import COPY_OF_PROGRAM, INDEX_NAMES, ScatterSite, as_factor
 
 __all__ = ["add", "add_sites", "finish", "finish_sites", "start"]
 
@@ -117,8 +117,8 @@ def _locate(
         lines.append(kernel.modification(subgraph, name, **inputs))
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
         offset += f" + {name}.to({wide}) * {as_factor(size)}"
-    if site.copies > 1:
-        offset += f" + ({copy_of(site, q_idx, kv_idx)} & {site.copies - 1})"
+    if site.copies > 1:  # a warp merges what it adds to equal entries, so that it has one copy
+        offset += f" + ({COPY_OF_PROGRAM} & {site.copies - 1})"
     return lines, offset
 
 

@@ -17,7 +17,7 @@ Expr = int | sympy.Expr
 # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
 _COPY_OF_SCORE = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
 # A program's neighbours work on other rows, or on the same rows of another head.
-_COPY_OF_PROGRAM = "tl.program_id(0)"
+COPY_OF_PROGRAM = "tl.program_id(0)"
 
 
 class ScatterSite(NamedTuple):
@@ -125,18 +125,17 @@ def place_of(
         size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
         place += f" + {name}{wide} * {as_factor(size)}"
     if site.copies > 1:
-        copy = _COPY_OF_PROGRAM if by_program else copy_of(site)
+        copy = COPY_OF_PROGRAM if by_program else copy_of(site)
         place += f" + ({copy} & {site.copies - 1})"
     return place
 
 
-def copy_of(site: ScatterSite, q_idx: str = "q_idx", kv_idx: str = "kv_idx") -> str:
+def copy_of(site: ScatterSite) -> str:
     """The copy, modulo their number, to which a score adds, or a sum of scores."""
     if site.uses_q_idx and site.uses_kv_idx:
         return _COPY_OF_SCORE
-    row = q_idx if site.uses_q_idx else kv_idx
-    is_row = site.uses_q_idx or site.uses_kv_idx
-    return f"{row} + {_COPY_OF_PROGRAM} * 5" if is_row else _COPY_OF_PROGRAM
+    row = {(True, False): "q_idx + ", (False, True): "kv_idx + "}
+    return row.get((site.uses_q_idx, site.uses_kv_idx), "") + COPY_OF_PROGRAM
 
 
 def _add(
