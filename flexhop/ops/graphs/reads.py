@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat.operators import hop
 from flexhop.compat.sizes import hint_of
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.ops.graphs.examples import NUM_INDICES
@@ -18,7 +17,7 @@ from flexhop.ops.graphs.examples import NUM_INDICES
 aten = torch.ops.aten
 NUM_SCORE_INPUTS = 1 + NUM_INDICES
 _SHAPES = (aten.expand.default, aten.view.default, aten.reshape.default, aten.unsqueeze.default)
-MAX_ROW = 16  # elements of a row read at once, such as a position in space: each becomes a site
+MAX_ROW = 64  # elements of a row read at once, such as a position in space: each becomes a site
 
 
 def compose_reads(graph: fx.GraphModule) -> None:
@@ -135,51 +134,11 @@ def _ready(node: fx.Node, known: dict[fx.Node, fx.Node]) -> bool:
     return all(source in known for source in node.all_input_nodes)
 
 
-def rows_of_numbers(node: fx.Node, per_element: set[fx.Node]) -> dict[fx.Node, bool]:
-    """Let a mod that computes with all of a short tensor compute with its numbers, side by side.
-
-    Numbers have gradients. `bias` in `score + bias`, of one number, is such a tensor.
-
-    Args:
-        node: a differentiable tensor that depends on no score.
-        per_element: the nodes that depend on the score or its indices.
-
-    Returns:
-        New nodes, and whether each belongs to those that depend on the score.
-    """
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not value.dim() or not value.is_floating_point():
-        return {}
-    users = [u for u in node.users if u in per_element and _elements_read(u) is None]
-    users = [user for user in users if user.target is not aten.detach.default]
-    if not users or not 0 < math.prod(map(hint_of, value.shape)) <= MAX_ROW:
-        return {}
-    shape = [int(size) for size in value.shape]  # guards on a symbolic size
-    graph, made = node.graph, dict[fx.Node, bool]()
-
-    def call(target: Any, *args: Any, is_per_element: bool) -> fx.Node:
-        new = graph.call_function(target, args)
-        with hop.without_modes():
-            new.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
-        made[new] = is_per_element
-        return new
-
-    with graph.inserting_before(next(n for n in graph.nodes if n in users)):
-        flat = call(aten.reshape.default, node, [-1], is_per_element=False)
-        count = range(math.prod(shape))
-        parts = [call(aten.select.int, flat, 0, i, is_per_element=False) for i in count]
-        row = call(aten.stack.default, parts, is_per_element=True)
-        row = call(aten.view.default, row, shape, is_per_element=True)
-    for user in users:
-        user.replace_input_with(node, row)
-    return made
-
-
 class Read(NamedTuple):
     """One read of a captured tensor."""
 
     capture: int
-    node: fx.Node  # its value is the element, or the short row, that is read
+    node: fx.Node  # its value is the element, or the short row, that is read; or the whole tensor
     indices: tuple[fx.Node, ...]
     elements: tuple[tuple[int, ...], ...] = ((),)  # positions in the row; a scalar has one: ()
 
@@ -229,9 +188,9 @@ class SplitReads(NamedTuple):
             own = indices[start : start + len(read.indices)]
             start += len(read.indices)
             for element in read.elements:
+                device = read.node.meta["val"].device
                 places = [
-                    torch.full((), place, dtype=torch.int32, device=own[0].device)
-                    for place in element
+                    torch.full((), place, dtype=torch.int32, device=device) for place in element
                 ]
                 found += [*own, *places]
         return found
@@ -262,14 +221,12 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[Read]:
     for position, (capture, want) in enumerate(zip(placeholders, wanted, strict=True)):
         if not want:
             continue
-        if capture.meta["val"].dim() == 0:
-            reads.append(Read(position, capture, ()))
-            continue
-        for user in capture.users:
-            if user.target is aten.detach.default:
-                continue
-            elements = _elements_read(user)
-            if elements is None:
+        users = [user for user in capture.users if user.target is not aten.detach.default]
+        read = {user: _elements_read(user) for user in users}
+        if None in read.values():
+            whole = _elements_of(capture)
+            if whole is None:
+                user = next(user for user, elements in read.items() if elements is None)
                 raise UnsupportedFeatureError(
                     feature=f"score_mod applies {user.target} to a captured tensor that needs a "
                     "gradient; this",
@@ -277,17 +234,23 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[Read]:
                     f"must read one element or a row of at most {MAX_ROW}",
                     hint="Index the tensor down to one element, or detach it",
                 )
-            reads.append(Read(position, user, tuple(user.args[1]), elements))
+            reads.append(Read(position, capture, (), whole))
+            read = {user: elements for user, elements in read.items() if elements is not None}
+        reads += [Read(position, n, tuple(n.args[1]), elements) for n, elements in read.items()]
     return reads
 
 
 def _elements_read(user: fx.Node) -> tuple[tuple[int, ...], ...] | None:
     """Positions in the row that an index operation reads; None for any other operation."""
-    if user.target is not aten.index.Tensor or not _is_scalar_read(user):
+    is_read = user.target is aten.index.Tensor and _is_scalar_read(user)
+    return _elements_of(user) if is_read else None
+
+
+def _elements_of(node: fx.Node) -> tuple[tuple[int, ...], ...] | None:
+    """Positions in a row; None if it is not short."""
+    if math.prod(map(hint_of, node.meta["val"].shape)) > MAX_ROW:
         return None
-    shape = [int(size) for size in user.meta["val"].shape]  # guards on a symbolic size
-    if math.prod(shape) > MAX_ROW:
-        return None
+    shape = [int(size) for size in node.meta["val"].shape]  # guards on a symbolic size
     return tuple(itertools.product(*map(range, shape)))
 
 

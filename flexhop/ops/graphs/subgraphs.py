@@ -35,12 +35,12 @@ from flexhop.ops.graphs.examples import (
     score_examples,
 )
 from flexhop.ops.graphs.own_positions import read_at_own_positions
+from flexhop.ops.graphs.picks import pick_first
 from flexhop.ops.graphs.places import one_place_at_a_time
 from flexhop.ops.graphs.reads import (
     NUM_SCORE_INPUTS,
     compose_reads,
     part_of,
-    rows_of_numbers,
     split_reads,
 )
 
@@ -68,7 +68,9 @@ def trace_score(
         stops = contextlib.nullcontext() if is_pushed else DetachMode()
         with isolated_trace(query, *captures), IndexMode(), torch.enable_grad(), stops:
             examples = score_examples(query.device, score_dtype(query))
-            return trace_callable(score_mod, [*examples, *map(capture_like, captures)])
+            graph = trace_callable(score_mod, [*examples, *map(capture_like, captures)])
+        pick_first(graph)
+        return graph
 
     with torch.enable_grad():
         key = _trace_key(score_mod, query, captures, is_pushed=is_pushed)
@@ -295,9 +297,6 @@ def _hoist(
         new = one_place_at_a_time(node, per_element)
         per_element |= new
         differentiable |= new
-        made = rows_of_numbers(node, per_element)
-        differentiable |= made.keys()
-        per_element |= {new for new, is_per_element in made.items() if is_per_element}
     border = [
         node
         for node in graph.graph.nodes
