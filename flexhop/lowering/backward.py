@@ -43,7 +43,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     choices = list(candidates("backward", problem, options))
     if not choices:
         return chunked.lower_attention_backward(*operands)
-    joint = lower_joint(device, args.joint, score_captures, unpack_sites(args.sites))
+    joint, loops = lower_joint(device, args.joint, score_captures, sites)
     # Subgraphs of the kernel: score_mod, mask_mod, then the outputs of the joint graph.
     reads = Reads(
         args.joint, sites, args.score_captures, 2,
@@ -51,7 +51,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
         visits_all=problem.blocks is None,
     )  # fmt: skip
     gathered = gather(reads, args.query, args.key)
-    captured = gathered.captured
+    captured = gathered.captured.in_loops(loops, reads.first)
     # Without sites, kernels call the gradient of the score alone.
     joint = joint if captured.sites else joint[:1]
     captures = [*score_captures, *mask_captures]

@@ -37,8 +37,10 @@ from flexhop.options import debug
 from flexhop.templates.printers import row_sums
 from flexhop.templates.printers.holes import (
     DISTANCE,
+    ELEMENT,
     INDEX_NAMES,
     Dropout,
+    ElementLoop,
     ScatterSite,
     as_factor,
     draw_kept,
@@ -47,6 +49,7 @@ from flexhop.templates.printers.holes import (
 
 __all__ = [
     "Dropout",
+    "ElementLoop",
     "Expr",
     "ScatterSite",
     "SymbolicGridFn",
@@ -111,7 +114,7 @@ class TemplateKernel(TritonTemplateKernel):
         keywords: dict[str, Any] = {}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
-                name: torch.int32 if name in (*INDEX_NAMES, DISTANCE) else torch.float32
+                name: torch.int32 if name in (*INDEX_NAMES, DISTANCE, ELEMENT) else torch.float32
                 for name in inputs
             }
         return super().modification(subgraph_number, output_name, **keywords, **inputs)
@@ -135,9 +138,8 @@ class TemplateKernel(TritonTemplateKernel):
 
     def scatter_sites(self, *more: str) -> str:
         """Text that adds the gradient of every site to its buffer; more: inputs of `scatter`."""
-        return (
-            "\n".join(scatter(self, n, site, more) for n, site in enumerate(self._sites)) or "pass"
-        )
+        texts = (scatter(self, n, site, more) for n, site in enumerate(self._sites))
+        return "\n".join(filter(None, texts)) or "pass"
 
     @property
     def _sites(self) -> Sequence[ScatterSite]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from flexhop.compat.kernels import inductor
 from flexhop.lowering import fallback
+from flexhop.lowering.mods.loops import Loop
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
@@ -31,6 +32,17 @@ class Captured(NamedTuple):
 
     sums: Sequence[Any]
     sites: Sequence[inductor.ScatterSite]
+
+    def in_loops(self, loops: Sequence[Loop], first: int) -> Captured:
+        """The same, with the sites of rows in loops; first: number of the joint graph's first
+        output among the functions of a kernel."""
+        sites = list(self.sites)
+        for loop in loops:
+            numbers = (first + loop.value, tuple(first + i for i in loop.indices))
+            for n in range(loop.first, loop.first + loop.count):
+                count = loop.count if n == loop.first else 0
+                sites[n] = sites[n]._replace(loop=inductor.ElementLoop(count, *numbers))
+        return self._replace(sites=sites)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

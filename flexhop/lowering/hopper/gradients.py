@@ -134,7 +134,7 @@ class _Gradients:
         key: Any = args.key
         device, captures = inductor.device_of(key), inductor.realize(args.score_captures)
         try:
-            gradient = lower_joint(device, joint, captures, ())
+            gradient = lower_joint(device, joint, captures, ()).functions
         except ModLoweringError:
             return  # the backward pass will raise it, if there is one
         with (

@@ -26,11 +26,12 @@ from flexhop.lowering.mods.captured import own_entries, queries_meet, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
+from flexhop.lowering.mods.loops import Loop, with_loops
 from flexhop.lowering.mods.rows import row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
-from flexhop.templates.printers.holes import DISTANCE
+from flexhop.templates.printers.holes import DISTANCE, ELEMENT
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -205,14 +206,27 @@ def position_sizes(sizes: Sequence[Any] | None = None) -> dict[str, Any]:
     return dict(zip(INDICES, sizes, strict=True))
 
 
+class LoweredJoint(NamedTuple):
+    """A joint graph, lowered.
+
+    functions: gradient of the score, values and indices of the sites, then those of the loops.
+    """
+
+    functions: list[Any]
+    loops: tuple[Loop, ...]
+
+
 def lower_joint(
     device: torch.device, joint: Any, captures: Sequence[Any], sites: Sequence[Site]
-) -> list[Any]:
-    """Lower the joint graph: gradient of the score, then values and indices of the sites."""
+) -> LoweredJoint:
+    """Lower the joint graph."""
     inputs = score_inputs(device, "grad_score")
     fast = cheaper(kernel_graph(joint, JOINT), JOINT)
-    safe = wrap_reads(fast, JOINT, position_sizes(), sites)
-    return pointwise.lower(safe, [*inputs, *captures], "the gradient of score_mod")
+    safe, loops = with_loops(wrap_reads(fast, JOINT, position_sizes(), sites), sites)
+    given = [*inputs, *captures]
+    if loops:
+        given.append(inductor.placeholder(ELEMENT, torch.int32, device))
+    return LoweredJoint(pointwise.lower(safe, given, "the gradient of score_mod"), loops)
 
 
 def is_identity(score: Any) -> bool:

@@ -78,7 +78,7 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     """What the kernels for query, and those for key and value, add to captured gradients.
 
     A program owns queries, or keys. What all scores of such a row add to, it sums in registers.
-    Kernels of heads in pieces have none to spare.
+    Kernels of heads in pieces have none to spare, nor has any for the elements of a long row.
     """
     if problem.is_wide:
         return captured, Captured((), ())
@@ -88,7 +88,8 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
         if site.uses_q_idx and site.uses_kv_idx:
             by_query.append(site)
         else:
-            (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=dtype))
+            kept = None if site.loop is not None else dtype
+            (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=kept))
     return Captured(captured.sums, by_query), Captured(captured.sums, by_key)
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,23 @@ import sympy
 
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 DISTANCE = "distance"  # q_idx - kv_idx, for kernels that compute it by themselves
+ELEMENT = "element"  # of a row, in a loop over its elements
 Expr = int | sympy.Expr
 # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
 _COPY_OF_SCORE = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
 # A program's neighbours work on other rows, or on the same rows of another head.
 COPY_OF_PROGRAM = "tl.program_id(0)"
+
+
+class ElementLoop(NamedTuple):
+    """The functions of all sites of a row: of the number of the element, too.
+
+    count: of sites, at the first of them; 0 at the others, which the loop contains.
+    """
+
+    count: int
+    value: int  # as in ScatterSite
+    indices: tuple[int, ...]
 
 
 class ScatterSite(NamedTuple):
@@ -46,6 +59,7 @@ class ScatterSite(NamedTuple):
     shared_indices: tuple[int, ...] = ()  # .. if these indices are the same in all of the tile
     groups: tuple[int, int] | None = None  # of queries and keys whose scores may have one entry
     sides: tuple[int | None, ...] = ()  # axis of a tile along which each index moves
+    loop: ElementLoop | None = None  # which portable kernels run in place of the site
 
 
 def as_factor(text: str) -> str:
@@ -62,6 +76,8 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
         site: how it is added.
         more: further inputs of its functions.
     """
+    if site.loop is not None:
+        return _in_loop(kernel, number, site, site.loop, more)
     inputs = {name: name for name in ("score", *INDEX_NAMES, "grad_score", *more)}
     grad = f"grad_{number}"
     lines = [kernel.modification(site.value, grad, **inputs)]
@@ -84,6 +100,17 @@ def scatter(kernel: Any, number: int, site: ScatterSite, more: tuple[str, ...] =
     alone = _add(kernel, site, names, grad, ())
     lines += _either(same, together, alone)
     return "\n".join(lines)
+
+
+def _in_loop(
+    kernel: Any, number: int, site: ScatterSite, loop: ElementLoop, more: tuple[str, ...]
+) -> str:
+    """The text that adds the gradients of a row; empty at all of its sites but the first."""
+    if not loop.count:
+        return ""
+    of_one = site._replace(value=loop.value, indices=loop.indices, loop=None)
+    text = scatter(kernel, number, of_one, (*more, ELEMENT))
+    return f"for {ELEMENT} in tl.range(0, {loop.count}):\n{textwrap.indent(text, '    ')}"
 
 
 def _add_groups(
