@@ -16,7 +16,8 @@ __all__ = ["assert_all", "bound_of", "broadcast", "hint_of", "is_empty", "is_kno
 _LIMITS = (2**17, 2**20, 2**24, 2**31 - 1)
 _UNSEEN = 8192  # the hint of a size that data determine
 
-LONGEST_ROW = 64  # most elements of a sum in a kernel; the longest row that gets gradients
+LONGEST_ROW = 16  # elements of a row; what kernels compute with more becomes a table, if it can
+LONGEST_SUM = 64  # most elements of a sum in a kernel, which adds them one by one
 
 
 def bound_of(size: int | torch.SymInt) -> int | None:

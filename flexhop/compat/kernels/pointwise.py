@@ -18,7 +18,7 @@ from flexhop.compat.kernels.inductor import hint
 from flexhop.compat.kernels.once import remembered
 from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS
 from flexhop.compat.mods.location import line_of
-from flexhop.compat.sizes import LONGEST_ROW
+from flexhop.compat.sizes import LONGEST_SUM
 from flexhop.errors import ModLoweringError
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ class _ModLowering(PointwiseSubgraphLowering):
 
 def _settle(sizes: Sequence[Any]) -> None:
     """Make the symbolic lengths of a short row static: its sum has as many terms."""
-    if math.prod(hint(size) for size in sizes) <= LONGEST_ROW:
+    if math.prod(hint(size) for size in sizes) <= LONGEST_SUM:
         V.graph.sizevars.guard_int_seq(sizes)
 
 
@@ -69,7 +69,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     try:
         # Short reductions, such as over a position in space, become sums of terms.
         with (
-            config.patch(unroll_reductions_threshold=LONGEST_ROW + 1),
+            config.patch(unroll_reductions_threshold=LONGEST_SUM + 1),
             # A broadcast of a long expression would ask for a buffer of its own.
             mock.patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *a, **k: False),
             V.set_graph_handler(lowering),

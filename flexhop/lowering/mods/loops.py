@@ -15,11 +15,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from flexhop.analysis import copied
+from flexhop.analysis import copied, elements_of, reached
 from flexhop.ops.args import Site
 
 aten = torch.ops.aten
-_FEWEST = 17  # elements of a row; gradients of fewer are written out
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+_MANY = 17  # elements of a row; gradients of fewer are written out, unless each is long
+_FEW = 4  # elements; of these, all gradients are written out
+_LONG = 64  # terms that the gradient of an element adds up
 
 
 class Loop(NamedTuple):
@@ -90,11 +93,26 @@ def _rows(graph: fx.GraphModule, sites: Sequence[Site]) -> Iterator[tuple[int, f
         found = parts[number : number + count]
         same = {(s.capture, s.indices[: len(s.indices) - len(shape)])
                 for s in _with_outputs(sites[number : number + count], outputs)}  # fmt: skip
-        if row is not None and count >= _FEWEST and found == expected and len(same) == 1:
+        is_row = row is not None and found == expected and len(same) == 1
+        if row is not None and is_row and _pays(row, count):
             yield number, row
             number += count
         else:
             number += 1
+
+
+def _pays(row: fx.Node, count: int) -> bool:
+    """Whether a loop is better than the gradients of all elements, one after the other."""
+    return count >= _MANY or (count > _FEW and sum(map(_terms, reached(row))) >= _LONG)
+
+
+def _terms(node: fx.Node) -> int:
+    """How many terms an operator adds up."""
+    sizes = [elements_of(source) for source in node.all_input_nodes]
+    if node.target in _PRODUCTS:
+        left, right = (n.meta["val"].shape for n in node.all_input_nodes[-2:])
+        return math.prod(left) * right[-1] if left[-1] > 1 else 0
+    return max(sizes) if sizes and max(sizes) > elements_of(node) else 0
 
 
 def _with_outputs(sites: Sequence[Site], outputs: Sequence[Any]) -> Iterator[Site]:

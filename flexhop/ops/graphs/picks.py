@@ -61,8 +61,14 @@ def _picked(node: fx.Node) -> tuple[fx.Node | None, Picks]:
         source, indices = cast("tuple[fx.Node, Sequence[fx.Node | None]]", node.args)
         if all(index is None or _is_place(index) for index in indices):
             rest = source.meta["val"].dim() - len(indices)
-            return source, (*indices, *[None] * rest)
+            return source, (*map(_plain, indices), *[None] * rest)
     return None, ()
+
+
+def _plain(index: fx.Node | None) -> Any:
+    """An index, as a number if it is one."""
+    is_number = index is not None and index.target is aten.full.default and not index.args[0]
+    return index.args[1] if is_number and type(index.args[1]) is int else index
 
 
 def _is_place(index: fx.Node) -> bool:
@@ -373,11 +379,13 @@ def _along(pick: _Picker, node: fx.Node, picks: Picks) -> fx.Node | None:
     """Operators along one dimension, which keep it: softmax, sums so far."""
     source, dim, *more = cast("tuple[fx.Node, int, Any]", node.args)
     dim %= len(picks)
-    if picks[dim] is not None:
+    others = tuple(None if d == dim else p for d, p in enumerate(picks))
+    if picks[dim] is not None and not any(p is not None for p in others):
         return None
-    found = pick(source, picks)
     place = sum(p is None for p in picks[:dim])
-    return pick.call(node.target, found, place, *more, **node.kwargs)
+    found = pick.call(node.target, pick(source, others), place, *more, **node.kwargs)
+    kept = [None] * found.meta["val"].dim()
+    return pick(found, [*kept[:place], picks[dim], *kept[place + 1 :]])
 
 
 def _stacked(pick: _Picker, node: fx.Node, picks: Picks) -> fx.Node | None:

@@ -17,7 +17,7 @@ from flexhop.ops.graphs.examples import NUM_INDICES
 aten = torch.ops.aten
 NUM_SCORE_INPUTS = 1 + NUM_INDICES
 _SHAPES = (aten.expand.default, aten.view.default, aten.reshape.default, aten.unsqueeze.default)
-MAX_ROW = 64  # elements of a row read at once, such as a position in space: each becomes a site
+MAX_ROW = 256  # elements of a row read at once, such as weights of a layer: each becomes a site
 
 
 def compose_reads(graph: fx.GraphModule) -> None:

@@ -29,7 +29,7 @@ def distance(points, axes):
     return score_mod
 
 
-@pytest.mark.parametrize("row", [(3,), (2, 3), (MAX_ROW,)])
+@pytest.mark.parametrize("row", [(3,), (2, 3), (16,), (MAX_ROW,)])
 def test_short_rows(row):
     points, inputs = torch.randn(BATCH, LENGTH, *row, requires_grad=True), operands(grad=True)
     mod, mask = distance(points, tuple(range(-len(row), 0))), causal_mask()
@@ -51,7 +51,7 @@ def test_long_rows_are_refused_where_they_need_a_gradient():
     points = torch.randn(BATCH, LENGTH, MAX_ROW + 1)
     assert_same(lambda *x: flex_attention(*x, distance(points, -1)), operands(grad=True))
     points.requires_grad_()
-    with pytest.raises(UnsupportedFeatureError, match="a row of at most 16"):
+    with pytest.raises(UnsupportedFeatureError, match=f"a row of at most {MAX_ROW}"):
         compiled(flex_attention)(*operands(), distance(points, -1))
 
 
