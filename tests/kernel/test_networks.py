@@ -91,7 +91,7 @@ def test_kernels_have_one_loop_for_each_row_of_weights(monkeypatch):
     code = generate_code(lambda q, k, v: flexhop.flex_attention(q, k, v, mod), *tensors, grad=True)
     sums = code.kernel_with("grad_query_blocks").function_text("scatter_captured_grads")
     assert sums.count("for element in tl.range(0, 32):") == 3
-    assert sums.count("tl.atomic_add") == 4
+    assert sums.count("tl.atomic_add") == 3  # b2 is added to all scores of a row: it cancels
     assert len(sums.splitlines()) < 300
 
 

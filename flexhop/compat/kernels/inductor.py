@@ -36,11 +36,8 @@ from flexhop.compat.sizes import hint_of
 from flexhop.options import debug
 from flexhop.templates.printers import row_sums
 from flexhop.templates.printers.holes import (
-    DISTANCE,
-    ELEMENT,
-    INDEX_NAMES,
+    INTEGERS,
     Dropout,
-    ElementLoop,
     ScatterSite,
     as_factor,
     draw_kept,
@@ -49,7 +46,6 @@ from flexhop.templates.printers.holes import (
 
 __all__ = [
     "Dropout",
-    "ElementLoop",
     "Expr",
     "ScatterSite",
     "SymbolicGridFn",
@@ -114,8 +110,7 @@ class TemplateKernel(TritonTemplateKernel):
         keywords: dict[str, Any] = {}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
-                name: torch.int32 if name in (*INDEX_NAMES, DISTANCE, ELEMENT) else torch.float32
-                for name in inputs
+                name: torch.int32 if name in INTEGERS else torch.float32 for name in inputs
             }
         return super().modification(subgraph_number, output_name, **keywords, **inputs)
 

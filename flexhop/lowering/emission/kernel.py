@@ -13,6 +13,7 @@ from flexhop.lowering.mods.loops import Loop
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import Problem
 from flexhop.options import KernelOptions
+from flexhop.templates.printers.holes import ElementLoop
 
 
 class Output(NamedTuple):
@@ -41,7 +42,7 @@ class Captured(NamedTuple):
             numbers = (first + loop.value, tuple(first + i for i in loop.indices))
             for n in range(loop.first, loop.first + loop.count):
                 count = loop.count if n == loop.first else 0
-                sites[n] = sites[n]._replace(loop=inductor.ElementLoop(count, *numbers))
+                sites[n] = sites[n]._replace(loop=ElementLoop(count, *numbers))
         return self._replace(sites=sites)
 
 

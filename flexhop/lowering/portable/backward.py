@@ -85,11 +85,10 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     dtype = "tl.float64" if is_float32(problem) else "tl.float32"
     by_query, by_key = [], []
     for site in captured.sites:
-        if site.uses_q_idx and site.uses_kv_idx:
+        if (site.uses_q_idx and site.uses_kv_idx) or site.loop is not None:
             by_query.append(site)
         else:
-            kept = None if site.loop is not None else dtype
-            (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=kept))
+            (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=dtype))
     return Captured(captured.sums, by_query), Captured(captured.sums, by_key)
 
 

@@ -15,6 +15,7 @@ import sympy
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 DISTANCE = "distance"  # q_idx - kv_idx, for kernels that compute it by themselves
 ELEMENT = "element"  # of a row, in a loop over its elements
+INTEGERS = (*INDEX_NAMES, DISTANCE, ELEMENT)
 Expr = int | sympy.Expr
 # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
 _COPY_OF_SCORE = "(q_idx & 7) + (kv_idx >> 1 & 3) * 8 + (q_idx >> 3 & 3) * 32"
