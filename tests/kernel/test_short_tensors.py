@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.functional import kl_div
 
 import flexhop
+from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import vmapped
 from flexhop.offline import generate_code
 from flexhop.offline.interpret import Memory, interpret
@@ -134,3 +136,50 @@ def test_places_are_read_together(monkeypatch):
     torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
     grads = [leaf.grad for leaf in leaves]
     torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pytest.mark.parametrize("log_target", [False, True])
+def test_divergences_have_a_batching_rule(reduction, log_target):
+    """PyTorch has none: a mod took a loop over all scores."""
+    x, target = torch.randn(5, 3, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64)
+    target[0, 0] = 0.0
+
+    def divergence(x, target):
+        with IndexMode():
+            return kl_div(x, target, reduction=reduction, log_target=log_target)
+
+    found = torch.vmap(divergence)(x, target)
+    plain = [
+        kl_div(a, b, reduction=reduction, log_target=log_target)
+        for a, b in zip(x, target, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(plain))
+
+
+def test_logarithms_of_probabilities_have_a_batching_rule():
+    """Their gradients, too, are right in both tails."""
+    x = torch.cat([torch.linspace(-40, 12, 53), torch.tensor([1.0])]).double()
+
+    def probability(x):
+        with IndexMode():
+            return torch.special.log_ndtr(x)
+
+    torch.testing.assert_close(torch.vmap(probability)(x), probability(x), rtol=1e-12, atol=1e-30)
+    slopes = torch.vmap(torch.func.grad(probability))(x)
+    plain = torch.func.grad(lambda x: torch.special.log_ndtr(x).sum())(x)
+    torch.testing.assert_close(slopes, plain, rtol=1e-10, atol=1e-30)
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_divergences_and_probabilities_need_no_loop_over_scores():
+    tensors = [torch.randn(1, 2, 40, 16).requires_grad_() for _ in range(3)]
+
+    def mod(s, b, h, q, k):
+        both = torch.stack([s, -s])
+        given = torch.stack([s * 0 + 0.3, s * 0 + 0.7])
+        s = s + kl_div(both.log_softmax(0), given, reduction="sum")
+        return s + torch.special.log_ndtr(s)
+
+    flexhop.flex_attention(*tensors, mod).sum().backward()

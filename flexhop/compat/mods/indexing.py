@@ -263,8 +263,11 @@ def _named(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple
     return first, args[1] if len(args) > 1 else options[names[1]]
 
 
-# What mods do with a few numbers that they put together.
-_SHORT = {
+# Functions without a batching rule, or whose rule fails: most are of a few numbers put together.
+_WITHOUT_RULES = {
+    torch.special.log_ndtr: vmapped.log_ndtr,
+    torch.ops.aten.special_log_ndtr.default: vmapped.log_ndtr,
+    torch.nn.functional.kl_div: vmapped.kl_div,
     torch.ops.aten.cat.default: vmapped.concatenate,
     torch.ops.aten.index_put_.default: vmapped.put,
     torch.ops.aten.index_put.default: vmapped.put,
@@ -300,8 +303,8 @@ class IndexMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             if func.__name__ in _PAIRS:
                 args = _without_numbers(args)
-        elif func in _SHORT:
-            return _SHORT[func](*args, **(kwargs or {}))
+        elif func in _WITHOUT_RULES:
+            return _WITHOUT_RULES[func](*args, **(kwargs or {}))
         elif len(args) == 2 and vmapped.is_batched_with_symbol(*args):
             func, args = _without_symbol(func, args)
         elif func in _LOG_SIGMOIDS:

@@ -128,6 +128,38 @@ def log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.nn.functional.softplus(-x, threshold=40), torch.exp(-x.abs())
 
 
+def log_ndtr(x: Tensor) -> Tensor:
+    """`torch.special.log_ndtr` under any number of vmaps, for which it has no batching rule.
+
+    PyTorch (2.11 to 2.15) would compute element by element, and warn. Each branch is computed
+    where it is finite, so that neither spoils the gradient of the other.
+    """
+    if not is_mapped(x):
+        return torch.ops.aten.special_log_ndtr.default(x)
+    below, above = x.clamp(max=1) * 0.5**0.5, x.clamp(min=1) * 0.5**0.5
+    tail = torch.log(torch.special.erfcx(-below) / 2) - below * below
+    return torch.where(x < 1, tail, torch.log1p(-torch.erfc(above) / 2))
+
+
+def kl_div(input: Tensor, target: Tensor, *more: Any, **options: Any) -> Tensor:
+    """`torch.nn.functional.kl_div` under any number of vmaps; see `log_ndtr`."""
+    names = ("size_average", "reduce", "reduction", "log_target")
+    options |= dict(zip(names, more, strict=False))
+    is_old = any(options.get(name) is not None for name in names[:2])
+    if is_old or not (is_mapped(input) or is_mapped(target)):
+        return torch.nn.functional.kl_div(input, target, **options)
+    reduction, log_target = options.get("reduction", "mean"), options.get("log_target", False)
+    if log_target:
+        terms = target.exp() * (target - input)
+    else:
+        terms = torch.xlogy(target, target) - target * input
+    if reduction == "none":
+        return terms
+    if reduction == "batchmean":
+        return terms.sum() / input.size(0)
+    return terms.mean() if reduction == "mean" else terms.sum()
+
+
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`aten.cat` under any number of vmaps.
 
