@@ -192,12 +192,14 @@ def is_row(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and node.op == "call_function"
 
 
-def is_needed(node: fx.Node) -> bool:
-    """Whether a kernel could not compute a node, or only in many reads, one after the other.
+def is_needed(table: Table) -> bool:
+    """Whether a kernel could not compute a table's node, or only in many reads, one after another.
 
-    Rows would need more numbers than there are registers.
+    Rows would need more numbers than there are registers. What the index needs is read either way.
     """
-    parts = reached(node)
+    axes = (axis for axis in table.axes if isinstance(axis, Coordinate))
+    kept = {atom for axis in axes for atom, _ in axis.terms}
+    parts = reached(table.node, lambda n: [x for x in n.all_input_nodes if x not in kept])
     if any(elements_of(part) > LONGEST_ROW for part in parts if is_row(part)):
         return True
     return _reads(parts) > _MOST_READS

@@ -11,7 +11,7 @@ from torch import fx
 from flexhop.analysis import Analysis, Coordinate
 from flexhop.ops.graphs.table_entries import Table
 
-aten = torch.ops.aten
+aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 
 def with_reads(
@@ -62,11 +62,11 @@ class _Writer:
         if isinstance(axis, str):
             return self.known[self._inputs[axis]]
         (first, coefficient), *others = axis.terms
-        total = self.copy(first)
+        total = self._wide(first)
         if coefficient != 1:
             total = self._call(aten.mul.Tensor, total, coefficient)
         for atom, coefficient in others:
-            part = self.copy(atom)
+            part = self._wide(atom)
             if abs(coefficient) != 1:
                 part = self._call(aten.mul.Tensor, part, abs(coefficient))
             sign = aten.add.Tensor if coefficient > 0 else aten.sub.Tensor
@@ -75,6 +75,12 @@ class _Writer:
             return self._call(aten.add.Tensor, total, self.moving[axis])
         first = self._firsts[axis]
         return self._call(aten.add.Tensor, total, -first) if first else total
+
+    def _wide(self, atom: fx.Node) -> fx.Node:
+        """A term of an index. Ids of 8 or 16 bits overflow when they are added."""
+        dtype = atom.meta["val"].dtype
+        part = self.copy(atom)
+        return part if dtype.itemsize >= 4 else self._call(convert, part, torch.int32)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self.graph.call_function(target, args)

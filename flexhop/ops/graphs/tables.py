@@ -261,7 +261,7 @@ class _Choice:
         table = self._table_of(node)
         if table is None:
             return True
-        needed = is_needed(node)
+        needed = is_needed(table)
         if not needed and paths_below(node) > _MOST_PATHS:
             return False
         saved = self._cost([], node) - self._cost([table], node)

@@ -264,6 +264,30 @@ def test_what_a_mask_reads_of_packed_keys_is_a_table_of_tokens():
     assert torch.equal(made, mod(*indices, *args.mask_captures))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+def test_reads_that_say_where_a_table_is_read_do_not_ask_for_one(dtype):
+    """A comparison of ids is cheaper than a table of their differences."""
+    kinds = (torch.arange(4 * KEYS).view(4, KEYS) % 3).to(dtype)
+    mod = in_sequences(local_mask_mod, lambda b, h, q, k, kinds: ~(kinds[b][q] == kinds[b][k]))
+    args = packed_arguments(mask_mod=mod, mask_captures=(kinds,))
+    found = tabulate_mask(args)
+    assert found is not None
+    assert found.sizes == ((KEYS,),)
+
+
+def test_places_in_tables_do_not_overflow():
+    """Ids of 8 bits differ by up to 255."""
+    ids = (torch.arange(KEYS) % 2 * 255 - 128).to(torch.int8)
+
+    def mod(s, b, h, q, k, ids):
+        return s - torch.log1p((ids[q].int() - ids[k].int()).abs().double())
+
+    found = tabulate(arguments(mod, ids))
+    assert found is not None
+    assert found.sizes == ((511,),)
+    torch.testing.assert_close(scores(found.mod, found.captures), scores(mod, (ids,)))
+
+
 def test_masks_of_dense_calls_read_no_tables():
     kinds = torch.arange(KEYS) % 3
     mod = lambda b, h, q, k, kinds: torch.sin(kinds[kinds[k]] * 1.5) > 0  # noqa: E731
