@@ -103,6 +103,7 @@ class ModFacts(NamedTuple):
     mask_band: the band of keys that it keeps, if it is one (lowering/mods/bands.py).
     has_distances: whether score_mod computes q_idx - kv_idx and adds no line. score_uses_keys:
     whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
+    longest_row: most numbers that score_mod computes, or adds up, at once.
     """
 
     has_score_mod: bool
@@ -128,6 +129,7 @@ class ModFacts(NamedTuple):
     has_distances: bool = False
     row_bytes: int = 0
     score_uses_keys: bool = True
+    longest_row: int = 1
     reads_captured: bool = False
 
     @property

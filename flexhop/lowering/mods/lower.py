@@ -12,7 +12,9 @@ from torch import fx
 from flexhop.analysis import (
     INDICES,
     SELECT,
+    copied,
     dependents,
+    elements_of,
     instructions_in_mask,
     is_function,
     truth_of,
@@ -31,6 +33,7 @@ from flexhop.lowering.mods.rows import row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
+from flexhop.ops.graphs.picks import pick_first
 from flexhop.templates.printers.holes import DISTANCE, ELEMENT
 
 aten = torch.ops.aten
@@ -150,6 +153,7 @@ def read_mods(
         row_bytes=row_bytes(score),
         score_uses_keys="k" in score_depends,
         reads_captured=line is None and any(x.users for x in analysed(score, SCORE).mod.captures),
+        longest_row=_longest_row(score),
     )
 
 
@@ -175,6 +179,14 @@ def read_joint(
         queries_meet=queries_meet(joint, sites),
         own_entries=frozenset() if sizes is None else own_entries(joint, sites, sizes),
     )
+
+
+def _longest_row(score: fx.GraphModule) -> int:
+    """See ModFacts.longest_row; of rows of which one element is read, only what it needs."""
+    graph, _ = copied(score)
+    pick_first(graph)
+    operators = (node for node in graph.graph.nodes if node.op == "call_function")
+    return max(map(elements_of, operators), default=1)
 
 
 def _depends(mod: fx.GraphModule, roles: tuple[str, ...]) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexhop.lowering.portable import caches
+from flexhop.lowering.portable import caches, long_rows
 from flexhop.lowering.portable.float32 import FLOAT32
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.position_tiles import READS
@@ -57,6 +57,7 @@ def _of_pieces(decode: Tile, query: Tile, key: Tile, value: Tile) -> Tiles:
 
 # The first rule that applies to a call and covers its kernel and width decides.
 RULES: tuple[Rule, ...] = (
+    *long_rows.LONG_ROWS,
     # Products of fp32 numbers without tensor cores spill whatever the tile.
     Rule(
         "heads in pieces",
