@@ -10,6 +10,7 @@ import torch
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.owners import key_value_kernels
 from flexhop.lowering.problem import Device, GradFacts, ModFacts, Problem
 from flexhop.options import KernelOptions
 
@@ -66,7 +67,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
 def launched_kernels(of: Problem) -> tuple[Kernel, ...]:
     """The kernels of a forward and backward pass of a problem."""
     first = kernels.forward_kernel(of, KernelOptions())
-    return (first, "grad_query", *kernels.key_value_kernels(of))
+    return (first, "grad_query", *key_value_kernels(of))
 
 
 def usual_problem(kernel: Kernel, **facts: Any) -> Problem:

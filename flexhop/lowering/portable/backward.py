@@ -16,6 +16,7 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.owners import key_value_kernels
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.shared import is_float32
 from flexhop.lowering.problem import Problem
@@ -71,7 +72,7 @@ GRADIENTS = _Gradients()
 
 
 def _launched(problem: Problem) -> tuple[Kernel, ...]:
-    return ("grad_query", *kernels.key_value_kernels(problem))
+    return ("grad_query", *key_value_kernels(problem))
 
 
 def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]:
@@ -103,7 +104,7 @@ def _emit_key_value(
     sums = captured.sums if captured.sites else ()
     own = joint if captured.sites else joint[:1]
     _, key, value, *_ = operands
-    if len(kernels.key_value_kernels(call.problem)) == 1:
+    if len(key_value_kernels(call.problem)) == 1:
         strides = output_like(value, 2).layout.stride
         grad_value = inductor.empty(
             value.get_size(), strides, value.get_dtype(), value.get_device()

@@ -24,6 +24,7 @@ from flexhop.lowering.portable.constants import (
 )
 from flexhop.lowering.portable.memory import shared_memory
 from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.owners import adders
 from flexhop.lowering.portable.search import search_tiles
 from flexhop.lowering.portable.shared import (
     LOG2_E,
@@ -246,26 +247,6 @@ def forward_kernel(problem: Problem, options: KernelOptions) -> Kernel:
     if options.short_queries != "auto":
         return options.short_queries
     return "decode" if splits.suits(problem) and has_tile("decode", problem) else "forward"
-
-
-def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
-    """One kernel for the gradients of key and value, or one for each.
-
-    At 256 columns, two fp32 accumulators of 128 keys take all of a multiprocessor's registers. Two
-    kernels compute five products instead of four, but on tiles of 128 keys.
-    """
-    is_large = max(problem.head_dim, problem.value_head_dim) > 128 and problem.itemsize == 2
-    if is_large or problem.is_wide:
-        return ("grad_key", "grad_value")
-    return ("grad_key_value",)
-
-
-def adders(problem: Problem) -> tuple[Kernel, ...]:
-    """The kernels that add to gradients of captured tensors; see portable/backward.py."""
-    reads = set(problem.grad.captured_reads)
-    of_keys = key_value_kernels(problem)[:1] if "key" in reads and not problem.is_wide else ()
-    others = reads if problem.is_wide else reads - {"key"}
-    return (*(("grad_query",) if others else ()), *of_keys)
 
 
 def constants(
