@@ -13,6 +13,7 @@ from flexhop.block_mask.scores import hidden_count
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.sizes import LONGEST_ROW, hint_of
 from flexhop.ops.args import Capture
+from flexhop.ops.graphs.unread import Unread
 
 aten = torch.ops.aten
 _LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
@@ -45,11 +46,13 @@ class Table(NamedTuple):
     """A part of a mod, as a table.
 
     node: its values are the entries. axes: what they depend on, in dimension order: "b", "h", "q",
-    "k", or a Coordinate, one integer of both positions such as their distance.
+    "k", or a Coordinate, one integer of both positions such as their distance. may_spoil: whether
+    the derivative of an entry with respect to a captured tensor may be infinite or NaN.
     """
 
     node: fx.Node
     axes: tuple[Any, ...]
+    may_spoil: bool = False
 
 
 class Extents:
@@ -86,47 +89,64 @@ class Maker:
     """
 
     def __init__(self, found: Analysis, captures: Sequence[Capture], extents: Extents) -> None:
-        self._found, self._extents = found, extents
-        self._captures = dict(zip(found.mod.captures, captures, strict=True))
-        self._device = found.mod.inputs["q"].meta["val"].device
+        self.found, self.extents = found, extents
+        self.captures = dict(zip(found.mod.captures, map(_widened, captures), strict=True))
+        self.device = found.mod.inputs["q"].meta["val"].device
 
     def make(self, table: Table) -> Tensor:
         """The entries of a table, [*axes]."""
-        shape = [self._extent(axis)[1] for axis in table.axes]
-        known = {node: _widened(capture) for node, capture in self._captures.items()}
-        inputs = self._found.mod.inputs
-        known |= {
-            inputs[axis]: self._along(table, axis, inputs[axis].meta["val"].dtype)
-            for axis in table.axes
-            if isinstance(axis, str)
-        }
-        return self._value(table, known, table.node).expand(shape).contiguous()
+        return _Entries(self, table).make()
+
+
+class _Entries:
+    """Computes the entries of one table.
+
+    `_known` holds the values of nodes, which broadcast with [*axes]. Those that depend on captured
+    tensors alone have the shapes of the mod.
+    """
+
+    def __init__(self, maker: Maker, table: Table) -> None:
+        self._maker, self._table = maker, table
+        self._forms = maker.found.forms
+        self._shape = [self._extent(axis)[1] for axis in table.axes]
+        self._unread = Unread(self._shape) if table.may_spoil else None
+        self._known: dict[fx.Node, Any] = dict(maker.captures)
+        inputs = maker.found.mod.inputs
+        for axis in table.axes:
+            if isinstance(axis, str):
+                dtype = inputs[axis].meta["val"].dtype  # the mod may divide it
+                self._known[inputs[axis]] = self._along(axis, dtype)
+
+    def make(self) -> Tensor:
+        """The entries, [*axes]."""
+        entries = self._value(self._table.node).expand(self._shape).contiguous()
+        return entries if self._unread is None else self._unread.note(entries)
 
     def _extent(self, axis: Any) -> tuple[Any, Any]:
-        extent = self._extents.of(axis)
+        extent = self._maker.extents.of(axis)
         assert extent is not None, "the axes of a chosen table have known extents"
         return extent
 
-    def _along(self, table: Table, axis: Any, dtype: torch.dtype) -> Tensor:
+    def _along(self, axis: Any, dtype: torch.dtype) -> Tensor:
         """The values of an axis, along its dimension."""
         first, size = self._extent(axis)
-        values = hidden_count(size, self._device).to(dtype) + first  # the mod may divide it
-        return values.view([-1 if axis == other else 1 for other in table.axes])
+        values = hidden_count(size, self._maker.device).to(dtype) + first
+        return values.view([-1 if axis == other else 1 for other in self._table.axes])
 
-    def _value(self, table: Table, known: dict[fx.Node, Any], node: Any) -> Any:
+    def _value(self, node: Any) -> Any:
         if not isinstance(node, fx.Node):
             return node
-        if node not in known:
+        if node not in self._known:
             split = self._split(node)
-            if split is not None and split.coordinate in table.axes:
-                known[node] = self._from_sum(node, self._sum(table, known, split))
+            if split is not None and split.coordinate in self._table.axes:
+                self._known[node] = self._from_sum(node, self._sum(split))
             else:
-                known[node] = self._call(table, known, node)
-        return known[node]
+                self._known[node] = self._call(node)
+        return self._known[node]
 
     def _split(self, node: fx.Node) -> Any:
         """Split a node that adds a coordinate to other terms, or compares such a sum."""
-        forms = self._found.forms
+        forms = self._forms
         if is_row(node):
             return None
         is_sum = forms.form(node) is not None
@@ -134,56 +154,84 @@ class Maker:
         sees_both = forms.depends_on(node) >= {"q", "k"}
         return forms.split(node) if sees_both and (is_sum or compares_two) else None
 
-    def _sum(self, table: Table, known: dict[fx.Node, Any], split: Any) -> Tensor:
-        total = split.factor * self._along(table, split.coordinate, torch.int64)
+    def _sum(self, split: Any) -> Tensor:
+        total = split.factor * self._along(split.coordinate, torch.int64)
         total = total + split.rest.offset
         for atom, coefficient in split.rest.terms.items():
-            total = total + coefficient * self._value(table, known, atom)
+            total = total + coefficient * self._value(atom)
         return total
 
     def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
         """The sum itself, or for a comparison, the difference of its sides compared with 0."""
-        if self._found.forms.form(node) is not None:
+        if self._forms.form(node) is not None:
             return total.to(node.meta["val"].dtype)
         return node.target(total, torch.zeros_like(total))  # type: ignore[operator]
 
-    def _call(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
-        """The operator itself."""
+    def _call(self, node: fx.Node) -> Any:
+        """The value of an operator."""
+        values = {source: self._value(source) for source in node.all_input_nodes}
+        varies = {source: bool(self._forms.depends_on(source)) for source in values}
+        is_read, is_expanded = _is_read(node), self._unread is not None and any(varies.values())
+        if is_expanded and not is_read:
+            for source, value in values.items():
+                if not varies[source]:
+                    values[source], varies[source] = self._expanded(value, 0)
         if any(is_row(part) for part in (node, *node.all_input_nodes)):
-            return self._call_of_rows(table, known, node)
-        value = lambda n: self._value(table, known, n)  # noqa: E731
-        args: Any = fx.map_arg(node.args, value)
-        kwargs = fx.map_arg(node.kwargs, value)
-        if node.target is aten.index.Tensor:
-            source, indices = args
-            # Python's brackets would read the value of an index that is the same everywhere.
-            return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-        if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
-            return result
-        return result.to(node.meta["val"].dtype)
+            result = self._call_of_rows(node, values, varies)
+        else:
+            result = _call_of_numbers(node, values)
+        if is_expanded and is_read and not varies[node.all_input_nodes[0]]:
+            result, _ = self._expanded(result, len(self._shape))
+        return result
 
-    def _call_of_rows(self, table: Table, known: dict[fx.Node, Any], node: fx.Node) -> Any:
+    def _expanded(self, value: Any, axes: int) -> tuple[Any, bool]:
+        """What entries get from a captured tensor, for each on its own; whether it is trained."""
+        is_trained = isinstance(value, Tensor) and value.requires_grad
+        if not is_trained or self._unread is None:
+            return value, False
+        return self._unread.expand(value, axes), True
+
+    def _call_of_rows(
+        self, node: fx.Node, values: Mapping[fx.Node, Any], varies: Mapping[fx.Node, bool]
+    ) -> Any:
         """The operator, of short rows of numbers: for one entry after the other, as it reads.
 
         Rows are the last dimensions of values, behind those of the table.
         """
-        sources, depends = node.all_input_nodes, self._found.forms.depends_on
-        values = [self._value(table, known, source) for source in sources]
-        varies = [bool(depends(source)) for source in sources]
-        axes = len(table.axes)
-        if not any(varies):
-            return _apply(node, dict(zip(sources, values, strict=True)))
-        moving = [value for value, moves in zip(values, varies, strict=True) if moves]
+        axes = len(self._shape)
+        if not any(varies.values()):
+            return _apply(node, values)
+        moving = [value for source, value in values.items() if varies[source]]
         sizes = torch.broadcast_shapes(*(value.shape[:axes] for value in moving))
         flat = [
-            value.expand(*sizes, *value.shape[axes:]).flatten(0, axes - 1) if moves else value
-            for value, moves in zip(values, varies, strict=True)
+            value.expand(*sizes, *value.shape[axes:]).flatten(0, axes - 1)
+            if varies[source]
+            else value
+            for source, value in values.items()
         ]
-        of_one = lambda *given: _apply(node, dict(zip(sources, given, strict=True)))  # noqa: E731
+        of_one = lambda *given: _apply(node, dict(zip(values, given, strict=True)))  # noqa: E731
         with IndexMode():
-            found = torch.vmap(of_one, tuple(0 if moves else None for moves in varies))(*flat)
+            found = torch.vmap(of_one, tuple(0 if moves else None for moves in varies.values()))(
+                *flat
+            )
         return found.unflatten(0, sizes)
+
+
+def _call_of_numbers(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """The operator itself."""
+    args, kwargs = (fx.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+    if _is_read(node):
+        source, indices = args  # type: ignore[misc]
+        # Python's brackets would read the value of an index that is the same everywhere.
+        return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])  # type: ignore[operator]
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
+        return result
+    return result.to(node.meta["val"].dtype)
+
+
+def _is_read(node: fx.Node) -> bool:
+    return node.target is aten.index.Tensor
 
 
 def is_row(node: fx.Node) -> bool:
@@ -212,12 +260,12 @@ def is_search(node: fx.Node) -> bool:
 
 
 def _reads(parts: Collection[fx.Node]) -> int:
-    return sum(part.target is aten.index.Tensor for part in parts)
+    return sum(map(_is_read, parts))
 
 
 def has_plain_reads(node: fx.Node) -> bool:
     """Whether a node needs no rows of captured tensors, but single entries."""
-    reads = (part for part in reached(node) if part.target is aten.index.Tensor)
+    reads = filter(_is_read, reached(node))
     return all(None not in read.args[1] for read in reads)  # type: ignore[operator]
 
 

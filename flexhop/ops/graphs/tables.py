@@ -58,8 +58,8 @@ _LEAST_SAVED_BY_FACTOR = 16.0
 _SEARCHES = (torch.bucketize, torch.searchsorted, torch.isin)
 # A derivative with respect to the score does not read what these operators add or choose.
 _ADDING = frozenset({"add", "sub", "rsub", "where"})
-# For these operators, entries that no score reads may be infinite or NaN. They would pass that on
-# to a captured tensor that needs a gradient, although their own gradient is 0.
+# Entries that no score reads may have infinite derivatives, or none, if these compute them. They
+# would pass that on to a captured tensor that needs a gradient, although their own gradient is 0.
 _UNBOUNDED = frozenset({
     "acos", "acosh", "asin", "atanh", "cosh", "digamma", "div", "erfinv", "exp", "exp2", "expm1",
     "fmod", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logit", "pow", "reciprocal",
@@ -299,24 +299,24 @@ class _Choice:
             return None
         if "score" in seen.others or (positions and len(seen.coordinates) > 1):
             return None
-        if not (has_plain_reads(node) and self._is_safe(node)):
+        if not has_plain_reads(node):
             return None
         if self._wanted.only_rows and not (positions and is_search(node)):
             return None
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
-        table = Table(node, (*others, *coordinates))
+        table = Table(node, (*others, *coordinates), self._may_spoil(node))
         most = min(_LARGEST, self.scores // _SCORES_PER_ENTRY)
         parts = (part for part in reached(node) if part.op == "call_function")
         longest = max(map(elements_of, parts), default=1)
         return table if self._entries(table) * longest <= most else None
 
-    def _is_safe(self, node: fx.Node) -> bool:
-        """Whether unread entries cannot spoil the gradient of a captured tensor."""
+    def _may_spoil(self, node: fx.Node) -> bool:
+        """Whether unread entries could spoil the gradient of a captured tensor."""
         if node not in self._trained:
-            return True
+            return False
         floats = reached(node, lambda current: filter(is_float, current.all_input_nodes))
-        return not any(name_of(current) in _UNBOUNDED for current in floats)
+        return any(name_of(current) in _UNBOUNDED for current in floats)
 
     def _cost(self, tables: Sequence[Table], root: fx.Node) -> float:
         """Instructions per score of a node and of nodes that only it needs, given the tables."""
