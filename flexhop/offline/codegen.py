@@ -141,7 +141,7 @@ def generate_codes(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> list[Generated]:
-    """Like `generate_code`, for several GPUs: until Inductor, nothing depends on them.
+    """Like `generate_code`, for several GPUs: until Inductor, graphs are those of the first one.
 
     Two thirds of the time of a call are spent there.
     """
@@ -200,7 +200,9 @@ def trace(
         codes = [fake_gpu.gpu_code(module, inputs, gpu, keywords) for gpu in capabilities]
         return fake_gpu.on_cpu(runner(Graph(codes, module)))
 
-    return fake_gpu.compile_graphs(function, compile_graph, options or {}, dynamic)
+    return fake_gpu.compile_graphs(
+        function, compile_graph, options or {}, dynamic, capabilities[0]
+    )
 
 
 def differentiate(result: Any, grad: bool | Loss) -> None:

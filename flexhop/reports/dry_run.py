@@ -11,6 +11,7 @@ from torch import Tensor
 from flexhop.compat.graphs.inline import decompose
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.compat.operators import hop
+from flexhop.compat.target import assumed
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
@@ -81,7 +82,8 @@ def survey(
     """
     if isinstance(args, CachedArgs):
         return _survey_cached(args, device, value_is_key)
-    with getattr(args.query, "fake_mode", contextlib.nullcontext()):
+    mode = getattr(args.query, "fake_mode", contextlib.nullcontext())
+    with mode, assumed(device.capability):
         args, tables = with_tables(args)
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)

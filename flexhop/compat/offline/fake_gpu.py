@@ -38,6 +38,7 @@ from triton.backends.compiler import GPUTarget
 from flexhop.compat.graphs import inline
 from flexhop.compat.offline import fake_methods
 from flexhop.compat.offline.moving import copied, move_graph, trace_on_cpu, values_of
+from flexhop.compat.target import assumed
 
 __all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu", "zeros_for"]
 
@@ -256,6 +257,7 @@ def compile_graphs(
     compile_graph: CompileGraph,
     options: dict[str, Any],
     dynamic: bool | None,
+    capability: tuple[int, int] = (9, 0),
 ) -> Callable[..., Any]:
     """`torch.compile(function)` whose forward and backward graphs go to `compile_graph`.
 
@@ -265,6 +267,7 @@ def compile_graphs(
             `compile_fx_inner`; returns what runs in the graph's place (see `on_cpu`).
         options: Inductor configuration, `torch.compile(options=)`.
         dynamic: as in `torch.compile`.
+        capability: of the GPU that graphs are traced for.
 
     Returns:
         The compiled function. All caches are off, and compilation stays in this process.
@@ -277,7 +280,7 @@ def compile_graphs(
             return compile_graph(graph, inputs, keywords)
 
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        with inductor_config.patch(config), fake_methods.claims_gpu():
+        with inductor_config.patch(config), fake_methods.claims_gpu(), assumed(capability):
             return inductor.compile_fx(graph, list(inputs), inner_compile=inner)
 
     torch._dynamo.reset()

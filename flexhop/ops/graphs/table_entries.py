@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import Analysis, Coordinate, Ends, elements_of, reached
+from flexhop.analysis import Analysis, Coordinate, Ends, elements_of, is_float, reached
 from flexhop.block_mask.scores import hidden_count
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.sizes import LONGEST_ROW, hint_of
@@ -45,14 +45,16 @@ def sizes_of(given: Mapping[str, Any]) -> Sizes:
 class Table(NamedTuple):
     """A part of a mod, as a table.
 
-    node: its values are the entries. axes: what they depend on, in dimension order: "b", "h", "q",
-    "k", or a Coordinate, one integer of both positions such as their distance. may_spoil: whether
-    the derivative of an entry with respect to a captured tensor may be infinite or NaN.
+    node: its values are the entries, or their negatives if they are `is_negative`. axes: what they
+    depend on, in dimension order: "b", "h", "q", "k", or a Coordinate, one integer of both
+    positions such as their distance. may_spoil: whether the derivative of an entry with respect to
+    a captured tensor may be infinite or NaN.
     """
 
     node: fx.Node
     axes: tuple[Any, ...]
     may_spoil: bool = False
+    is_negative: bool = False
 
 
 class Extents:
@@ -119,7 +121,8 @@ class _Entries:
 
     def make(self) -> Tensor:
         """The entries, [*axes]."""
-        entries = self._value(self._table.node).expand(self._shape).contiguous()
+        values = self._value(self._table.node).expand(self._shape)
+        entries = -values if self._table.is_negative else values.contiguous()
         return entries if self._unread is None else self._unread.note(entries)
 
     def _extent(self, axis: Any) -> tuple[Any, Any]:
@@ -261,6 +264,18 @@ def is_search(node: fx.Node) -> bool:
 
 def _reads(parts: Collection[fx.Node]) -> int:
     return sum(map(_is_read, parts))
+
+
+def is_subtracted(node: fx.Node) -> bool:
+    """Whether a node of floats is only subtracted from others.
+
+    Kernels then add its negative: for a sum, they need one instruction less for each score.
+    """
+    return is_float(node) and all(
+        user.target is aten.sub.Tensor and user.args[1] is node and user.args[0] is not node
+        and not user.kwargs
+        for user in node.users
+    )  # fmt: skip
 
 
 def has_plain_reads(node: fx.Node) -> bool:

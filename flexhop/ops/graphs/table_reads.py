@@ -54,8 +54,16 @@ class _Writer:
             self.known[node] = self._call(aten.index.Tensor, self._sources[node], indices)
         if node not in self.known:
             args, kwargs = fx.map_arg(node.args, self.copy), fx.map_arg(node.kwargs, self.copy)
-            self.known[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            target = aten.add.Tensor if self._subtracts_table(node) else node.target
+            self.known[node] = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         return self.known[node]
+
+    def _subtracts_table(self, node: fx.Node) -> bool:
+        """Whether an operator subtracts what a table holds the negatives of."""
+        if node.target is not aten.sub.Tensor:
+            return False
+        table = self._tables.get(node.args[1])  # type: ignore[arg-type]
+        return table is not None and table.is_negative
 
     def _place(self, axis: Any) -> fx.Node:
         """The index of an axis: the query's and the key's parts of a coordinate."""

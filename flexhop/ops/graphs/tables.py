@@ -34,6 +34,7 @@ from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
 from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
+from flexhop.ops.graphs.table_costs import LEAST_SAVED_TRAINED, Kernels, Training, kernels_of
 from flexhop.ops.graphs.table_entries import (
     Extents,
     Maker,
@@ -42,6 +43,7 @@ from flexhop.ops.graphs.table_entries import (
     has_plain_reads,
     is_needed,
     is_search,
+    is_subtracted,
     sizes_of,
 )
 from flexhop.ops.graphs.table_reads import with_reads
@@ -90,12 +92,13 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     many entries as the call needs, and this compilation's sizes decide whether they pay off.
     """
     mod, captures = args.score_mod, args.score_captures
+    wanted = _Wanted(INPUTS, kernels_of(args), _is_differentiated(args))
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
-        return _choose(graph, captures, sizes, _Wanted(INPUTS, _is_differentiated(args)))
+        return _choose(graph, captures, sizes, wanted)
 
-    return _tabulate(args, mod, captures, choose)
+    return _tabulate(args, mod, captures, choose, wanted)
 
 
 def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
@@ -108,12 +111,14 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     if not (may_have_positions(mod) or _may_search(mod)):
         return None
 
+    wanted = _Wanted(INDICES, kernels_of(args))
+
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
         own = read_at_own_positions(graph, INDICES) if may_have_positions(mod) else graph
-        return _choose(own, captures, sizes, _Wanted(INDICES, only_rows=own is graph))
+        return _choose(own, captures, sizes, wanted._replace(only_rows=own is graph))
 
-    return _tabulate(args, mod, captures, choose)
+    return _tabulate(args, mod, captures, choose, wanted)
 
 
 def _may_search(mod: Any) -> bool:
@@ -133,7 +138,7 @@ def _is_differentiated(args: AttentionArgs) -> bool:
 
 def _tabulate(
     args: AttentionArgs, mod: Any, captures: Sequence[Any],
-    choose: Callable[[Sizes], _Chosen | None],
+    choose: Callable[[Sizes], _Chosen | None], wanted: _Wanted,
 ) -> Tabulated | None:  # fmt: skip
     query = args.query
     given = dict(zip(INDICES, (*query.shape[:3], args.key.size(2)), strict=True))
@@ -141,7 +146,7 @@ def _tabulate(
         return None
     needs = needs_grad(captures)
     forms = forms_of((*captures, *given.values()))
-    key = (tabulate, score_dtype(query), query.device, forms, needs, _is_differentiated(args))
+    key = (tabulate, score_dtype(query), query.device, forms, needs, wanted)
     choice = once(key, mod, lambda: choose(sizes_of(given)))
     if choice is None:
         return None
@@ -158,11 +163,12 @@ def _tabulate(
 class _Wanted(NamedTuple):
     """Which tables to look for.
 
-    inputs: of the mod. is_differentiated: whether scores have a gradient. only_rows: of parts that
-    compute with short rows of numbers, and depend on one position.
+    inputs: of the mod. kernels: of the call. is_differentiated: whether scores have a gradient.
+    only_rows: of parts that compute with short rows of numbers, and depend on one position.
     """
 
-    inputs: Sequence[str]
+    inputs: tuple[str, ...]
+    kernels: Kernels
     is_differentiated: bool = False
     only_rows: bool = False
 
@@ -219,6 +225,7 @@ class _Choice:
         needs = needs_grad(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
         self._trained = trained | dependents(trained, is_float)
+        self._training = Training(found, self._trained, wanted.kernels)
 
     @property
     def firsts(self) -> dict[Coordinate, int | None]:
@@ -264,21 +271,23 @@ class _Choice:
         needed = is_needed(table)
         if not needed and paths_below(node) > _MOST_PATHS:
             return False
-        saved = self._cost([], node) - self._cost([table], node)
-        if not needed and saved < self._least_saved(node):
+        saved, least = self._saved(table)
+        if not needed and saved < least:
             return True
-        self.tables.append(table)
+        self.tables.append(table._replace(is_negative=is_subtracted(node)))
         self.saved += saved
         return False
 
-    def _least_saved(self, node: fx.Node) -> float:
-        """How many instructions a table of a node has to save.
-
-        The gradient of a table that is trained goes through few sums, whatever else it costs.
-        """
-        is_trained = node in self._trained
-        again = self._wanted.is_differentiated and not is_trained and self._is_factor(node)
-        return _LEAST_SAVED_BY_FACTOR if again else _LEAST_SAVED
+    def _saved(self, table: Table) -> tuple[float, float]:
+        """Instructions per score that a table saves, and how many it has to save."""
+        node = table.node
+        value, read = self._cost([], node), self._cost([table], node)
+        is_factor = self._wanted.is_differentiated and self._is_factor(node)
+        if node in self._trained:
+            return self._training.saved(
+                table, value, read, is_factor=is_factor
+            ), LEAST_SAVED_TRAINED
+        return value - read, _LEAST_SAVED_BY_FACTOR if is_factor else _LEAST_SAVED
 
     def _is_factor(self, node: fx.Node) -> bool:
         """Whether the derivative with respect to the score depends on a node."""
