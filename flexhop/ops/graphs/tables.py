@@ -30,6 +30,7 @@ from flexhop.analysis import (
 )
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
+from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
@@ -49,7 +50,8 @@ from flexhop.ops.graphs.table_entries import (
 from flexhop.ops.graphs.table_reads import with_reads
 
 aten = torch.ops.aten
-_LARGEST = 2**22  # most entries of a table
+_LARGEST = 2**26  # most entries of a table
+_ENTRY = 4  # bytes of one
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
 _MOST_PATHS = 1000  # Inductor computes a value again for each use; it would not end
@@ -92,7 +94,7 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     many entries as the call needs, and this compilation's sizes decide whether they pay off.
     """
     mod, captures = args.score_mod, args.score_captures
-    wanted = _Wanted(INPUTS, kernels_of(args), _is_differentiated(args))
+    wanted = _Wanted(INPUTS, kernels_of(args), _most_entries(args), _is_differentiated(args))
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
@@ -111,7 +113,7 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     if not (may_have_positions(mod) or _may_search(mod)):
         return None
 
-    wanted = _Wanted(INDICES, kernels_of(args))
+    wanted = _Wanted(INDICES, kernels_of(args), _most_entries(args))
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
@@ -129,6 +131,12 @@ def _may_search(mod: Any) -> bool:
     examples = (node.meta.get("example_value", node.meta.get("val")) for node in nodes)
     is_row = any(isinstance(example, Tensor) and example.dim() for example in examples)
     return is_row or any(node.target in _SEARCHES for node in nodes)
+
+
+def _most_entries(args: AttentionArgs) -> int:
+    """A table may take no more memory than the operands."""
+    taken = (math.prod(map(hint_of, x.shape)) * x.dtype.itemsize for x in args[:3])
+    return min(_LARGEST, sum(taken) // _ENTRY)
 
 
 def _is_differentiated(args: AttentionArgs) -> bool:
@@ -163,12 +171,14 @@ def _tabulate(
 class _Wanted(NamedTuple):
     """Which tables to look for.
 
-    inputs: of the mod. kernels: of the call. is_differentiated: whether scores have a gradient.
-    only_rows: of parts that compute with short rows of numbers, and depend on one position.
+    inputs: of the mod. kernels: of the call. most: entries of a table. is_differentiated: whether
+    scores have a gradient. only_rows: of parts that compute with short rows of numbers, and depend
+    on one position.
     """
 
     inputs: tuple[str, ...]
     kernels: Kernels
+    most: int
     is_differentiated: bool = False
     only_rows: bool = False
 
@@ -315,7 +325,7 @@ class _Choice:
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
         table = Table(node, (*others, *coordinates), self._may_spoil(node))
-        most = min(_LARGEST, self.scores // _SCORES_PER_ENTRY)
+        most = min(self._wanted.most, self.scores // _SCORES_PER_ENTRY)
         parts = (part for part in reached(node) if part.op == "call_function")
         longest = max(map(elements_of, parts), default=1)
         return table if self._entries(table) * longest <= most else None
