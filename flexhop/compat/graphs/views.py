@@ -13,9 +13,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch._inductor import ir
 
 __all__ = ["hold_strides", "with_dense_strides", "without_inlining"]
+
+_MOST_IN_MASKS = 16  # operators of a mask's table that take as long as a read
 
 
 def hold_strides() -> None:
@@ -65,9 +68,14 @@ def with_dense_strides(value: Any) -> Any:
     )
 
 
-def _has_branches(buffer: Any) -> bool:
+def _is_no_arithmetic(buffer: Any) -> bool:
+    """Whether a buffer has branches, or is a mask that is cheaper to read than to compute."""
     loops = buffer.data
-    return isinstance(loops, ir.Loops) and "masked" in loops.inner_fn_opcount().used_ops
+    if not isinstance(loops, ir.Loops):
+        return False
+    count = loops.inner_fn_opcount()
+    is_long_mask = buffer.get_dtype() == torch.bool and count.num_ops > _MOST_IN_MASKS
+    return "masked" in count.used_ops or is_long_mask
 
 
 def without_inlining(value: Any) -> Any:
@@ -75,11 +83,11 @@ def without_inlining(value: Any) -> Any:
 
     2.11 to 2.15: a loader of a buffer that reads nothing computes it again, for every score in a
     mod. Arithmetic may: a function of the distance is then computed once for a diagonal. What was
-    concatenated has branches, which a mod cannot have.
+    concatenated has branches, which a mod cannot have. Long arithmetic of a mask is read.
     """
     data = value
     while isinstance(data, (ir.TensorBox, ir.StorageBox)):
         data = data.data
-    if isinstance(data, ir.ComputedBuffer) and data.num_reads() == 0 and _has_branches(data):
+    if isinstance(data, ir.ComputedBuffer) and data.num_reads() == 0 and _is_no_arithmetic(data):
         return ir.ReinterpretView(data=ir.StorageBox(data), layout=data.get_layout())
     return value

@@ -31,18 +31,20 @@ class Kernels(NamedTuple):
         read: more than `cost.py` says of a read, at an index of both positions.
         summed: a sum of gradients by such an index, more than that of a tensor by head.
         factor: more of a table by such an index that the score is multiplied with.
+        reads_in_masks: whether a mask that heads do not share is asked fastest as a table.
     """
 
     passes: int
     read: float
     summed: float
     factor: float
+    reads_in_masks: bool
 
 
 # On sm_90, one kernel computes all gradients. Between 65 and 128 columns, it lacks registers for
 # factors.
-_JOINED, _JOINED_AT_128 = Kernels(2, 0.0, 0.0, 1.0), Kernels(2, 0.0, 0.0, 10.0)
-_APART = Kernels(3, 4.0, 28.0, 8.0)  # these add up to 55 for a table by distance
+_JOINED, _JOINED_AT_128 = Kernels(2, 0.0, 0.0, 1.0, True), Kernels(2, 0.0, 0.0, 10.0, True)
+_APART = Kernels(3, 4.0, 28.0, 8.0, False)  # these add up to 55 for a table by distance
 
 
 def kernels_of(args: AttentionArgs) -> Kernels:
@@ -77,7 +79,7 @@ class Training:
             read: instructions of reading it.
             is_factor: whether the derivative with respect to the score depends on it.
         """
-        passes, extra, summed, factor = self._kernels
+        passes, extra, summed, factor, _ = self._kernels
         if not any(isinstance(axis, Coordinate) for axis in table.axes):
             extra, summed, factor = 0.0, 0.0, 0.0
         written = passes * value + self._derivative(table.node)

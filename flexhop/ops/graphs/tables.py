@@ -22,6 +22,7 @@ from flexhop.analysis import (
     analyse,
     dependents,
     elements_of,
+    instructions_in_mask,
     instructions_of,
     is_float,
     name_of,
@@ -54,6 +55,7 @@ _LARGEST = 2**26  # most entries of a table
 _ENTRY = 4  # bytes of one
 _SCORES_PER_ENTRY = 8  # fewest; below this a table saves nothing
 _READ, _SUM = 3.0, 2.0  # instructions of a read, and of the sum for its index
+_READ_IN_MASK = 6.0  # in a mask_mod that a kernel evaluates
 _MOST_PATHS = 1000  # Inductor computes a value again for each use; it would not end
 _LEAST_SAVED = 2.0  # instructions per score
 # The same for a factor of the score. Gradients read that table again, for which backward kernels
@@ -107,10 +109,11 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     """The same of a mask_mod: tables of what depends on a key alone, in packed sequences.
 
     Other masks become bits or ranges, which read nothing per key, unless they compute with short
-    rows of numbers, such as the ends of all segments: these have tables, too.
+    rows of numbers, such as the ends of all segments: these have tables, too. Masks that heads do
+    not share are evaluated for every head: they have tables of what depends on a distance.
     """
     mod, captures = args.mask_mod, args.mask_captures
-    if not (may_have_positions(mod) or _may_search(mod)):
+    if not (may_have_positions(mod) or _may_search(mod) or _may_see_head(mod)):
         return None
 
     wanted = _Wanted(INDICES, kernels_of(args), _most_entries(args))
@@ -131,6 +134,14 @@ def _may_search(mod: Any) -> bool:
     examples = (node.meta.get("example_value", node.meta.get("val")) for node in nodes)
     is_row = any(isinstance(example, Tensor) and example.dim() for example in examples)
     return is_row or any(node.target in _SEARCHES for node in nodes)
+
+
+def _may_see_head(mask: Any) -> bool:
+    """Whether a mask_mod may depend on the head. Dynamo's graph says whether it uses it."""
+    if not isinstance(mask, fx.GraphModule):
+        return True
+    inputs = mask.graph.find_nodes(op="placeholder")
+    return len(inputs) > 1 and len(inputs[1].users) > 0
 
 
 def _most_entries(args: AttentionArgs) -> int:
@@ -173,7 +184,7 @@ class _Wanted(NamedTuple):
 
     inputs: of the mod. kernels: of the call. most: entries of a table. is_differentiated: whether
     scores have a gradient. only_rows: of parts that compute with short rows of numbers, and depend
-    on one position.
+    on one position; and if heads do not share the mod, of parts that depend on a distance.
     """
 
     inputs: tuple[str, ...]
@@ -235,6 +246,8 @@ class _Choice:
         needs = needs_grad(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
         self._trained = trained | dependents(trained, is_float)
+        heads, kernels = found.forms.seen(found.mod.result).others, wanted.kernels
+        self._is_asked_by_head = "h" in heads and kernels.reads_in_masks
         self._training = Training(found, self._trained, wanted.kernels)
 
     @property
@@ -292,6 +305,8 @@ class _Choice:
         """Instructions per score that a table saves, and how many it has to save."""
         node = table.node
         value, read = self._cost([], node), self._cost([table], node)
+        if self._wanted.only_rows and not is_search(node):
+            return value - read, 0.0  # masks take more than the sum of their operators
         is_factor = self._wanted.is_differentiated and self._is_factor(node)
         if node in self._trained:
             return self._training.saved(
@@ -320,7 +335,8 @@ class _Choice:
             return None
         if not has_plain_reads(node):
             return None
-        if self._wanted.only_rows and not (positions and is_search(node)):
+        is_wanted = (positions and is_search(node)) or (not positions and self._is_asked_by_head)
+        if self._wanted.only_rows and not is_wanted:
             return None
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
@@ -347,8 +363,11 @@ class _Choice:
             places = (axis for axis in made[node].axes if isinstance(axis, Coordinate))
             return [atom for axis in places for atom, _ in axis.terms]
 
+        is_asked = self._wanted.only_rows and not is_search(root)
+        of, read = (instructions_in_mask, _READ_IN_MASK) if is_asked else (instructions_of, _READ)
+
         def instructions(node: fx.Node) -> float:
-            return _READ if node in made else instructions_of(node)
+            return read if node in made else of(node)
 
         seen = reached(root, sources)
         axes = (axis for node in seen if node in made for axis in made[node].axes)

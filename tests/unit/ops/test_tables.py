@@ -9,6 +9,7 @@ import torch
 
 import flexhop
 from benchmarks.unusual import t5_bucket
+from flexhop.compat.target import assumed
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.graphs.tables import tabulate, tabulate_mask
 from flexhop.sequences.row_tables import (
@@ -366,3 +367,39 @@ def test_masks_have_tables_of_what_they_compute_with_short_rows(mask, sizes):
     if found:
         wanted = each_score(lambda s, *rest: mask(*rest), (ENDS,))
         assert torch.equal(each_score(lambda s, *rest: found.mod(*rest), found.captures), wanted)
+
+
+WIDTHS = torch.tensor([3, 9, 20])
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes"),
+    [
+        (lambda b, h, q, k, w: (q >= k) & ((q - k) % (h + 2) == 0), [(HEADS, DISTANCES)]),
+        (
+            lambda b, h, q, k, w: (((q - k) & (q - k - 1)) == 0) | ((q - k).abs() < w[h]),
+            [(HEADS, DISTANCES)],
+        ),
+        (lambda b, h, q, k, w: (q - k == w).any() | (h == k % HEADS), [(DISTANCES,)]),
+        (lambda b, h, q, k, w: (q >= k) & (q - k < w[h]), None),  # cheaper than a read
+        (lambda b, h, q, k, w: (q >= k) & ((q - k) % 5 == 0), None),  # heads share it
+    ],
+)
+def test_masks_that_heads_do_not_share_have_tables_by_distance(mask, sizes):
+    args = arguments(bumps, torch.ones(1))._replace(mask_mod=mask, mask_captures=(WIDTHS,))
+    found = tabulate_mask(args)
+    assert (list(found.sizes) if found else None) == sizes
+    if found:
+        assert all(table.dtype == torch.bool for table in found.captures[-len(found.sizes) :])
+        wanted = each_score(lambda s, *rest: mask(*rest), (WIDTHS,))
+        assert torch.equal(each_score(lambda s, *rest: found.mod(*rest), found.captures), wanted)
+
+
+def test_masks_of_heads_are_computed_on_gpus_whose_kernels_read_slowly():
+    mask = lambda b, h, q, k: (q >= k) & ((q - k) % (h + 2) == 0)  # noqa: E731
+    args = arguments(bumps, torch.ones(1))._replace(mask_mod=mask)
+    for capability, is_table in (((8, 0), False), ((9, 0), True)):
+        narrow = args._replace(query=args.query.half(), key=args.key.half())
+        narrow = narrow._replace(value=narrow.key)
+        with assumed(capability):
+            assert (tabulate_mask(narrow) is not None) == is_table
