@@ -267,11 +267,11 @@ def _reads(parts: Collection[fx.Node]) -> int:
 
 
 def is_subtracted(node: fx.Node) -> bool:
-    """Whether a node of floats is only subtracted from others.
+    """Whether a node of floats has users, and these subtract it from others.
 
     Kernels then add its negative: for a sum, they need one instruction less for each score.
     """
-    return is_float(node) and all(
+    return is_float(node) and len(node.users) > 0 and all(
         user.target is aten.sub.Tensor and user.args[1] is node and user.args[0] is not node
         and not user.kwargs
         for user in node.users

@@ -297,7 +297,9 @@ class _Choice:
         saved, least = self._saved(table)
         if not needed and saved < least:
             return True
-        self.tables.append(table._replace(is_negative=is_subtracted(node)))
+        is_result = node is self.found.mod.result
+        is_negative = not is_result and is_subtracted(node)
+        self.tables.append(table._replace(is_negative=is_negative))
         self.saved += saved
         return False
 

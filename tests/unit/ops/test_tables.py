@@ -55,6 +55,16 @@ def log_distance(s, b, h, q, k, slopes):
     return s - slopes[h] * torch.log(1.0 + q - k)
 
 
+def of_distance_alone(s, b, h, q, k, slopes):
+    """Nothing subtracts or adds the whole."""
+    return slopes[h] * torch.sin((q - k) * 0.1)
+
+
+def subtracted_and_added(s, b, h, q, k, slopes):
+    wave = slopes[h] * torch.sin((q - k) * 0.1)
+    return (s - wave) * wave - slopes[h] * torch.cos((q - k) * 0.2)
+
+
 def one_sided(s, b, h, q, k, slopes):
     """Comparisons of both positions, which see their distance only."""
     root = torch.where(q >= k, q - k, 0).double().sqrt()
@@ -87,6 +97,8 @@ MADE: dict[Any, tuple[torch.Tensor, list[tuple[int, ...]]]] = {
     t5_spelled_otherwise: (T5, [(HEADS, DISTANCES)]),
     decay: (FACTORS, [(HEADS, DISTANCES)]),
     log_distance: (SLOPES, [(HEADS, DISTANCES)]),
+    of_distance_alone: (SLOPES, [(HEADS, DISTANCES)]),
+    subtracted_and_added: (SLOPES, [(HEADS, DISTANCES), (HEADS, DISTANCES)]),
     one_sided: (SLOPES, [(HEADS, DISTANCES)]),
     nearer_row: (SLOPES, [(HEADS, ROWS)]),
 }
@@ -121,7 +133,7 @@ def test_tables_hold_what_the_mod_computes(mod):
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("mod", [t5, one_sided])
+@pytest.mark.parametrize("mod", [t5, one_sided, subtracted_and_added, of_distance_alone])
 def test_gradients_go_through_tables(mod):
     capture, _ = MADE[mod]
     found = tabulate(arguments(mod, capture))
