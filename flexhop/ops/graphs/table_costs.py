@@ -74,14 +74,12 @@ class Training:
         """Instructions per score and kernel that a table of a trained node saves.
 
         Args:
-            table: of the node.
+            table: of the node, by a distance or another coordinate of both positions.
             value: instructions of the node.
             read: instructions of reading it.
             is_factor: whether the derivative with respect to the score depends on it.
         """
         passes, extra, summed, factor, _ = self._kernels
-        if not any(isinstance(axis, Coordinate) for axis in table.axes):
-            extra, summed, factor = 0.0, 0.0, 0.0
         written = passes * value + self._derivative(table.node)
         tabulated = passes * (read + extra) + summed + factor * is_factor
         return (written - tabulated) / passes

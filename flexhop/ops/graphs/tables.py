@@ -310,11 +310,12 @@ class _Choice:
         if self._wanted.only_rows and not is_search(node):
             return value - read, 0.0  # masks take more than the sum of their operators
         is_factor = self._wanted.is_differentiated and self._is_factor(node)
-        if node in self._trained:
+        if node in self._trained and any(isinstance(axis, Coordinate) for axis in table.axes):
             return self._training.saved(
                 table, value, read, is_factor=is_factor
             ), LEAST_SAVED_TRAINED
-        return value - read, _LEAST_SAVED_BY_FACTOR if is_factor else _LEAST_SAVED
+        is_costly = is_factor and node not in self._trained
+        return value - read, _LEAST_SAVED_BY_FACTOR if is_costly else _LEAST_SAVED
 
     def _is_factor(self, node: fx.Node) -> bool:
         """Whether the derivative with respect to the score depends on a node."""
@@ -343,6 +344,8 @@ class _Choice:
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
         table = Table(node, (*others, *coordinates), self._may_spoil(node))
+        if table.may_spoil and positions:
+            return None
         most = min(self._wanted.most, self.scores // _SCORES_PER_ENTRY)
         parts = (part for part in reached(node) if part.op == "call_function")
         longest = max(map(elements_of, parts), default=1)
