@@ -112,7 +112,7 @@ def read_key(table: Any) -> Any:
 
 
 def read_query(table: Any) -> Any:
-    return lambda s, b, h, q, k: s + table[h, q]
+    return lambda s, b, h, q, k: s + table[h, q] * (k - q) * 0.01
 
 
 def read_distance(table: Any) -> Any:
@@ -140,7 +140,7 @@ def read_factor(table: Any) -> Any:
 
 def read_shared(table: Any) -> Any:
     """Queries share entries."""
-    return lambda s, b, h, q, k: s * 0.5 + table[h, q // 50]
+    return lambda s, b, h, q, k: s * (0.5 + 0.1 * table[h, q // 50])
 
 
 def read_cap(table: Any) -> Any:
@@ -185,6 +185,24 @@ def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool,
     names = ("query", "key", "value", "table")
     for name, actual, *others in zip(names, found, gold, *references, strict=True):
         assert_within_budget(actual, *others, name=name, captured=name == "table")
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_shift_of_all_scores_of_a_query_has_no_gradient(width: int):
+    generator = torch.Generator("cuda").manual_seed(width)
+    table = torch.randn(4, 1000, generator=generator, device="cuda").requires_grad_()
+    *leaves, grad_out = operands(width, 1000)
+
+    def run(shift: Any) -> tuple[Tensor, ...]:
+        score_mod = lambda s, b, h, q, k: s * 0.5 + shift[h, q] * (q + 1)  # noqa: E731
+        out = torch.compile(attend(None, score_mod), fullgraph=True)(*leaves)
+        return torch.autograd.grad(out, [*leaves, table], grad_out, allow_unused=True)
+
+    found, codes = run_and_get_code(run, table)
+    assert not any("def add_captured_grads" in code for code in codes)
+    assert not found[3].any()
+    for learned, fixed in zip(found[:3], run(table.detach())[:3], strict=True):
+        torch.testing.assert_close(learned, fixed, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
