@@ -31,7 +31,7 @@ HEADS, LENGTH = 2, 256
 MODS: dict[str, Callable[..., Any]] = {
     "head": lambda t: lambda s, b, h, q, k: s + t[h, 0] * (k - q),
     "key": lambda t: lambda s, b, h, q, k: s + t[h, k],
-    "query": lambda t: lambda s, b, h, q, k: s + t[h, q],
+    "query": lambda t: lambda s, b, h, q, k: s + t[h, q] * (k + 1),
     "distance": lambda t: lambda s, b, h, q, k: s + t[h, q - k + LENGTH],
     "bucket": lambda t: lambda s, b, h, q, k: s + t[h, (q - k).clamp(0, 31)],
     "factor": lambda t: lambda s, b, h, q, k: s * t[h, q - k + LENGTH],

@@ -51,7 +51,7 @@ def test_rows_and_own_entries(name: str):
     score_mod, captures, size, is_sum = MODS[name]
     assert row_bytes(decompose(trace_score(score_mod, QUERY, captures))) == size
     traced = trace_joint(score_mod, QUERY, captures)
-    facts = read_joint(decompose(traced.joint), traced.sites, SIZES)
+    facts = read_joint(decompose(traced.joint), unpack_sites(traced.sites), SIZES)
     assert facts.adds_captured == is_sum
 
 
@@ -59,13 +59,13 @@ def test_an_index_of_one_value_may_be_missing():
     one = torch.zeros(24, 16, requires_grad=True)
     traced = trace_joint(lambda s, b, h, q, k, t: s + t[k, q], QUERY, (one,))
     joint = decompose(traced.joint)
-    assert not read_joint(joint, traced.sites, (1, 1, 16, 24)).adds_captured
-    assert read_joint(joint, traced.sites, (2, 1, 16, 24)).adds_captured
+    assert not read_joint(joint, unpack_sites(traced.sites), (1, 1, 16, 24)).adds_captured
+    assert read_joint(joint, unpack_sites(traced.sites), (2, 1, 16, 24)).adds_captured
 
 
 def test_what_a_whole_column_adds_to_is_a_sum():
     keys = torch.zeros(2, 3, 24, requires_grad=True)
     traced = trace_joint(lambda s, b, h, q, k, t: s + t[b, h, k], QUERY, (keys,))
     joint = decompose(traced.joint)
-    assert read_joint(joint, traced.sites, (2, 3, 1, 24)).adds_captured
+    assert read_joint(joint, unpack_sites(traced.sites), (2, 3, 1, 24)).adds_captured
     assert not any(site_facts(joint, site).is_row for site in unpack_sites(traced.sites))
