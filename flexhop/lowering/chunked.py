@@ -120,8 +120,6 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     grad_query, grad_key, grad_value, *captured = lower_definition(
         BackwardArgs(*operands), formula
     )
-    for grad in captured:
-        grad.realize()
     return grad_query, grad_key, grad_value, captured
 
 
