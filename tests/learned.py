@@ -16,6 +16,23 @@ from flexhop.options import KernelOptions, Tile
 SMALL = Tile(16, 16, 4, 2)
 
 
+def check_kernels(
+    tensors: Sequence[torch.Tensor], learned: Sequence[torch.Tensor],
+    score_mod: Callable[..., Any], options: KernelOptions | None = None,
+) -> None:  # fmt: skip
+    """Compare output and gradients of query, key, value and what is learned, in fp32."""
+    leaves, along = [*tensors, *learned], torch.randn(tensors[0].shape)
+    out = flexhop.flex_attention(*tensors, score_mod)
+    expected = torch.autograd.grad((out * along).sum(), leaves)
+    found = interpret(
+        partial(flexhop.flex_attention, score_mod=score_mod, kernel_options=options), *tensors,
+        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
+    )  # fmt: skip
+    torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
+    grads = [leaf.grad for leaf in leaves]
+    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)
+
+
 def check_gradients(
     tensors: Sequence[torch.Tensor], captured: torch.Tensor, score_mod: Callable[..., Any],
     *, is_causal: bool, deterministic: Iterable[bool],

@@ -9,9 +9,9 @@ import flexhop
 from flexhop.compat.operators.hop import isolated_trace
 from flexhop.lowering.mods.loops import with_loops
 from flexhop.offline import generate_code
-from flexhop.offline.interpret import Memory, interpret
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint
+from tests.learned import check_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 HEADS, LENGTH = 2, 18
@@ -64,17 +64,8 @@ def test_a_network_learns_in_kernels(make, deterministic, monkeypatch):
     torch.manual_seed(3)
     mod, weights = make()
     tensors = [torch.randn(1, HEADS, LENGTH, 16).requires_grad_() for _ in range(3)]
-    leaves, along = [*tensors, *weights], torch.randn(1, HEADS, LENGTH, 16)
-    out = flexhop.flex_attention(*tensors, mod)
-    expected = torch.autograd.grad((out * along).sum(), leaves)
     options = flexhop.KernelOptions(backend="triton", deterministic=deterministic)
-    found = interpret(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, mod, kernel_options=options), *tensors,
-        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
-    )  # fmt: skip
-    torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
-    grads = [leaf.grad for leaf in leaves]
-    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)
+    check_kernels(tensors, weights, mod, options)
 
 
 def test_kernels_have_one_loop_for_each_row_of_weights(monkeypatch):

@@ -8,7 +8,7 @@ import flexhop
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import vmapped
 from flexhop.offline import generate_code
-from flexhop.offline.interpret import Memory, interpret
+from tests.learned import check_kernels
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
@@ -84,18 +84,7 @@ def test_computed_rows_are_read_and_multiplied():
     """As in Swin's and FIRE's biases: a network of the distance, with an output for each head."""
     mod, learned = _small_network()
     tensors = [torch.randn(1, 2, 20, 16).requires_grad_() for _ in range(3)]
-    leaves = [*tensors, *learned]
-    along = torch.randn(1, 2, 20, 16)
-    out = flexhop.flex_attention(*tensors, mod)
-    expected = torch.autograd.grad((out * along).sum(), leaves)
-    options = flexhop.KernelOptions(backend="triton")
-    found = interpret(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, mod, kernel_options=options), *tensors,
-        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
-    )  # fmt: skip
-    torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
-    grads = [leaf.grad for leaf in leaves]
-    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)
+    check_kernels(tensors, learned, mod, flexhop.KernelOptions(backend="triton"))
 
 
 def _reads_of_several_places():
@@ -126,16 +115,7 @@ def test_places_are_read_together(monkeypatch):
     monkeypatch.setenv("FLEXHOP_STRICT", "1")
     mod, learned = _reads_of_several_places()
     tensors = [torch.randn(1, 2, 20, 16).requires_grad_() for _ in range(3)]
-    leaves, along = [*tensors, *learned], torch.randn(1, 2, 20, 16)
-    out = flexhop.flex_attention(*tensors, mod)
-    expected = torch.autograd.grad((out * along).sum(), leaves)
-    found = interpret(
-        lambda q, k, v: flexhop.flex_attention(q, k, v, mod), *tensors,
-        grad=lambda out: (out * along).sum(), memory=Memory(poison=True, check_bounds=True),
-    )  # fmt: skip
-    torch.testing.assert_close(found.result, out, rtol=2e-5, atol=2e-5)
-    grads = [leaf.grad for leaf in leaves]
-    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-4)
+    check_kernels(tensors, learned, mod)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")

@@ -83,6 +83,7 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     """
     if problem.is_wide:
         return captured, Captured((), ())
+    sums = captured.sums
     dtype = "tl.float64" if is_float32(problem) else "tl.float32"
     by_query, by_key = [], []
     for site in captured.sites:
@@ -90,7 +91,7 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
             by_query.append(site)
         else:
             (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=dtype))
-    return Captured(captured.sums, by_query), Captured(captured.sums, by_key)
+    return Captured(sums if by_query else (), by_query), Captured(sums if by_key else (), by_key)
 
 
 def _emit_key_value(
@@ -101,7 +102,6 @@ def _emit_key_value(
     captured: Captured,
 ) -> tuple[Any, Any]:
     """Gradients of key and value, by one launch or two, the first of which adds to `captured`."""
-    sums = captured.sums if captured.sites else ()
     own = joint if captured.sites else joint[:1]
     _, key, value, *_ = operands
     if len(key_value_kernels(call.problem)) == 1:
@@ -110,13 +110,13 @@ def _emit_key_value(
             value.get_size(), strides, value.get_dtype(), value.get_device()
         )
         inputs = [*operands, grad_value, *lists]
-        output = output_like(key, 1, [grad_value, *sums])
+        output = output_like(key, 1, [grad_value, *captured.sums])
         grad_key = emit_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
         return grad_key, grad_value
     # DV is not written: value is a stand-in. Kernels of heads in pieces have none.
     stand_in = [] if call.problem.is_wide else [value]
     inputs = [*operands, *stand_in, *lists]
-    output = output_like(key, 1, sums)
+    output = output_like(key, 1, captured.sums)
     grad_key = emit_kernel(call, "grad_key", inputs, output, own, captured.sites)
     return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
 
