@@ -415,3 +415,23 @@ def test_masks_of_heads_are_computed_on_gpus_whose_kernels_read_slowly():
         narrow = narrow._replace(value=narrow.key)
         with assumed(capability):
             assert (tabulate_mask(narrow) is not None) == is_table
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_gradients_of_float32_captures_under_float64_operands():
+    """Through a table they were 0: Inductor took the zeros that sums are added to for the sums."""
+    torch.manual_seed(0)
+    size = (2, 4, 60, 16)
+    tensors = [torch.randn(size, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    scale, rate = (torch.randn(4, requires_grad=True) for _ in range(2))
+
+    def decay(s, b, h, q, k):
+        return s + scale[h] * torch.exp(-rate[h].abs() * (q - k).abs())
+
+    def gradients(attention):
+        out = attention(*tensors, score_mod=decay)
+        return torch.autograd.grad(out.square().sum(), (scale, rate))
+
+    expected = gradients(flexhop.flex_attention)
+    found = gradients(torch.compile(flexhop.flex_attention))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
