@@ -60,6 +60,11 @@ def arguments() -> argparse.Namespace:
         help="offline: generate texts only; compile as far as Triton goes; machine code",
     )  # fmt: skip
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="such as 80 90 100 120")
+    parser.add_argument(
+        "--small", action="store_true",
+        help="on cuda: sizes as on a CPU, every second problem for Hopper kernels; for tools that "
+        "slow a GPU down",
+    )  # fmt: skip
     parser.add_argument("--procs", type=int, default=1, help="processes side by side")
     # Of one of several processes: its share; how many of it are done; when to end.
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
@@ -84,7 +89,7 @@ def check(args: argparse.Namespace, seed: int, plan: Plan) -> str:
         plan = for_hopper(plan, seed) if architecture == 90 else plan
         emulator = Emulator(architecture, True, Schedule(WHEN[seed % len(WHEN)], seed))
         how = {"emulator": emulator, "capability": divmod(architecture, 10)}
-    if BACKENDS[args.mode] == "interpreter" and plan.dtype == torch.float64:
+    if (BACKENDS[args.mode] == "interpreter" or args.small) and plan.dtype == torch.float64:
         plan = dataclasses.replace(plan, dtype=torch.float32)  # which has kernels
     return check_results(plan, seed, args.device, BACKENDS[args.mode], **how)
 
@@ -140,8 +145,11 @@ def shrink(args: argparse.Namespace, seed: int, plan: Plan) -> None:
     print("smallest:", plan.words())
 
 
-def is_large(args: argparse.Namespace) -> bool:
-    return args.mode == "offline" or args.device == "cuda"
+def drawn(args: argparse.Namespace, seed: int) -> Plan:
+    """The problem of a number, in sizes for the mode and the device."""
+    on_gpu = args.device == "cuda"
+    plan = draw(seed, large=args.mode == "offline" or (on_gpu and not args.small))
+    return for_hopper(plan, seed) if on_gpu and args.small and seed % 2 else plan
 
 
 def run(args: argparse.Namespace, found: Found) -> int:
@@ -156,7 +164,7 @@ def run(args: argparse.Namespace, found: Found) -> int:
     for number, seed in itertools.islice(enumerate(seeds), args.done, None):
         if time.time() > args.until or (args.count and number >= args.count):
             break
-        problem = draw(seed, large=is_large(args))
+        problem = drawn(args, seed)
         tell(args, f"{STARTED}{seed}")
         status, note = verdict(args, seed, problem)
         found[status].append(seed)
@@ -277,10 +285,10 @@ def main() -> int:
     args = arguments()
     compile_quickly(args.device)
     if args.shrink is not None:
-        shrink(args, args.shrink, draw(args.shrink, large=is_large(args)))
+        shrink(args, args.shrink, drawn(args, args.shrink))
         return 0
     if args.only is not None:
-        problem = draw(args.only, large=is_large(args))
+        problem = drawn(args, args.only)
         print(problem.words())
         try:
             print(check(args, args.only, problem))
