@@ -8,6 +8,7 @@ it, and the short way must give the same bits, or that pair stays with Triton. T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,11 +96,13 @@ def _kind(value: Any) -> Any:
         return value.type.name
     if kind is int:
         return int if -(2**31) <= value < 2**31 else None
-    return float if kind is float and _is_single(value) else None
+    return float if kind is float and _is_plain(value) else None
 
 
-def _is_single(value: float) -> bool:
-    """Whether Triton takes a number for fp32."""
+def _is_plain(value: float) -> bool:
+    """Whether every Triton takes a number for the same one of fp32; of -0.0, 3.6 makes 0."""
+    if value == 0:
+        return math.copysign(1, value) > 0
     return not 0 < abs(value) < 2**-126 and not _LARGEST < abs(value) < np.inf
 
 
@@ -121,7 +124,7 @@ def _values(way: _Way, left: Any, right: Any) -> tuple[np.ndarray, dict[str, Any
 
 def _array(operand: Any, common: Any) -> Any:
     if operand.__class__ is not tl.tensor:
-        return common(operand or 0)  # Triton makes no negative zero
+        return common(operand)
     data = operand.handle.data
     return data if data.dtype == common else data.astype(common)
 

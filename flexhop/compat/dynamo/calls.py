@@ -225,7 +225,7 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             graph, lifted = as_captures(tx, graph, lifted, device)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _cause(error) or _untraceable(kind, error) from None
-        except TorchRuntimeError as error:
+        except (TorchRuntimeError, ObservedException) as error:  # 2.15 observes the latter
             ours = _cause(error) or self.value.refusal or known(error, kind, _line_of(error))
             if ours is None:
                 raise

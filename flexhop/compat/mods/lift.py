@@ -22,7 +22,7 @@ from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.own_backward import at_once
 from flexhop.compat.mods.wrapped import Exchange, apart, is_transformed
 from flexhop.compat.operators.hop import Operator
-from flexhop.compat.operators.transforms import is_deriving
+from flexhop.compat.operators.transforms import is_deriving, without_tangents
 from flexhop.errors import FlexhopError
 
 __all__ = ["Lifted", "lift", "own_code"]
@@ -54,7 +54,7 @@ def lift(
     is_derived = is_deriving()  # Dynamo's guards do not know of it
     key = (call_with, is_derived, *map(_kind_of, mods))
     if not is_transformed():
-        with apart(), at_once(is_derived):
+        with apart(), at_once(is_derived), without_tangents():
             return _traced(operator, call_with, key, (query, *mods))
     exchange = Exchange()
     with apart(), at_once(is_derived):

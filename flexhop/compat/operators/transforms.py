@@ -43,6 +43,7 @@ __all__ = [
     "register_constant",
     "register_grad",
     "register_jvp",
+    "without_tangents",
     "write_zeros",
 ]
 
@@ -118,6 +119,20 @@ def is_deriving() -> bool:
     """Whether a transform takes derivatives: torch.func's grad or jvp, or forward mode."""
     kinds = (TransformType.Grad, TransformType.Jvp)
     return is_forward_mode() or any(i.key() in kinds for i in get_interpreter_stack() or ())
+
+
+@contextlib.contextmanager
+def without_tangents() -> Iterator[None]:
+    """Let Dynamo overlook tangents. 2.15 refuses a function that reads a tensor with one.
+
+    For graphs whose operands are passed on with their tangents. Dynamo asks PyTorch's Python code,
+    which finds none outside of a level.
+    """
+    level, forward_ad._current_level = forward_ad._current_level, -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = level
 
 
 def is_tracked(value: Any) -> bool:

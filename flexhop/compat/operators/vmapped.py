@@ -136,7 +136,8 @@ def log_ndtr(x: Tensor) -> Tensor:
     """
     if not is_mapped(x):
         return torch.ops.aten.special_log_ndtr.default(x)
-    below, above = x.clamp(max=1) * 0.5**0.5, x.clamp(min=1) * 0.5**0.5
+    # Not by clamps, whose gradients at the limit are 0 in 2.15.
+    below, above = (torch.where(x < 1, *pair) * 0.5**0.5 for pair in ((x, 1.0), (1.0, x)))
     tail = torch.log(torch.special.erfcx(-below) / 2) - below * below
     return torch.where(x < 1, tail, torch.log1p(-torch.erfc(above) / 2))
 
@@ -211,8 +212,8 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
 
 
 def flip(tensor: Tensor, dims: Sequence[int]) -> Tensor:
-    """`prims.rev` under any number of vmaps; see `concatenate`."""
-    if not _are_batched_with_symbols((tensor,)):
+    """`prims.rev` under any number of vmaps, for which 2.15 has no batching rule."""
+    if not is_batchedtensor(tensor):
         return torch.ops.prims.rev.default(tensor, dims)
     for dim in dims:
         parts = [part.unsqueeze(dim) for part in tensor.unbind(dim)]
