@@ -11,6 +11,7 @@ import torch
 
 from flexhop.compat.graphs import guards, inline
 from flexhop.compat.kernels import inductor
+from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
@@ -71,7 +72,7 @@ def emit_tangent(args: DerivativeArgs) -> list[Any] | None:
     moved = {i - 3: tangent for i, tangent in directions.items() if i >= 3}
     tangents = _read(args, dots, moved)
     problem = tangents.shared.problem
-    if _width(problem) > _MOST_COLUMNS or not kernels.has_tile("jvp_forward", problem):
+    if _width(problem) > _most_columns(problem) or not kernels.has_tile("jvp_forward", problem):
         return None
     emit = functools.partial(_emit_pushed, tangents)
     return fallback.attempt("forward mode", emit, problem)
@@ -104,6 +105,17 @@ def _read(args: DerivativeArgs, dots: dict[str, Any], moved: dict[int, Any]) -> 
     captures = [*score_captures, *mask_captures, *(moved[i] for i in sorted(moved))]
     shared = KernelCall(problem, user_options(args.options), mods, captures, seed=seed_input(call))
     return _Tangents(call, shared, dots, moved, push)
+
+
+def _most_columns(problem: Problem) -> int:
+    """Most columns of the forward-mode kernel.
+
+    On sm_90 and later, LLVM of Triton 3.9 aborts the process over its exact float32 products of
+    256 columns.
+    """
+    is_exact = problem.dtype == torch.float32 and not problem.is_tf32
+    aborts = triton_version() >= (3, 9) and problem.device.capability >= (9, 0)
+    return 128 if is_exact and aborts else _MOST_COLUMNS
 
 
 def _width(problem: Problem) -> int:

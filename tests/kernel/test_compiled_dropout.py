@@ -10,6 +10,7 @@ import torch
 from torch.testing._internal.common_utils import DeterministicGuard
 
 import flexhop
+from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import compile_kernel, wrong_products
@@ -112,7 +113,8 @@ def test_no_factor_of_a_product_has_one_bit_numbers():
     (kernel,) = (k for k in generated.templates if "grad_key_value_blocks" in k.functions)
     assert kernel.constants["ISOLATE_SCORE_MOD"]
     cubin = compile_kernel(kernel, 90)
-    assert not re.findall(r"(?:convert_layout|local_load) .*xi1.*", cubin.ir)
+    if triton_version() < (3, 9):
+        assert not re.findall(r"(?:convert_layout|local_load) .*xi1.*", cubin.ir)
     assert not wrong_products(cubin)
 
 

@@ -7,6 +7,7 @@ import flexhop
 from flexhop.lowering.hopper import latent
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, product_notes
+from tests.needs import needs_hopper
 from tests.problems import problem
 
 HEADS, KEYS = 128, 1024
@@ -32,6 +33,7 @@ def compiled(queries: int, score_mod=None, block_mask=None, page: int = 0) -> Cu
     return compile_kernel(generated.kernel_with("attend_steps"), 90)
 
 
+@needs_hopper
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "mods", "pages"])
 def test_a_step(case):

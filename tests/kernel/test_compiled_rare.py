@@ -14,6 +14,7 @@ from flexhop.masks import causal
 from flexhop.mods import dequantize
 from flexhop.offline import Generated, generate_code
 from flexhop.offline.cubin import compile_kernel
+from tests.needs import needs_hopper
 
 BF16 = torch.bfloat16
 
@@ -41,18 +42,21 @@ def hopper_call(query, key, value, *captured):
     )
 
 
+@needs_hopper
 @pytest.mark.parametrize("learned", ["q", "k", "v", "qv"])
 def test_some_gradients_of_the_hopper_kernel_are_not_asked_for(learned):
     generated = generate_code(hopper_call, *operands(1, 2, 256, 64, learned=learned), grad=True)
     generated.kernel_with("differentiate")
 
 
+@needs_hopper
 def test_no_gradient_but_of_a_captured_tensor_is_asked_for():
     table = torch.zeros(2, 256, requires_grad=True)
     generated = generate_code(hopper_call, *operands(1, 2, 256, 64), table, grad=True)
     generated.kernel_with("differentiate")
 
 
+@needs_hopper
 def test_lse_alone_is_asked_of_the_hopper_kernel():
     def lse_of(query, key, value):
         _, aux = flexhop.flex_attention(
@@ -137,6 +141,7 @@ def test_numbers_of_eight_bits_without_a_mod(queries):
     assert compiled(generated) >= 1
 
 
+@needs_hopper
 def test_fewer_keys_than_a_tile_of_the_hopper_kernel():
     query, key, value = operands(1, 2, 53, 64)
     slopes = torch.zeros(53)

