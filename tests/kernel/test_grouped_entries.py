@@ -9,12 +9,12 @@ import torch
 
 import flexhop
 from flexhop.offline import generate_code
+from flexhop.offline.cubin import compile_kernel
 from tests.learned import check_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 QUERIES, KEYS = 75, 61
 SEGMENTS = torch.tensor([0] * 40 + [1] * 3 + [2] * 32, dtype=torch.int32)
-
 MODS = {
     "blocks": lambda t: lambda s, b, h, q, k: s + t[h, q // 8, k // 4],
     "rows": lambda t: lambda s, b, h, q, k: s * (1 + t[h, q >> 5, k]),
@@ -35,6 +35,23 @@ def test_gradients_are_those_of_the_definition(name, is_causal, deterministic):
     table = torch.randn(2, 10, KEYS if name == "rows" else 16).requires_grad_()
     mod = MODS[name](table)
     check_gradients(tensors, table, mod, is_causal=is_causal, deterministic=deterministic)
+
+
+def test_ids_of_a_single_key():
+    """They are read at one address, which gives a number and no row of numbers."""
+    tensors = [torch.zeros(1, 2, n, 16).requires_grad_() for n in (75, 1, 1)]
+    table, ids = torch.zeros(2, 10, 16).requires_grad_(), torch.tensor([2])
+
+    def call(query, key, value, table, ids):
+        return flexhop.flex_attention(
+            query, key, value, lambda s, b, h, q, k: s + table[h, SEGMENTS[q], ids[k]],
+            kernel_options={"backend": "triton"},
+        )  # fmt: skip
+
+    generated = generate_code(call, *tensors, table, ids, grad=True)
+    assert any("of_groups" in kernel.source for kernel in generated.templates)
+    for kernel in generated.templates:
+        assert compile_kernel(kernel, 90).registers
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 
 from flexhop.compat.kernels.inductor import hint
+from flexhop.compat.kernels.integer_powers import INTEGER_POWERS
 from flexhop.compat.kernels.once import remembered
 from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS
 from flexhop.compat.mods.location import line_of
@@ -63,6 +64,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
         root_graph_lowering=V.graph,
         additional_lowerings={
             aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis],
+            **INTEGER_POWERS,
             **SHORT_ROWS,
         },
     )

@@ -125,7 +125,9 @@ def _add_groups(
             continue
         first.append(f"{name}_first")
         same.append(f"{name}_same")
-        lines.append(f"{first[-1]}, {same[-1]} = of_groups({name}, {side}, {groups[side]})")
+        # Ids of one position, or expanded ones, are a number without the shape of the tile.
+        shaped = f"{name} + tl.zeros_like({INDEX_NAMES[2 + side]})"
+        lines.append(f"{first[-1]}, {same[-1]} = of_groups({shaped}, {side}, {groups[side]})")
     total = f"{grad}_sum"
     place = (
         f"{place_of(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"

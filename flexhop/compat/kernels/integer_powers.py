@@ -1,0 +1,118 @@
+"""Powers of integers with integer exponents, by squaring.
+
+Inductor calls PyTorch's own operator for these, which a kernel cannot do for each score:
+`2**distance` in radial attention. torch 2.11 to 2.15.
+
+Results are PyTorch's: products wrap, and a negative exponent gives 0 unless the base is 1 or -1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import broadcast_tensors, lowerings
+from torch._inductor.virtualized import ops
+
+__all__ = ["INTEGER_POWERS"]
+
+aten = torch.ops.aten
+
+
+def _power(inductor_rule: Any, base: Any, exponent: Any) -> Any:
+    """The power of an integer, or what Inductor's rule makes of other operands."""
+    is_boxed = isinstance(exponent, ir.IRNode)  # a number as exponent is few products
+    if not is_boxed or not all(map(_is_integer, (base, exponent))):
+        return inductor_rule(base, exponent)
+    if isinstance(base, int):
+        return _of_elements(functools.partial(_of_number, base), exponent.get_dtype(), [exponent])
+    dtype = torch.promote_types(base.get_dtype(), exponent.get_dtype())
+    return _of_elements(_of_tensor, dtype, broadcast_tensors(base, exponent))
+
+
+def _is_integer(value: Any) -> bool:
+    if not isinstance(value, ir.IRNode):
+        return type(value) is int
+    dtype = value.get_dtype()
+    return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _of_elements(rule: Any, dtype: torch.dtype, tensors: Sequence[Any]) -> Any:
+    """A rule of numbers, element by element, in the wider one of int32 and `dtype`."""
+    wide = torch.int64 if dtype in (torch.int64, torch.uint64, torch.uint32) else torch.int32
+    loaders = [tensor.make_loader() for tensor in tensors]
+
+    def load(index: Sequence[Any]) -> Any:
+        numbers = [ops.to_dtype(loader(index), wide) for loader in loaders]
+        return ops.to_dtype(rule(*numbers, _Integers(wide)), dtype)
+
+    return ir.Pointwise.create(
+        device=tensors[0].get_device(), dtype=dtype, inner_fn=load,
+        ranges=list(tensors[0].get_size()),
+    )  # fmt: skip
+
+
+class _Integers:
+    """Arithmetic of signed integers of one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.bits = dtype, dtype.itemsize * 8
+
+    def number(self, value: int) -> Any:
+        """A constant, which wraps."""
+        half = 1 << (self.bits - 1)
+        return ops.constant((value + half) % (2 * half) - half, self.dtype)
+
+    def has_bit(self, value: Any, place: int) -> Any:
+        return ops.ne(ops.bitwise_and(value, self.number(1 << place)), self.number(0))
+
+    def or_one(self, condition: Any, value: Any) -> Any:
+        return ops.where(condition, value, self.number(1))
+
+
+def _of_number(base: int, exponent: Any, integers: _Integers) -> Any:
+    """A power of a constant: its squares are constants."""
+    zero = integers.number(0)
+    if base > 1 and base & (base - 1) == 0:
+        step = base.bit_length() - 1
+        last = integers.number((integers.bits - 1) // step)
+        is_in_range = ops.logical_and(ops.ge(exponent, zero), ops.le(exponent, last))
+        places = ops.mul(ops.where(is_in_range, exponent, zero), integers.number(step))
+        one = integers.number(1)
+        return ops.where(is_in_range, ops.bitwise_left_shift(one, places), zero)
+    result, square = integers.number(1), base % (1 << integers.bits)
+    for place in range(integers.bits - 1):
+        if square == 1:  # so are all that follow
+            break
+        factor = integers.or_one(integers.has_bit(exponent, place), integers.number(square))
+        result = ops.mul(result, factor)
+        square = square * square % (1 << integers.bits)
+        if square == 0:  # any higher bit makes the product 0
+            most = integers.number((2 << place) - 1)
+            result = ops.where(ops.gt(exponent, most), zero, result)
+            break
+    return result if abs(base) == 1 else ops.where(ops.lt(exponent, zero), zero, result)
+
+
+def _of_tensor(base: Any, exponent: Any, integers: _Integers) -> Any:
+    """A power of a number that is not known."""
+    result, square = integers.number(1), base
+    for place in range(integers.bits - 1):
+        factor = integers.or_one(integers.has_bit(exponent, place), square)
+        result = factor if place == 0 else ops.mul(result, factor)
+        if place < integers.bits - 2:
+            square = ops.mul(square, square)
+    is_unit = ops.eq(ops.abs(base), integers.number(1))
+    inverse = ops.where(
+        is_unit, integers.or_one(integers.has_bit(exponent, 0), base), integers.number(0)
+    )
+    return ops.where(ops.lt(exponent, integers.number(0)), inverse, result)
+
+
+INTEGER_POWERS = {
+    op: functools.partial(_power, lowerings[op])
+    for op in (aten.pow.Scalar, aten.pow.Tensor_Tensor)
+}
