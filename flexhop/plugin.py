@@ -76,8 +76,10 @@ def _begin_workers() -> None:
 
 
 def _repair_cpp() -> None:
+    from flexhop.compat.graphs.renames import keep_renames
     from flexhop.compat.kernels.cpp_checks import keep_rows_apart, place_checks
 
+    keep_renames()
     place_checks()
     keep_rows_apart()
 

@@ -380,19 +380,10 @@ class _Choice:
         return self.found.instructions(seen, instructions) + sums
 
 
-def _is_reference(args: AttentionArgs) -> bool:
-    """Whether the reference computes gradients of captured tensors, as it does in float64.
-
-    It has nothing to gain from tables. And Inductor takes the zeros that it adds gradients to for
-    the gradients, if what made a trained table of another dtype is differentiated in one graph.
-    """
-    return args.query.dtype == torch.float64 and any(needs_grad(args.score_captures))
-
-
 def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:
     """A call whose mods read tables, and those of its score_mod; the same call and None if they
     save nothing."""
-    score, mask = None if _is_reference(args) else tabulate(args), tabulate_mask(args)
+    score, mask = tabulate(args), tabulate_mask(args)
     if score is not None:
         args = args._replace(score_mod=score.mod, score_captures=score.captures)
     if mask is not None:

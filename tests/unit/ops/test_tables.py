@@ -419,7 +419,7 @@ def test_masks_of_heads_are_computed_on_gpus_whose_kernels_read_slowly():
 
 @pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 def test_gradients_of_float32_captures_under_float64_operands():
-    """Through a table they were 0: Inductor took the zeros that sums are added to for the sums."""
+    """Through a table they were 0: readers of sums came before them (compat/graphs/renames.py)."""
     torch.manual_seed(0)
     size = (2, 4, 60, 16)
     tensors = [torch.randn(size, dtype=torch.float64, requires_grad=True) for _ in range(3)]
