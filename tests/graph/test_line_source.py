@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.offline import Kernel, generate_code
+from tests.needs import needs_hopper
 
-pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+pytestmark = needs_hopper
 SLOPES = torch.tensor([0.5, 0.25])
 
 

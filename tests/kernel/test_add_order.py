@@ -16,13 +16,13 @@ import torch
 
 import flexhop
 from flexhop.block_mask import BlockMask
-from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Kernel
 from flexhop.offline.codegen import Graph, trace
 from flexhop.offline.interpret import Memory, load
+from tests.needs import needs_hopper
 
-pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+pytestmark = needs_hopper
 BATCH, HEADS = 2, 2
 ASKED = flexhop.KernelOptions(backend="hopper", deterministic=True)
 

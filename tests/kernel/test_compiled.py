@@ -19,7 +19,7 @@ from flexhop.compat.graphs import ahead
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
-from flexhop.lowering.hopper import tiles, versions
+from flexhop.lowering.hopper import tiles
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.masks import causal
@@ -27,6 +27,7 @@ from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 from flexhop.options import Tile
 from tests.compiler_stages import shared_memory, steps_of
+from tests.needs import needs_hopper
 from tests.problems import launched_kernels, problem
 
 # A device function or constant tells which of the templates a kernel came from.
@@ -299,7 +300,7 @@ HOPPER = [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 @pytest.mark.parametrize(("dims", "length", "is_causal"), HOPPER)
 def test_the_hopper_kernel_is_pipelined(dims, length, is_causal):
     """What ptxas does in silence: products that wait for each other, and spills in the loops."""
@@ -310,7 +311,7 @@ def test_the_hopper_kernel_is_pipelined(dims, length, is_causal):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_empty_columns_take_no_products():
     """Scores of 64 keys take 12 products instead of 16, out takes 4."""
     wide, full = (build_hopper(dims, 1024, True).cubin for dims in ((192, 128), (256, 256)))
@@ -318,7 +319,7 @@ def test_empty_columns_take_no_products():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 @pytest.mark.parametrize("tokens", [2048, 2000])
 def test_the_hopper_kernel_of_packed_sequences_is_pipelined(tokens):
     cubin, notes = build_packed_hopper(tokens)
@@ -332,7 +333,7 @@ def test_the_hopper_kernel_of_packed_sequences_is_pipelined(tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 @pytest.mark.parametrize(("width", "length"), [(64, 512), (128, 512), (128, 500)])
 def test_the_hopper_kernel_of_stored_masks_is_pipelined(width, length):
     stores, cubin, notes = build_document_hopper(width, length)
@@ -347,7 +348,7 @@ def test_the_hopper_kernel_of_stored_masks_is_pipelined(width, length):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_the_hopper_loop_waits_for_products_after_the_exponentials():
     """A wait for both products above the softmax would undo the overlap."""
     cubin = build_hopper((128, 128), 1024, False).cubin
@@ -393,7 +394,7 @@ def _build_scored_hopper(name: str) -> Cubin:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_the_hopper_loops_of_a_score_mod_do_not_spill(name, monkeypatch):
     """With queries in registers these had 32 to 56 accesses to local memory in every step.
@@ -461,7 +462,7 @@ GRADIENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 @pytest.mark.parametrize(("call", "most"), GRADIENTS.items(), ids=str)
 def test_the_hopper_backward_kernel_is_pipelined(call, most):
     """Spills between steps do not matter: a step takes microseconds, and tiles have many."""
@@ -474,7 +475,7 @@ def test_the_hopper_backward_kernel_is_pipelined(call, most):
 
 # Widths and numbers of tokens, also one that is no multiple of the tiles.
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 @pytest.mark.parametrize(
     ("width", "tokens"), [(64, 2048), (64, 2000), (128, 2048), (128, 2000), (256, 2048)]
 )

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.masks import sliding_window
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
+from tests.needs import needs_hopper
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
+    needs_hopper,
 ]
 
 

@@ -15,15 +15,15 @@ import torch
 import flexhop
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, local_accesses, product_notes
+from tests.needs import needs_hopper
 from tests.problems import problem
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
+    needs_hopper,
 ]
 HEADS, LENGTH = 2, 256
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
 from flexhop.offline.ways import Ways, ways
 from tests.compiler_stages import steps_of
+from tests.needs import needs_hopper
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
+    needs_hopper,
 ]
 SLOPES = torch.tensor([0.5, 0.25])
 SCORES = 64  # of a thread in a step of 64 x 128

@@ -10,15 +10,16 @@ import torch
 import flexhop
 from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.compat.offline.fake_gpu import GPUS
-from flexhop.lowering.hopper import tiles, versions
+from flexhop.lowering.hopper import tiles
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import compile_kernel, local_accesses, product_notes
+from tests.needs import needs_hopper
 from tests.problems import problem
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle()),
+    needs_hopper,
 ]
 TABLE = torch.zeros(8, 1024)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.offline import generate_code
 from flexhop.offline.interpret import Memory, interpret
+from tests.needs import needs_hopper
 
 HEADS = 2
 
@@ -74,7 +74,7 @@ def test_rows_of_symbolic_length_are_summed(is_trained):
             torch.testing.assert_close(copy.grad, leaf.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_factors_of_hopper_kernels():
     """A sum is a factor in parentheses."""
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.offline import emulate
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Deadlock, Emulator, Memory, Race, Schedule, interpret
@@ -23,8 +22,9 @@ from flexhop.options import KernelOptions
 from tests.case_inputs import Case, Shape, make_call, make_inputs, make_loss
 from tests.cases import per_batch_documents
 from tests.judging import Outcome, assert_case
+from tests.needs import needs_hopper
 
-pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+pytestmark = needs_hopper
 HOPPER = KernelOptions(backend="hopper")
 EXACT = KernelOptions(backend="hopper", deterministic=True)
 

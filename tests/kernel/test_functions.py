@@ -12,11 +12,11 @@ import torch
 
 import flexhop
 from flexhop.compat.kernels.functions import FUNCTIONS
-from flexhop.lowering.hopper import versions
 from flexhop.offline import generate_code
 from flexhop.offline.interpret import run_kernel
 from flexhop.offline.packed_assembly import run_packed
 from tests.compiler_stages import compile_to_layouts
+from tests.needs import needs_hopper
 from tests.unit.offline.kernels import POINTERS, kernel
 
 HELPER = "from flexhop.compat.kernels.triton_runtime import PTX_SIGMOID, run_1\n"
@@ -203,7 +203,7 @@ def every_function(s, b, h, m, n):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_hopper_kernels_take_every_function_that_has_a_text():
     """Gluon's tensors have layouts; text that Inductor writes for Triton may lack them."""
     inputs = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=True)] * 3

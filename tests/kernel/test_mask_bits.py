@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
 from flexhop.offline import Kernel
 from flexhop.offline.codegen import Graph, trace
 from flexhop.offline.interpret import Memory, load
+from tests.needs import needs_hopper
 
-pytestmark = pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+pytestmark = needs_hopper
 BATCH, HEADS = 8, 16
 
 

@@ -12,12 +12,12 @@ import torch
 import flexhop
 from flexhop import errors
 from flexhop.errors import OptionValueError
-from flexhop.lowering.hopper import versions
 from flexhop.lowering.portable.names import Kernel
 from flexhop.masks import causal
 from flexhop.offline import generate
 from flexhop.reports.page import estimate
 from flexhop.reports.report import Report
+from tests.needs import needs_hopper
 
 WIDTH = 64
 
@@ -76,7 +76,7 @@ def test_it_takes_every_argument_of_the_call():
     assert "dropout" in report.forward.reason
 
 
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_kernels_are_those_of_the_compiler_which_decomposes_mods():
     """As written this gradient takes 55 instructions, and decomposed 65: more than 60."""
     tensors = [
@@ -170,7 +170,7 @@ def test_reasons_say_where_a_tile_comes_from():
     assert "divide the mask's blocks of 32 x 32" in small.forward.reason
 
 
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_the_hopper_kernel_is_named_or_the_reason_against_it():
     served = flexhop.explain(*operands(width=128))
     assert served.forward.reason == (
@@ -272,7 +272,7 @@ def test_sinks_are_accepted_and_checked():
         flexhop.explain(*operands(), sinks=torch.empty(3, device="meta"))
 
 
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_one_hopper_kernel_computes_all_gradients():
     query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     report = flexhop.explain(query, query, query, capability=(9, 0))
@@ -286,7 +286,7 @@ def test_one_hopper_kernel_computes_all_gradients():
     assert any("in the order of the keys" in note for note in report.notes)
 
 
-@pytest.mark.skipif(versions.obstacle() != "", reason=versions.obstacle())
+@needs_hopper
 def test_exact_sums_of_captured_tensors_take_the_portable_kernels():
     query = torch.empty(4, 8, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     slopes = torch.zeros(8, requires_grad=True)
