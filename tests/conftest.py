@@ -27,6 +27,8 @@ GRAPH_CLASSES = 1000
 def share_gpus() -> None:
     """Spread the processes of a parallel run over the GPUs; before the first use of CUDA."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if "FLEXHOP_TEST_DEVICE" in os.environ:  # the ranks of tests/distributed share all GPUs
+        return
     if worker is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
         count = torch.cuda.device_count()
         if count > 1:

@@ -1,4 +1,7 @@
-"""Processes of one gloo group that start once and run many functions."""
+"""Processes of one group that start once and run many functions.
+
+They speak gloo. With FLEXHOP_TEST_DEVICE=cuda each has a GPU of its own, and GPUs speak NCCL.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.problems import DEVICE
 from tests.processes import new_processes
 
 TIMEOUT = 240  # seconds for one function
@@ -91,7 +95,11 @@ def _serve(rank: int, size: int, port: int, orders: Any, answers: Any, folder: s
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / str(rank))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    backend = "gloo"
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=rank, world_size=size)
     while (order := orders.get()) is not None:
         function, arguments = order
         try:
