@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import flexhop
 import flexhop.distributed as sharded
 from flexhop import errors, masks
+from tests.distributed.problems import DEVICE
 from tests.distributed.tasks import mesh_of
 
 LENGTH = 64
 
 
-def _mask(length: int = LENGTH, window: int | None = None) -> Any:
+def _mask(length: int = LENGTH, window: int | None = None, device: Any = DEVICE) -> Any:
     mod = masks.causal if window is None else masks.sliding_window(window)
-    return flexhop.create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=16)
+    return flexhop.create_block_mask(mod, None, None, length, length, device, BLOCK_SIZE=16)
 
 
 def _said(error: type[Exception], call: Any) -> str:
@@ -37,7 +39,7 @@ def unequal_batches() -> str:
     mask, rank = _mask(), dist.get_rank()
     plan = sharded.make_plan(mask, dist.get_world_size())
     with sharded.context_parallel(plan, mesh_of()):
-        query = torch.randn(1 + rank, 2, plan.tokens, 8)
+        query = torch.randn(1 + rank, 2, plan.tokens, 8, device=DEVICE)
         return _said(
             errors.RankDisagreementError,
             lambda: flexhop.flex_attention(query, query, query, None, mask),
@@ -52,7 +54,7 @@ def unequal_batches_compiled() -> str:
         lambda q: flexhop.flex_attention(q, q, q, None, mask), backend="eager", fullgraph=True
     )
     with sharded.context_parallel(plan, mesh_of()):
-        query = torch.randn(1 + rank, 2, plan.tokens, 8, dtype=torch.float64)
+        query = torch.randn(1 + rank, 2, plan.tokens, 8, dtype=torch.float64, device=DEVICE)
         return _said(errors.RankDisagreementError, lambda: attend(query))
 
 
@@ -80,14 +82,14 @@ def calls_outside_of_the_plan() -> dict[str, str]:
     """What the plan does not cover, each refused before anything travels."""
     mask = _mask()
     plan = sharded.make_plan(mask, dist.get_world_size())
-    offsets = torch.tensor([0, LENGTH])
+    offsets = torch.tensor([0, LENGTH], device=DEVICE)
     with sharded.context_parallel(plan, mesh_of()) as context:
-        query = torch.randn(1, 2, plan.tokens, 8)
-        whole = torch.randn(1, 2, LENGTH, 8)
+        query = torch.randn(1, 2, plan.tokens, 8, device=DEVICE)
+        whole = torch.randn(1, 2, LENGTH, 8, device=DEVICE)
         packed = query[0].transpose(0, 1)
-        table = flexhop.PageTable(
-            torch.zeros(1, 2, dtype=torch.int32), 16, torch.tensor([5], dtype=torch.int32)
-        )
+        pages = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
+        used = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+        table = flexhop.PageTable(pages, 16, used)
         refused = {
             "mask": lambda: flexhop.flex_attention(query, query, query, None, _mask()),
             "none": lambda: flexhop.flex_attention(query, query, query),
@@ -102,14 +104,17 @@ def calls_outside_of_the_plan() -> dict[str, str]:
 
 
 def die(rank: int, port: int, folder: str) -> None:
-    """Rank 1 ends in the middle of its steps; rank 0 notes what it is told, and when."""
+    """Rank 1 ends in the middle of its steps; rank 0 notes what it is told, and when.
+
+    Always on gloo: NCCL's watchdog ends the process, and no exception can be caught.
+    """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=5))
-    mask = _mask()
+    mask = _mask(device="cpu")
     plan = sharded.make_plan(mask, 2)
     query = torch.randn(1, 2, plan.tokens, 8)
-    with sharded.context_parallel(plan, mesh_of()):
+    with sharded.context_parallel(plan, init_device_mesh("cpu", (2,))):
         flexhop.flex_attention(query, query, query, None, mask)
         if rank == 1:
             os._exit(7)
