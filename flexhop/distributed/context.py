@@ -33,9 +33,10 @@ class _Rank:
     """One rank's state of an active context; the slot holds it."""
 
     def __init__(
-        self, tokens: int, groups: tuple[str, str], *, sums: bool, default: View | None
+        self, tokens: int, groups: tuple[str, str], *, kind: str, sums: bool, default: View | None
     ) -> None:
         self.tokens = tokens
+        self.kind = kind  # of the mesh's devices, such as "cuda"
         self.groups = groups  # process groups that shard the sequence, and the heads; "" if none
         self.everyone = ",".join(group for group in groups if group)
         self.sum_groups = self.everyone if sums else ""
@@ -67,6 +68,11 @@ class _Rank:
                 expected="make_plan must get every mask that layers use, None included",
             )  # fmt: skip
         for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
+            if tensor.device.type != self.kind:
+                return note_mistake(
+                    errors.ShardedCallError, argument=name, found=f"is on {tensor.device}",
+                    expected=f"the mesh is of {self.kind} devices, and only their tensors travel",
+                )  # fmt: skip
             if tensor.dim() == 4 and tensor.size(2) != self.tokens:
                 return note_mistake(
                     errors.ShardedCallError, argument=name, found=f"has {tensor.size(2)} tokens",
@@ -219,8 +225,9 @@ class context_parallel:
                     setattr(holder, VIEW, self._views[name])
         self._before = SLOT.current
         SLOT.current = _Rank(
-            self.plan.tokens, self._groups, sums=self._sum_captured, default=default
-        )
+            self.plan.tokens, self._groups, kind=self.mesh.device_type, sums=self._sum_captured,
+            default=default,
+        )  # fmt: skip
         return self
 
     def __exit__(

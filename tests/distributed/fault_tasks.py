@@ -86,6 +86,7 @@ def calls_outside_of_the_plan() -> dict[str, str]:
     with sharded.context_parallel(plan, mesh_of()) as context:
         query = torch.randn(1, 2, plan.tokens, 8, device=DEVICE)
         whole = torch.randn(1, 2, LENGTH, 8, device=DEVICE)
+        elsewhere = query.to("meta")
         packed = query[0].transpose(0, 1)
         pages = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
         used = torch.tensor([5], dtype=torch.int32, device=DEVICE)
@@ -93,6 +94,7 @@ def calls_outside_of_the_plan() -> dict[str, str]:
         refused = {
             "mask": lambda: flexhop.flex_attention(query, query, query, None, _mask()),
             "none": lambda: flexhop.flex_attention(query, query, query),
+            "device": lambda: flexhop.flex_attention(query, elsewhere, query, None, mask),
             "tokens": lambda: flexhop.flex_attention(whole, whole, whole, None, mask),
             "cache": lambda: flexhop.flex_attention(query, query, query, page_table=table),
             "offsets": lambda: flexhop.varlen_attention(packed, packed, packed, offsets),

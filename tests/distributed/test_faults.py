@@ -35,6 +35,7 @@ def test_calls_outside_of_the_plan(fleet_of_2):
     for said in fleet_of_2.run(tasks.calls_outside_of_the_plan):
         assert "not one of the plan's masks" in said["mask"]
         assert "None included" in said["none"]
+        assert "key is on meta, but the mesh is of " in said["device"]
         assert "query has 64 tokens" in said["tokens"]
         assert "decode_attention" in said["cache"]
         assert "PackedSequences" in said["offsets"]
