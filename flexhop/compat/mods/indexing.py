@@ -3,7 +3,7 @@
 `table[h, q_idx - kv_idx]` inside a mod indexes with 0-d tensors, which plain `Tensor.__getitem__`
 turns into `.item()`. `IndexMode` rewrites such reads to `aten.index`, which tracing, vmap and
 autograd all support; a graph that is run again already contains it. Slices, `...` and `None` may
-be mixed in. `torch.take` and `nn.Embedding` (without `padding_idx`) are such reads, too.
+be mixed in. `torch.take` and `nn.Embedding` (without `max_norm`) are such reads, too.
 `torch.isin`, `bucketize`, `searchsorted` and `one_hot` of one number become reads and comparisons.
 """
 
@@ -33,9 +33,21 @@ def _is_plain_embedding(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Whether F.embedding(place, table, padding_idx, max_norm, ...) only reads a row."""
     if len(args) < 2 or not _is_place(args[0]):
         return False
-    names = ("padding_idx", "max_norm")
-    chosen = {**dict(zip(names, args[2:], strict=False)), **options}
-    return all(chosen.get(name) is None for name in names)
+    return _of_embedding(args, options).get("max_norm") is None
+
+
+def _of_embedding(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of F.embedding by name."""
+    return {**dict(zip(("padding_idx", "max_norm"), args[2:], strict=False)), **options}
+
+
+def _embedded(place: Tensor, table: Tensor, padding: int | None) -> Tensor:
+    """A row of a table, without a gradient for the row `padding`."""
+    row = _read(table, [place])
+    if padding is None:
+        return row
+    padding = padding + table.size(0) if padding < 0 else padding
+    return torch.where(place == padding, row.detach(), row)
 
 
 def _is_int(item: object) -> bool:
@@ -163,7 +175,7 @@ def _without_symbol(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
     return (function, _without_numbers(args)) if function.__name__ in _PAIRS else (func, args)
 
 
-def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The result of a read or write at one place, or of `out=`; or None."""
     if func is torch.Tensor.__getitem__:
         tensor, items = args
@@ -190,10 +202,12 @@ def _rewritten(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Ten
     return None
 
 
-def _read_by_name(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+def _read_by_name(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """What functions with names read at one place; None for other functions."""
     if func is torch.nn.functional.embedding and _is_plain_embedding(args, options):
-        return _read(args[1], [args[0]])
+        return _embedded(args[0], args[1], _of_embedding(args, options).get("padding_idx"))
+    if func is torch.unravel_index:
+        return _unravelled(*_three(args, options, "indices", "shape"))
     if (func is torch.take or func is torch.Tensor.take) and _is_place(args[1]):
         return _read(args[0].reshape(-1), [args[1]])
     if func is torch.index_select or func is torch.Tensor.index_select:
@@ -209,6 +223,21 @@ def _read_by_name(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
         if classes >= 0:  # its own check of the number has no batching rule
             return (torch.arange(classes, device=number.device) == number).to(torch.int64)
     return None
+
+
+def _unravelled(place: Tensor, shape: Any) -> Any:
+    """torch.unravel_index, whose own rule puts the sizes into a constant tensor; None if it
+    refuses the operands."""
+    sizes = [shape] if _is_int(shape) else list(shape)
+    if not _is_index_tensor(place) or place.dtype == torch.bool:
+        return None
+    if not all(_is_int(size) and size > 0 for size in sizes):
+        return None
+    found, rest = [], place.long()
+    for size in reversed(sizes):
+        found.append(rest % size)
+        rest = rest // size
+    return tuple(reversed(found))
 
 
 def _are_signed(args: tuple[Any, ...]) -> bool:

@@ -41,7 +41,14 @@ class Slices(TorchFunctionMode):
         if function is torch.Tensor.new_tensor and args[0].device.type == "cuda":
             form = {"dtype": args[0].dtype, "device": args[0].device, **(kwargs or {})}
             return torch.tensor(*args[1:], **form)
+        if function is torch.Tensor.to and not isinstance(args[0], FakeTensor):
+            if any(_is_gpu(given) for given in (*args[1:], *(kwargs or {}).values())):
+                return args[0].clone()  # a constant of the program: only its name is in the code
         return function(*args, **(kwargs or {}))
+
+
+def _is_gpu(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
 
 
 def _setitem(values: torch.Tensor, items: Any, source: Any) -> None:

@@ -45,6 +45,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from flexhop.compat.graphs import shared_graphs
 from flexhop.compat.imports import after_import
+from flexhop.compat.mods.constants import spell_constants
 from flexhop.compat.operators.retrace import retraced
 from flexhop.compat.storage import below_functorch
 from flexhop.errors import FlexhopError
@@ -378,7 +379,7 @@ def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch
     # An interpreter keeps the user's lines that Dynamo recorded on nodes. Without a table, make_fx
     # of 2.15 would replace `detach`, which later derivatives need, by an alias.
     run = _maybe_run_with_interpreter(function)
-    return make_fx(run, tracing_mode="real", decomposition_table={})(*inputs)
+    return spell_constants(make_fx(run, tracing_mode="real", decomposition_table={})(*inputs))
 
 
 def is_fake(tensor: object) -> bool:

@@ -15,6 +15,7 @@ from torch.fx.experimental import proxy_tensor
 
 from flexhop.compat.compilation import copy_of, forms_of, once
 from flexhop.compat.graphs import shared_graphs
+from flexhop.compat.mods.constants import spell_constants
 
 __all__ = ["retraced"]
 
@@ -37,7 +38,7 @@ def retraced(
 
     def make() -> torch.fx.GraphModule:
         with mode_of_mods():
-            return _retrace(function, tracer)(*example)
+            return spell_constants(_retrace(function, tracer)(*example))
 
     known = shared_graphs.origin(function)
     if not isinstance(known, torch.fx.GraphModule):

@@ -5,6 +5,7 @@ A rule writes elements of an operator's result. It returns None if that takes al
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -32,8 +33,8 @@ Rule = Callable[[Picker, fx.Node, Picks], "fx.Node | None"]
 
 def picked(node: fx.Node) -> tuple[fx.Node | None, Picks]:
     """The tensor that a node reads elements of, and which; None for other nodes."""
-    if node.target is aten.select.int:
-        source, dim, place = cast("tuple[fx.Node, int, Any]", node.args)
+    if node.target is aten.select.int or _is_unbound(node):
+        source, dim, place = _taken(node)
         shape = source.meta["val"].shape
         if not isinstance(place, int):
             return None, ()
@@ -45,6 +46,21 @@ def picked(node: fx.Node) -> tuple[fx.Node | None, Picks]:
             rest = source.meta["val"].dim() - len(indices)
             return source, (*map(_plain, indices), *[None] * rest)
     return None, ()
+
+
+def _is_unbound(node: fx.Node) -> bool:
+    """Whether a node is one of the results of `x.unbind(dim)`."""
+    of = node.args[0] if node.target is operator.getitem else None
+    return isinstance(of, fx.Node) and of.target is aten.unbind.int
+
+
+def _taken(node: fx.Node) -> tuple[fx.Node, int, Any]:
+    """Source, dimension and place of a node that takes one part of a tensor."""
+    if node.target is aten.select.int:
+        return cast("tuple[fx.Node, int, Any]", node.args)
+    unbound, place = cast("tuple[fx.Node, Any]", node.args)
+    source, *dims = cast("tuple[fx.Node, Any]", unbound.args)
+    return source, dims[0] if dims else 0, place
 
 
 def _plain(index: fx.Node | None) -> Any:

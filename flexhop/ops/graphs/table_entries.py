@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 from flexhop.analysis import Analysis, Coordinate, Ends, elements_of, is_float, reached
 from flexhop.block_mask.scores import hidden_count
 from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.operators import hop
 from flexhop.compat.sizes import LONGEST_ROW, hint_of
 from flexhop.ops.args import Capture
 from flexhop.ops.graphs.unread import Unread
@@ -173,6 +175,8 @@ class _Entries:
     def _call(self, node: fx.Node) -> Any:
         """The value of an operator."""
         values = {source: self._value(source) for source in node.all_input_nodes}
+        if node.target is operator.getitem:  # of an operator with several results
+            return values[node.all_input_nodes[0]][node.args[1]]
         varies = {source: bool(self._forms.depends_on(source)) for source in values}
         is_read, is_expanded = _is_read(node), self._unread is not None and any(varies.values())
         if is_expanded and not is_read:
@@ -217,7 +221,7 @@ class _Entries:
             found = torch.vmap(of_one, tuple(0 if moves else None for moves in varies.values()))(
                 *flat
             )
-        return found.unflatten(0, sizes)
+        return hop.pytree.tree_map(lambda result: result.unflatten(0, sizes), found)
 
 
 def _call_of_numbers(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
