@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +16,15 @@ import torch
 from flexhop.compat.offline import fake_gpu
 from flexhop.offline.kernel import Kernel, kernels_of
 
-__all__ = ["Generated", "Graph", "generate", "generate_code", "generate_codes", "trace"]
+__all__ = [
+    "Generated",
+    "Graph",
+    "compiled_by",
+    "generate",
+    "generate_code",
+    "generate_codes",
+    "trace",
+]
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -81,6 +91,30 @@ class Graph:
 
     codes: Sequence[str]
     module: torch.fx.GraphModule
+
+
+_compile: ContextVar[Callable[[Kernel], Any] | None] = ContextVar("compile", default=None)
+
+
+@contextlib.contextmanager
+def compiled_by(compile_kernel: Callable[[Kernel], Any]) -> Iterator[None]:
+    """Compile the kernels of templates that are generated in here, as a GPU's first call would.
+
+    If `compile_kernel` raises, the graph counts as one that does not compile: what is generated is
+    what serves instead.
+    """
+    token = _compile.set(compile_kernel)
+    try:
+        yield
+    finally:
+        _compile.reset(token)
+
+
+def _compile_all(code: str) -> None:
+    if compile_kernel := _compile.get():
+        for kernel in kernels_of(code):
+            if kernel.is_template:
+                compile_kernel(kernel)
 
 
 Runner = Callable[[Graph], Callable[[list[Any]], Sequence[Any]]]
@@ -197,7 +231,9 @@ def trace(
     def compile_graph(
         module: torch.fx.GraphModule, inputs: Sequence[Any], keywords: dict[str, Any]
     ) -> Callable[..., Any]:
-        codes = [fake_gpu.gpu_code(module, inputs, gpu, keywords) for gpu in capabilities]
+        codes = [
+            fake_gpu.gpu_code(module, inputs, gpu, keywords, _compile_all) for gpu in capabilities
+        ]
         return fake_gpu.on_cpu(runner(Graph(codes, module)))
 
     return fake_gpu.compile_graphs(

@@ -2,9 +2,13 @@
 
 import re
 import warnings
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
+from torch._inductor.async_compile import CompiledTritonKernels
+from torch._inductor.codecache import LambdaFuture
 
 import flexhop
 from flexhop import KernelOptions, create_block_mask, errors, flex_attention
@@ -137,6 +141,16 @@ def test_the_first_error_is_raised_if_nothing_helps(monkeypatch, compiled):
     fail_in(monkeypatch, "usual", "careful", "definition")
     with pytest.raises(Exception, match="PassManager::run failed"):
         kernels(capped, operands())
+
+
+def test_failed_jobs_are_not_waited_for_again(monkeypatch, compiled):
+    # If a worker dies, Inductor's jobs of all kernels fail, and it would keep them.
+    fail_in(monkeypatch, "usual")
+    failed = Future()
+    failed.set_exception(BrokenProcessPool("a worker died"))
+    CompiledTritonKernels.save("text", LambdaFuture(failed.result, failed))
+    assert len(kernels(capped, operands())[0]) == 1
+    assert CompiledTritonKernels.get("text") is None
 
 
 def test_strict(monkeypatch, compiled):

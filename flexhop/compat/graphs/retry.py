@@ -12,6 +12,7 @@ from typing import Any
 
 import torch._inductor.compile_fx as compile_fx
 from torch._guards import TracingContext
+from torch._inductor.async_compile import CompiledTritonKernels
 from torch.fx import GraphModule
 
 from flexhop.compat.graphs.repeated import merge_repeated
@@ -40,6 +41,8 @@ def retry_graphs(recover: Recover) -> None:
 
         def again() -> Any:
             _forget_strides()
+            # Among them are failed jobs: if a worker dies, all that the others do fails, too.
+            CompiledTritonKernels.cache_clear()
             fresh = GraphModule(graph, copy.deepcopy(kept))
             fresh.meta.update(graph.meta)
             return compile_graph(fresh, *args, **keywords)

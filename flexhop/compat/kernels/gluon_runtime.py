@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from flexhop.compat.kernels import isolated
 from flexhop.compat.kernels.functions import FUNCTIONS, constant_name
 
 __all__ = ["compared", "compared_by_mask", "run_1", "run_2", "run_3"]
@@ -38,6 +39,7 @@ def _install() -> None:
 
 
 _install()
+isolated.install()
 
 # The texts of all functions, by names such as PTX_EXP.
 globals().update((constant_name(name), gl.constexpr(f.text)) for name, f in FUNCTIONS.items())

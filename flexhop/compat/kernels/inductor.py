@@ -31,7 +31,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat.graphs import views
-from flexhop.compat.kernels import tanh
+from flexhop.compat.kernels import isolated, tanh
 from flexhop.compat.sizes import hint_of
 from flexhop.options import debug
 from flexhop.templates.printers import row_sums
@@ -89,7 +89,7 @@ class Subgraphs(list[Any]):
         self.dropout = dropout
 
 
-class TemplateKernel(TritonTemplateKernel):
+class TemplateKernel(isolated.Marked, TritonTemplateKernel):
     """Fills the holes of our templates."""
 
     overrides = tanh.Overrides

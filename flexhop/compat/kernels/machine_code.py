@@ -6,11 +6,14 @@ to 3.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch._inductor.codecache import _load_triton_kernel_from_source
+from torch._inductor.runtime import triton_heuristics
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
 from flexhop.compat.kernels.nvidia_tools import resource_usage
@@ -41,10 +44,22 @@ def shared_memory(choice: Any) -> int:
     request = choice.bmreq
     text = Path(request.module_path).read_text()
     kernel = _load_triton_kernel_from_source(request.kernel_name, text)
-    kernel.precompile(warm_cache_only=True)
+    with _unlogged():
+        kernel.precompile(warm_cache_only=True)
     kernels = [result.kernel for result in kernel.compile_results]
     # Kernels launched from C++ have a number in place of Triton's metadata.
     return max(getattr(kernel, "metadata", kernel).shared for kernel in kernels)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without Inductor's log of a kernel that fails, with its whole text: a warning names it."""
+    log = logging.getLogger(triton_heuristics.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _largest(kernel: Any) -> int:

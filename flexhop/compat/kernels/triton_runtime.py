@@ -5,9 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexhop.compat.kernels import isolated
 from flexhop.compat.kernels.functions import FUNCTIONS, constant_name
 
 __all__ = ["run_1", "run_2", "run_3"]
+
+isolated.install()
 
 # The texts of all functions, by names such as PTX_EXP.
 globals().update((constant_name(name), tl.constexpr(f.text)) for name, f in FUNCTIONS.items())

@@ -320,6 +320,7 @@ def gpu_code(
     inputs: Sequence[Any],
     capability: tuple[int, int],
     keywords: dict[str, Any],
+    check: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Inductor's output code for a CPU graph, as if it were on a GPU.
 
@@ -328,6 +329,7 @@ def gpu_code(
         inputs: its example inputs.
         capability: compute capability of the GPU.
         keywords: keyword arguments of `compile_fx_inner`.
+        check: called with the code; if it raises, the graph does not compile.
 
     Returns:
         The source of the Python wrapper with its Triton kernels.
@@ -336,6 +338,7 @@ def gpu_code(
 
     def stop_at_text(lowering: GraphLowering) -> Any:
         wrapper, _ = lowering.codegen()
+        check(wrapper.value)
         texts.append(wrapper.value)
         return SimpleNamespace(call=lambda args: None)
 
