@@ -4,7 +4,10 @@ Usually nothing here has an effect: Inductor's workers compile kernels after all
 chosen. If that, or the lowering, fails, the graph is lowered again. Then each candidate is
 compiled at once. If one fails, the next is tried: another tile, another dialect, the chunked
 reference. If that does not help, the last attempt uses only the reference. FLEXHOP_STRICT=1 turns
-the first failure into an error.
+the first failure into an error. A compiler that aborts is a failure (compat/kernels/isolated.py).
+
+Nothing is written down for other processes: Inductor's cache keeps the graph that compiled, so the
+next process loads it and compiles no candidate.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ def main() -> None:
         return
     with answers:
         answers.write(_answer(job))
+    os._exit(0)  # nothing here needs to be taken apart
 
 
 if __name__ == "__main__":

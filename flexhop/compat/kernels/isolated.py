@@ -121,7 +121,7 @@ class _Process:
         self._target, self._arguments, self._own = target, arguments, own
         self._results: dict[str, Any] | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM)],
+            [sys.executable, "-P", *_without_site(), str(_PROGRAM)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -159,6 +159,14 @@ class _Process:
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
+
+
+@functools.cache
+def _without_site() -> list[str]:
+    """The option not to look through installed packages at the start, if Triton is found so."""
+    import triton
+
+    return ["-S"] if str(Path(triton.__file__).parents[1]) in sys.path else []
 
 
 def _reason(number: int, words: str) -> str:
