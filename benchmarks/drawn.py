@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -164,7 +164,7 @@ def _difference(own: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def _alone(lock: str) -> Iterator[None]:
+def _alone(lock: str) -> Generator[None, None, None]:
     """One process at a time."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -56,7 +56,7 @@ def elements_of(node: fx.Node) -> int:
     """Elements that an operator computes, or sums: 1 unless it takes or gives a short row."""
     is_sum = torch.Tag.reduction in getattr(node.target, "tags", ())
     value = (node.args[0] if is_sum else node).meta.get("val")  # type: ignore[union-attr]
-    count = value.numel() if isinstance(value, torch.Tensor) else 1
+    count: Any = value.numel() if isinstance(value, torch.Tensor) else 1
     return count if isinstance(count, int) else 1  # a length that calls differ in
 
 

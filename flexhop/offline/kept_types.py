@@ -96,13 +96,17 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     return broadcast
 
 
+def _is_block(value: tl.tensor) -> bool:
+    return isinstance(value.type, tl.block_type)
+
+
 def _check_types(original: Callable[..., Any]) -> Callable[..., Any]:
     """Two blocks of one type stay as they are; only quotients of narrow floats get another."""
 
     def check(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> Any:
         if isinstance(left, tl.tensor) and isinstance(right, tl.tensor):
             is_one = left.dtype is right.dtype and left.dtype in _NUMBERS
-            if is_one and left.type.is_block() and right.type.is_block():
+            if is_one and _is_block(left) and _is_block(right):
                 if _have_one_shape(left, right):
                     return left, right
         return original(self, left, right, *flags, **named)

@@ -48,7 +48,7 @@ def _functions(lines: tuple[str, ...]) -> dict[tuple[str, int], str]:
                 starts = [node.lineno, *(one.lineno for one in node.decorator_list)]
                 for first in (line + part.line for line in starts):
                     found[node.name, first] = "".join(
-                        lines[first - 1 : node.end_lineno + part.line]
+                        lines[first - 1 : (node.end_lineno or node.lineno) + part.line]
                     )
     return found
 

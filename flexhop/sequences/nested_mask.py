@@ -48,7 +48,9 @@ def nested_tables(cut_q: Cut, cut_k: Cut, queries: int, keys: int) -> RowTables:
     """
     lengths = cut_q.lengths, cut_k.lengths
     tables = tabulate_rows(cut_q.offsets, cut_k.offsets, queries, Window(), lengths)
-    by_key = tabulate_rows(cut_k.offsets, cut_q.offsets, keys, Window(), lengths[::-1])
+    by_key = tabulate_rows(
+        cut_k.offsets, cut_q.offsets, keys, Window(), (cut_k.lengths, cut_q.lengths)
+    )
     return tables.with_keys(by_key)
 
 

@@ -100,7 +100,7 @@ def test_elements_of_a_row_are_functions_of_their_number():
     with isolated_trace(query, weights):
         looped, loops = with_loops(graph, sites)
     (loop,) = loops
-    assert (loop.first, loop.count) == (0, 21)
+    assert (loop.first, loop.sites) == (0, 21)
     inputs = [torch.tensor(0.4), *torch.tensor([0, 1, 2, 3]).int(), torch.tensor(0.7), weights]
     wanted = graph(*inputs)
     for number, site in enumerate(sites):

@@ -26,8 +26,8 @@ class Graphs(dict[str, GraphModule]):
         return Graphs, ()
 
 
-def share(function: GraphModule) -> GraphModule:
-    """The same function, so that the operators of one call that get it share graphs."""
+def share(function: Any) -> GraphModule:
+    """The same GraphModule, so that the operators of one call that get it share graphs."""
     own = GraphModule(function, function.graph)  # other calls may have the same function
     setattr(own, _KEY, Graphs())
     return own

@@ -40,8 +40,8 @@ class Captured(NamedTuple):
         sites = list(self.sites)
         for loop in loops:
             numbers = (first + loop.value, tuple(first + i for i in loop.indices))
-            for n in range(loop.first, loop.first + loop.count):
-                count = loop.count if n == loop.first else 0
+            for n in range(loop.first, loop.first + loop.sites):
+                count = loop.sites if n == loop.first else 0
                 sites[n] = sites[n]._replace(loop=ElementLoop(count, *numbers))
         return self._replace(sites=sites)
 

@@ -113,7 +113,9 @@ def _scores(query: Any, key: Any) -> Any:
 
 def _numbers(reads: Reads, position: int, query: Any, key: Any) -> int:
     """How many numbers of a capture's buffer are added to, at most."""
-    sizes = dict(zip(INDICES, map(inductor.hint, score_sizes(query, key)), strict=True))
+    sizes: dict[str, Any] = dict(
+        zip(INDICES, map(inductor.hint, score_sizes(query, key)), strict=True)
+    )
     sites = [site for site in reads.sites if site.capture == position]
     read = [math.prod(sizes[i] for i in site_facts(reads.joint, site).depends) for site in sites]
     entries = inductor.hint(reads.captures[position].get_numel())

@@ -28,12 +28,12 @@ _LONG = 64  # terms that the gradient of an element adds up
 class Loop(NamedTuple):
     """Sites of a row, in order.
 
-    first: number of the first site. count: of sites. value, indices: numbers of the outputs that
-    are functions of the element; see `with_loops`.
+    first: number of the first site. sites: how many there are. value, indices: numbers of the
+    outputs that are functions of the element; see `with_loops`.
     """
 
     first: int
-    count: int
+    sites: int
     value: int
     indices: tuple[int, ...]
 

@@ -65,8 +65,9 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int, Any]:
 
 def _plain(index: fx.Node | None) -> Any:
     """An index, as a number if it is one."""
-    is_number = index is not None and index.target is aten.full.default and not index.args[0]
-    return index.args[1] if is_number and type(index.args[1]) is int else index
+    if index is None or index.target is not aten.full.default or index.args[0]:
+        return index
+    return index.args[1] if type(index.args[1]) is int else index
 
 
 def _is_place(index: fx.Node) -> bool:

@@ -55,7 +55,7 @@ def _merged(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     if not isinstance(inner, fx.Node) or inner.op != "call_function":  # pyright: ignore[reportUnnecessaryIsInstance]
         return None
     source, *more = cast("tuple[Any, ...]", inner.args)
-    if inner.target is aten.select.int and more[0] == 0 and isinstance(more[1], int):
+    if inner.target is aten.select.int and list(more[:1]) == [0] and isinstance(more[1], int):
         return source, [number_before(node, more[1]), *indices]
     if inner.target is aten.index.Tensor and _is_scalar_read(inner):
         return source, [*more[0], *indices]
@@ -235,8 +235,11 @@ def _find_reads(main: fx.GraphModule, wanted: Sequence[bool]) -> list[Read]:
                     hint="Index the tensor down to one element, or detach it",
                 )
             reads.append(Read(position, capture, (), whole))
-            read = {user: elements for user, elements in read.items() if elements is not None}
-        reads += [Read(position, n, tuple(n.args[1]), elements) for n, elements in read.items()]
+        reads += [
+            Read(position, n, tuple(n.args[1]), elements)
+            for n, elements in read.items()
+            if elements is not None
+        ]
     return reads
 
 

@@ -160,7 +160,7 @@ def _tabulate(
     choose: Callable[[Sizes], _Chosen | None], wanted: _Wanted,
 ) -> Tabulated | None:  # fmt: skip
     query = args.query
-    given = dict(zip(INDICES, (*query.shape[:3], args.key.size(2)), strict=True))
+    given: dict[str, Any] = dict(zip(INDICES, (*query.shape[:3], args.key.size(2)), strict=True))
     if not all(isinstance(c, (Tensor, int, torch.SymInt)) for c in captures):
         return None
     needs = needs_grad(captures)

@@ -26,10 +26,10 @@ COPY_OF_PROGRAM = "tl.program_id(0)"
 class ElementLoop(NamedTuple):
     """The functions of all sites of a row: of the number of the element, too.
 
-    count: of sites, at the first of them; 0 at the others, which the loop contains.
+    sites: how many, at the first of them; 0 at the others, which the loop contains.
     """
 
-    count: int
+    sites: int
     value: int  # as in ScatterSite
     indices: tuple[int, ...]
 
@@ -107,11 +107,11 @@ def _in_loop(
     kernel: Any, number: int, site: ScatterSite, loop: ElementLoop, more: tuple[str, ...]
 ) -> str:
     """The text that adds the gradients of a row; empty at all of its sites but the first."""
-    if not loop.count:
+    if not loop.sites:
         return ""
     of_one = site._replace(value=loop.value, indices=loop.indices, loop=None)
     text = scatter(kernel, number, of_one, (*more, ELEMENT))
-    return f"for {ELEMENT} in tl.range(0, {loop.count}):\n{textwrap.indent(text, '    ')}"
+    return f"for {ELEMENT} in tl.range(0, {loop.sites}):\n{textwrap.indent(text, '    ')}"
 
 
 def _add_groups(
@@ -176,7 +176,8 @@ def _add(
     for axis in summed:
         lines.append(f"{grad}_sum = tl.sum({grad}, {axis}, keep_dims=True)")
         grad = f"{grad}_sum"  # a name has one shape in both branches
-    shape = {(): "keep", (1,): "q_idx", (0,): "kv_idx", (1, 0): grad}[summed]
+    shapes: dict[tuple[int, ...], str] = {(): "keep", (1,): "q_idx", (0,): "kv_idx", (1, 0): grad}
+    shape = shapes[summed]
     mask = "None" if summed else "keep"
     place = f"{place_of(kernel, site, names)} + tl.zeros_like({shape}).to(tl.int32)"
     return [*lines, *add_at(kernel, site, place, grad, mask)]
