@@ -213,20 +213,21 @@ def check_mask_result(result: object, name: str = "mask_mod") -> None:
 
 
 def check_score_result(result: object, name: str = "score_mod", kind: str = "score_mod") -> None:
-    """Check that a score_mod, k_mod or v_mod returned a floating-point tensor.
+    """Check that a score_mod, k_mod or v_mod returned a tensor of real numbers.
+
+    As in PyTorch, integers and bools of a score_mod are converted.
 
     Args: see `check_mask_result`. kind: which of the three.
 
     Raises:
-        ModResultError: the result is not a floating-point tensor.
+        ModResultError: the result is not such a tensor.
     """
-    if not isinstance(result, Tensor) or not result.is_floating_point():
-        raise ModResultError(
-            mod=kind,
-            name=name,
-            expected="a floating-point tensor",
-            found=_described(result),
-        )
+    is_score = kind == "score_mod"
+    if not isinstance(result, Tensor) or (
+        result.is_complex() if is_score else not result.is_floating_point()
+    ):
+        wanted = "a tensor of real numbers" if is_score else "a floating-point tensor"
+        raise ModResultError(mod=kind, name=name, expected=wanted, found=_described(result))
 
 
 def _described(result: object) -> str:

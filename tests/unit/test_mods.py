@@ -254,10 +254,19 @@ def test_wrong_mask_result(result, found):
     )
 
 
-@pytest.mark.parametrize("result", [torch.ones(2, dtype=torch.bool), torch.ones(2).long(), 1.0])
+@pytest.mark.parametrize("result", [torch.ones(2) * 1j, (torch.ones(()),), None, 1.0])
 def test_wrong_score_result(result):
-    with pytest.raises(ModResultError, match="must return a floating-point tensor, but returned"):
+    with pytest.raises(ModResultError, match="must return a tensor of real numbers, but returned"):
         mods.check_score_result(result)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_score_results_that_are_converted(dtype):
+    """PyTorch converts them; a key's element stays what it is."""
+    mods.check_score_result(torch.ones((), dtype=dtype))
+    if not dtype.is_floating_point:
+        with pytest.raises(ModResultError, match="k_mod 'f' must return a floating-point tensor"):
+            mods.check_score_result(torch.ones((), dtype=dtype), "f", "k_mod")
 
 
 # ready score mods

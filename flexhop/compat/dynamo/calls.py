@@ -32,10 +32,11 @@ from torch._dynamo.variables.lists import BaseListVariable, ListVariable, TupleV
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable
-from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from flexhop.compat.dynamo.numbers import as_captures
+from flexhop.compat.dynamo.results import convert_result, no_tensor, result_of
 from flexhop.compat.dynamo.scale import with_scale_in_mod
 from flexhop.compat.dynamo.subgraph import speculate
 from flexhop.compat.mods.errors import known
@@ -46,7 +47,7 @@ from flexhop.compat.mods.ordered_sets import order_sets
 from flexhop.compat.mods.own_backward import note_own_backward
 from flexhop.compat.mods.written_graphs import without_writes
 from flexhop.compat.operators.vmapped import is_mapped
-from flexhop.errors import FlexhopError, ModLoweringError, ModResultError
+from flexhop.errors import FlexhopError, ModLoweringError
 
 NUM_INDICES = 4
 
@@ -214,10 +215,12 @@ class AttentionVariable(hops.TorchHigherOrderOperatorVariable):
             inputs = _mod_inputs(tx, query, kind, derives)
         try:
             with self.rules.index_mode():
-                graph, lifted = speculate(tx, mod, inputs, kind, self.value)
+                result, graph, lifted = speculate(tx, mod, inputs, kind, self.value)
                 graph = without_writes(tx, graph, len(inputs), kind)
             name = getattr(function, "__name__", type(function).__name__ if function else kind)
-            self.rules.check_result(_result_of(graph), kind, name)
+            self.rules.check_result(result_of(graph, result), kind, name)
+            if kind == "score_mod":
+                convert_result(graph, inputs[0].as_proxy().node)
             device = fake_of(query.as_proxy()).device
             spell_numbers(graph)
             with self.rules.index_mode():
@@ -261,8 +264,7 @@ def _mod_inputs(
 def _untraceable(kind: str, error: TorchDynamoException) -> FlexhopError:
     """Our error for code that Dynamo could not trace: its first line is the operation."""
     if "body output unsupported" in str(error) or "should output a" in str(error):
-        wanted = "a bool tensor" if kind == "mask_mod" else "a floating-point tensor"
-        return ModResultError(mod=kind, name=kind, expected=wanted, found="no tensor")
+        return no_tensor(kind, str(error))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explanations = [line for line in lines if line.startswith("Explanation:")]
     reason = (
@@ -331,16 +333,6 @@ def _function_of(mod: VariableTracker) -> Any:
         return None
     # A method's variable gives the underlying function, with self among its parameters.
     return types.MethodType(function, mod) if isinstance(mod, UserMethodVariable) else function
-
-
-def _result_of(graph: Graph) -> Any:
-    """The fake result of a traced mod, or what it returned instead of a tensor."""
-    output = graph.find_nodes(op="output")[0].args[0]
-    if isinstance(output, (tuple, list)) and len(output) == 1:
-        output = output[0]
-    if isinstance(output, Node):
-        return output.meta.get("example_value")
-    return output
 
 
 class BackwardVariable(hops.TorchHigherOrderOperatorVariable):

@@ -24,19 +24,19 @@ __all__ = ["speculate"]
 
 def speculate(
     tx: Any, mod: VariableTracker, inputs: list[VariableTracker], kind: str, operator: Any
-) -> tuple[Graph, Any]:
-    """Trace a mod: (graph, lifted captures)."""
+) -> tuple[VariableTracker, Graph, Any]:
+    """Trace a mod: (what it returns, graph, lifted captures)."""
     # 2.15 forbids a subgraph to return its input, and renamed the permission; it also rejects
     # writes to inputs, which we do ourselves to name the line.
     known = inspect.signature(hops.speculate_subgraph).parameters
     permissions = ("supports_aliasing", "supports_input_input_aliasing", "supports_input_mutation")
     own = _own_functions(tx, kind)
     with _same_side_effects(tx), _guarded_defaults(), captured_numbers(), own:
-        (_, _), graph, lifted = hops.speculate_subgraph(
+        (returned, _), graph, lifted = hops.speculate_subgraph(
             tx, mod, inputs, {}, description=f"flexhop {kind}", source_target=operator,
             set_subgraph_inputs="flatten_manual", **{p: True for p in permissions if p in known},
         )  # fmt: skip
-    return graph, lifted
+    return returned, graph, lifted
 
 
 @contextlib.contextmanager

@@ -252,7 +252,7 @@ def test_no_callable(run):
 ROWS = torch.randn(LENGTH, 3)
 ARRAY = np.linspace(0, 1, LENGTH)
 RESULTS = {
-    "bool": (lambda s, b, h, q, k: q > k, "dtype torch.bool"),
+    "complex": (lambda s, b, h, q, k: s * 1j, r"dtype torch\.complex64"),
     "number": (lambda s, b, h, q, k: 3.0, "returned"),
     "nothing": (lambda s, b, h, q, k: None, "NoneType"),
     "pair": (lambda s, b, h, q, k: (s, s), "tuple"),
