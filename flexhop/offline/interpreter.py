@@ -200,6 +200,7 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
         yield builder, name, _fixed_on_values(getattr(builder, name))
     yield builder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax)
     yield builder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin)
+    yield builder, "create_atomic_rmw", _atomic(builder.create_atomic_rmw)
     yield builder, "create_extern_elementwise", _call_library
     yield builder, "create_inline_asm", _run_assembly
 
@@ -242,6 +243,22 @@ def _cast(self: Any, source: TensorHandle, target: Any) -> TensorHandle:
     if target.scalar == tl.bfloat16:
         return source if _is_bf16(source) else _narrow(data)
     return TensorHandle(data.astype(interpreter._get_np_dtype(target)), target.scalar)
+
+
+def _atomic(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An atomic operation on values of any strides; the interpreter takes them for contiguous."""
+
+    def atomic(
+        builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any
+    ) -> Any:
+        shape = pointers.data.shape
+        plain = (
+            TensorHandle(np.ascontiguousarray(np.broadcast_to(given.data, shape)), given.dtype)
+            for given in (value, mask)
+        )
+        return original(builder, operation, pointers, *plain, *rest)
+
+    return atomic
 
 
 def _convert_float(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from flexhop.compat.kernels.inductor import hint
 from flexhop.compat.kernels.integer_powers import INTEGER_POWERS
 from flexhop.compat.kernels.once import remembered
+from flexhop.compat.kernels.row_parts import ROW_PARTS
 from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS
 from flexhop.compat.mods.location import line_of
 from flexhop.compat.sizes import LONGEST_SUM
@@ -65,6 +66,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
         additional_lowerings={
             aten.sym_size.int: lambda tensor, axis: tensor.get_size()[axis],
             **INTEGER_POWERS,
+            **ROW_PARTS,
             **SHORT_ROWS,
         },
     )

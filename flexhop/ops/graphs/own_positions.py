@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from flexhop.analysis import copied
 from flexhop.mods.bounded import BOUNDED
 
 aten = torch.ops.aten
+_SEARCHES = (torch.bucketize, torch.searchsorted, torch.isin)
 _PER_QUERY = ("score", "q")  # inputs on which a value of keys cannot depend
 
 
@@ -43,6 +44,24 @@ def may_have_positions(mod: Any) -> bool:
     if not isinstance(mod, fx.GraphModule):
         return True
     return any(node.target in (BOUNDED, BOUNDED.overloadpacket) for node in mod.graph.nodes)
+
+
+def may_search(mod: Any) -> bool:
+    """Whether a mod may compute with rows of numbers. Dynamo's graph has examples of values."""
+    if not isinstance(mod, fx.GraphModule):
+        return True
+    nodes = [node for node in mod.graph.nodes if node.op.startswith("call_")]
+    examples = (node.meta.get("example_value", node.meta.get("val")) for node in nodes)
+    is_row = any(isinstance(example, Tensor) and example.dim() for example in examples)
+    return is_row or any(node.target in _SEARCHES for node in nodes)
+
+
+def may_see_head(mask: Any) -> bool:
+    """Whether a mask_mod may depend on the head. Dynamo's graph says whether it uses it."""
+    if not isinstance(mask, fx.GraphModule):
+        return True
+    inputs = mask.graph.find_nodes(op="placeholder")
+    return len(inputs) > 1 and len(inputs[1].users) > 0
 
 
 def _positions(mod: fx.GraphModule) -> list[fx.Node]:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from flexhop.analysis import dependents
 from flexhop.compat.operators import hop
+from flexhop.ops.graphs.beyond import is_beyond_kernels
 from flexhop.ops.graphs.pick_rules import RULES, Picks, elementwise, picked
 from flexhop.ops.graphs.reads import NUM_SCORE_INPUTS, number_before
 
@@ -32,7 +33,7 @@ def pick_first(graph: fx.GraphModule) -> None:
     if any(_writes(node) for node in graph.graph.nodes):
         return
     inputs = graph.graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
-    picker = _Picker(graph.graph, {*inputs, *dependents(inputs)})
+    picker = _Picker(graph.graph, inputs)
     for node in list(graph.graph.nodes):
         source, picks = picked(node)
         if source is not None and (found := picker.by_rule(node, source, picks)) is not None:
@@ -52,11 +53,14 @@ class _Picker:
 
     Args:
         graph: where to write.
-        per_element: nodes that depend on the score or its indices.
+        inputs: score, b, h, q and k.
     """
 
-    def __init__(self, graph: fx.Graph, per_element: set[fx.Node]) -> None:
-        self._graph, self._per_element = graph, per_element
+    def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node]) -> None:
+        self._graph, self._per_element = graph, {*inputs, *dependents(inputs)}
+        score, _, _, q, k = inputs
+        apart = ({n, *dependents([n])} for n in (score, q, k))
+        self._of_score, self._of_query, self._of_key = apart
         self._before: Any = None
         self._known: dict[Any, fx.Node | None] = {}
         self._reads: dict[Any, fx.Node] = {}
@@ -83,10 +87,17 @@ class _Picker:
             return None
         if any(type(size) is not int for size in source.meta["val"].shape):
             return None
+        if is_beyond_kernels(source) and self._is_made_before(source):
+            return None
         rule = RULES.get(source.target)
         if rule is None and torch.Tag.pointwise in getattr(source.target, "tags", ()):
             rule = elementwise
         return None if rule is None else rule(self, source, picks)
+
+    def _is_made_before(self, node: fx.Node) -> bool:
+        """Whether a row that no kernel computes is computed before it; see tables.py."""
+        is_of_both = node in self._of_query and node in self._of_key
+        return node not in self._of_score and not is_of_both
 
     def __call__(self, source: fx.Node, picks: Sequence[Any]) -> fx.Node:
         """The elements of a tensor."""
@@ -124,8 +135,9 @@ class _Picker:
         with hop.without_modes():
             values = fx.map_arg((args, options), lambda n: n.meta["val"])
             new.meta["val"] = target(*values[0], **values[1])
-        if any(operand in self._per_element for operand in new.all_input_nodes):
-            self._per_element.add(new)
+        for known in (self._per_element, self._of_score, self._of_query, self._of_key):
+            if not known.isdisjoint(new.all_input_nodes):
+                known.add(new)
         return new
 
 

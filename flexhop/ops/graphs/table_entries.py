@@ -122,8 +122,9 @@ class _Entries:
                 self._known[inputs[axis]] = self._along(axis, dtype)
 
     def make(self) -> Tensor:
-        """The entries, [*axes]."""
-        values = self._value(self._table.node).expand(self._shape)
+        """The entries, [*axes, *row]."""
+        row = self._table.node.meta["val"].shape
+        values = self._value(self._table.node).expand(*self._shape, *row)
         entries = -values if self._table.is_negative else values.contiguous()
         return entries if self._unread is None else self._unread.note(entries)
 

@@ -21,7 +21,6 @@ from flexhop.analysis import (
     Coordinate,
     analyse,
     dependents,
-    elements_of,
     instructions_in_mask,
     instructions_of,
     is_float,
@@ -33,8 +32,14 @@ from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import AttentionArgs, Capture
+from flexhop.ops.graphs.beyond import is_beyond_kernels, numbers_in
 from flexhop.ops.graphs.examples import score_dtype
-from flexhop.ops.graphs.own_positions import may_have_positions, read_at_own_positions
+from flexhop.ops.graphs.own_positions import (
+    may_have_positions,
+    may_search,
+    may_see_head,
+    read_at_own_positions,
+)
 from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
 from flexhop.ops.graphs.table_costs import LEAST_SAVED_TRAINED, Kernels, Training, kernels_of
 from flexhop.ops.graphs.table_entries import (
@@ -61,7 +66,6 @@ _LEAST_SAVED = 2.0  # instructions per score
 # The same for a factor of the score. Gradients read that table again, for which backward kernels
 # lack registers: 1.95 ms for `score * exp(-(q - k).abs() / 64)`, 1.31 without a table.
 _LEAST_SAVED_BY_FACTOR = 16.0
-_SEARCHES = (torch.bucketize, torch.searchsorted, torch.isin)
 # A derivative with respect to the score does not read what these operators add or choose.
 _ADDING = frozenset({"add", "sub", "rsub", "where"})
 # Entries that no score reads may have infinite derivatives, or none, if these compute them. They
@@ -113,7 +117,7 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     not share are evaluated for every head: they have tables of what depends on a distance.
     """
     mod, captures = args.mask_mod, args.mask_captures
-    if not (may_have_positions(mod) or _may_search(mod) or _may_see_head(mod)):
+    if not (may_have_positions(mod) or may_search(mod) or may_see_head(mod)):
         return None
 
     wanted = _Wanted(INDICES, kernels_of(args), _most_entries(args))
@@ -124,24 +128,6 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
         return _choose(own, captures, sizes, wanted._replace(only_rows=own is graph))
 
     return _tabulate(args, mod, captures, choose, wanted)
-
-
-def _may_search(mod: Any) -> bool:
-    """Whether a mod may compute with rows of numbers. Dynamo's graph has examples of values."""
-    if not isinstance(mod, fx.GraphModule):
-        return True
-    nodes = [node for node in mod.graph.nodes if node.op.startswith("call_")]
-    examples = (node.meta.get("example_value", node.meta.get("val")) for node in nodes)
-    is_row = any(isinstance(example, Tensor) and example.dim() for example in examples)
-    return is_row or any(node.target in _SEARCHES for node in nodes)
-
-
-def _may_see_head(mask: Any) -> bool:
-    """Whether a mask_mod may depend on the head. Dynamo's graph says whether it uses it."""
-    if not isinstance(mask, fx.GraphModule):
-        return True
-    inputs = mask.graph.find_nodes(op="placeholder")
-    return len(inputs) > 1 and len(inputs[1].users) > 0
 
 
 def _most_entries(args: AttentionArgs) -> int:
@@ -288,10 +274,14 @@ class _Choice:
 
     def _is_left(self, node: fx.Node) -> bool:
         """Choose a node, or leave the choice to its parts."""
+        rows = self._rows_of(node)
+        if rows is not None:
+            self.tables.append(rows)
+            return False
         table = self._table_of(node)
         if table is None:
             return True
-        needed = is_needed(table)
+        needed = is_needed(table) or self._needs_parts_beyond(table)
         if not needed and paths_below(node) > _MOST_PATHS:
             return False
         saved, least = self._saved(table)
@@ -302,6 +292,12 @@ class _Choice:
         self.tables.append(table._replace(is_negative=is_negative))
         self.saved += saved
         return False
+
+    def _needs_parts_beyond(self, table: Table) -> bool:
+        """Whether a kernel cannot compute a part, which is no table of its own, or no smaller."""
+        parts = [part for part in reached(table.node) if is_beyond_kernels(part)]
+        is_of_one = not any(isinstance(axis, Coordinate) for axis in table.axes)
+        return any(is_of_one or self._rows_of(part) is None for part in parts)
 
     def _saved(self, table: Table) -> tuple[float, float]:
         """Instructions per score that a table saves, and how many it has to save."""
@@ -347,9 +343,21 @@ class _Choice:
         if table.may_spoil and positions:
             return None
         most = min(self._wanted.most, self.scores // _SCORES_PER_ENTRY)
-        parts = (part for part in reached(node) if part.op == "call_function")
-        longest = max(map(elements_of, parts), default=1)
-        return table if self._entries(table) * longest <= most else None
+        return table if self._entries(table) * numbers_in(node) <= most else None
+
+    def _rows_of(self, node: fx.Node) -> Table | None:
+        """The table of a row that no kernel computes: of all batches, heads, or positions."""
+        seen, example = self.found.forms.seen(node), node.meta.get("val")
+        if not isinstance(example, Tensor) or not is_beyond_kernels(node):
+            return None
+        positions = sorted(c for c in seen.coordinates if isinstance(c, str))
+        others = [name for name in ("b", "h") if name in seen.others]
+        is_of_one = len(positions) == len(seen.coordinates) <= 1 and seen.others <= {"b", "h"}
+        if not is_of_one or not (positions or others) or not has_plain_reads(node):
+            return None
+        table = Table(node, (*others, *positions), self._may_spoil(node))
+        is_small = self._entries(table) * numbers_in(node) <= _LARGEST
+        return table if is_small and not (table.may_spoil and positions) else None
 
     def _may_spoil(self, node: fx.Node) -> bool:
         """Whether unread entries could spoil the gradient of a captured tensor."""

@@ -61,7 +61,10 @@ class Unread:
         """
         unread: Any = True
         for seen in self._grads:
-            unread = (seen == 0) & unread
+            is_zero = seen == 0
+            if is_zero.dim() > len(self._shape):  # an entry is a row
+                is_zero = is_zero.flatten(len(self._shape)).all(-1)
+            unread = is_zero & unread
         if unread is True:  # no gradient came through the table
             return grad
         unread = unread.view(*self._shape, *(1 for _ in range(grad.dim() - len(self._shape))))
