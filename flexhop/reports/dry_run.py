@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat.graphs.inline import decompose
+from flexhop.compat.kernels.pointwise import rehearsal
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.compat.operators import hop
 from flexhop.compat.target import assumed
@@ -18,7 +19,7 @@ from flexhop.lowering.dialect import plan
 from flexhop.lowering.fallback import known_failures
 from flexhop.lowering.mods.caps import foldable_scale
 from flexhop.lowering.mods.captured import felt_sites
-from flexhop.lowering.mods.lower import read_joint, read_mods
+from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable.owners import adders
@@ -104,9 +105,30 @@ def survey(
     plans: tuple[KernelPlan, ...] = ()
     if has_kernels:
         plans = (*plan("forward", problem, options), *plan("backward", problem, options))
+    if has_kernels:
+        rehearse(args, (score, mask), joint, sizes)
     failures = known_failures(problem)
     second = describe_second(problem) if has_kernels and joint is not None else ""
     return Survey(problem, options, score, mask, joint, plans, tables, failures, second)
+
+
+def rehearse(
+    args: AttentionArgs, mods: tuple[torch.fx.GraphModule, torch.fx.GraphModule],
+    joint: Joint | None, sizes: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Lower the mods of a call, which finds what no kernel computes.
+
+    Raises:
+        ModLoweringError: as compiling the call would raise.
+    """
+    device = args.query.device
+    with rehearsal() as lowered:
+        captures = [list(map(lowered, c)) for c in (args.score_captures, args.mask_captures)]
+        lower_mods(device, tuple(map(decompose, mods)), (captures[0], captures[1]), sizes)
+        if joint is not None:
+            given = list(map(lowered, joint.captures))
+            sites = unpack_sites(joint.sites)
+            lower_joint(device, decompose(joint.joint), given, sites, sizes)
 
 
 def _survey_cached(args: CachedArgs, device: Device, value_is_key: bool) -> Survey:

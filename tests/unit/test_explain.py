@@ -11,7 +11,7 @@ import torch
 
 import flexhop
 from flexhop import errors
-from flexhop.errors import OptionValueError
+from flexhop.errors import ModLoweringError, OptionValueError
 from flexhop.lowering.portable.names import Kernel
 from flexhop.masks import causal
 from flexhop.offline import generate
@@ -337,3 +337,41 @@ def test_least_times_are_rooflines():
     assert estimate("NVIDIA H200, sm_90", 989 * 10**6, 48) == (1.0, "µs", "bounded by products")
     assert estimate("NVIDIA H200, sm_90", None, 48 * 10**5) == (1.0, "µs", "bounded by memory")
     assert estimate("some chip", 3 * 10**9, 1) == (3.0, "GFLOP", "")
+
+
+REFUSED = {
+    "a sum of scores so far": lambda s, b, h, q, k: torch.stack([s, 2 * s]).cumsum(0)[h % 2],
+    "sorted scores": lambda s, b, h, q, k: torch.stack([s, 2 * s]).sort().values[0],
+    "a long sum": lambda s, b, h, q, k: s + (LONG[q] * LONG[k]).sum(),
+}
+LONG = torch.randn(64, 100)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_kernel_computes_is_refused_as_by_the_compiler(name):
+    """No kernels are promised for a call that would only be refused."""
+    tensors = [torch.zeros(1, 2, 64, 32, requires_grad=True)] * 3
+    with pytest.raises(ModLoweringError, match="score_mod cannot be compiled"):
+        flexhop.explain(*tensors, REFUSED[name], capability=(9, 0))
+
+
+def test_a_mask_that_no_kernel_computes_is_refused():
+    def mask_mod(b, h, q, k):
+        return (LONG[q] * LONG[k]).sum() > 0
+
+    mask = flexhop.create_block_mask(mask_mod, None, None, 64, 64, "cpu")
+    tensors = [torch.zeros(1, 2, 64, 32)] * 3
+    with pytest.raises(ModLoweringError, match="mask_mod cannot be compiled"):
+        flexhop.explain(*tensors, block_mask=mask, capability=(9, 0))
+
+
+def test_a_derivative_that_no_kernel_computes_is_refused():
+    """The forward kernel would be generated."""
+    rates = torch.ones(2, requires_grad=True)
+
+    def mod(s, b, h, q, k):
+        return s + torch.stack([s * rates[0], s * rates[1]]).logcumsumexp(0)[1]
+
+    tensors = [torch.zeros(1, 2, 64, 32, requires_grad=True)] * 3
+    with pytest.raises(ModLoweringError, match="cannot be compiled"):
+        flexhop.explain(*tensors, mod, capability=(9, 0))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch._inductor import config, ir
 from torch._inductor.exc import SubgraphLoweringException
+from torch._inductor.graph import GraphLowering
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexhop.compat.kernels.inductor import hint
 from flexhop.compat.kernels.integer_powers import INTEGER_POWERS
 from flexhop.compat.kernels.once import remembered
 from flexhop.compat.kernels.row_parts import ROW_PARTS
-from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS
+from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS, unrolled
 from flexhop.compat.mods.location import line_of
 from flexhop.compat.sizes import LONGEST_SUM
 from flexhop.errors import ModLoweringError
@@ -91,6 +95,27 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     return [_scalar_buffer(output) for output in outputs]
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[Callable[[Any], Any]]:
+    """A region in which user functions are lowered although no graph is compiled.
+
+    Yields:
+        A function that turns fake tensors and numbers into lowered captures.
+    """
+
+    def lowered(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return sympy.sympify(value)
+        layout = ir.FixedLayout(value.device, value.dtype, value.size(), value.stride())
+        return ir.TensorBox.create(ir.InputBuffer(name="captured", layout=layout))
+
+    empty = torch.fx.Graph()
+    empty.output(())
+    handler = GraphLowering(torch.fx.GraphModule({}, empty))
+    with V.set_graph_handler(handler), V.set_fake_mode(FakeTensorMode()), unrolled():
+        yield lowered
 
 
 def _deepen_stack(steps: int) -> None:

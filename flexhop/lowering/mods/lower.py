@@ -229,12 +229,13 @@ class LoweredJoint(NamedTuple):
 
 
 def lower_joint(
-    device: torch.device, joint: Any, captures: Sequence[Any], sites: Sequence[Site]
-) -> LoweredJoint:
-    """Lower the joint graph."""
+    device: torch.device, joint: Any, captures: Sequence[Any], sites: Sequence[Site],
+    sizes: Sequence[Any] | None = None,
+) -> LoweredJoint:  # fmt: skip
+    """Lower the joint graph; sizes: as in `lower_mods`."""
     inputs = score_inputs(device, "grad_score")
     fast = cheaper(kernel_graph(joint, JOINT), JOINT)
-    safe, loops = with_loops(wrap_reads(fast, JOINT, position_sizes(), sites), sites)
+    safe, loops = with_loops(wrap_reads(fast, JOINT, position_sizes(sizes), sites), sites)
     given = [*inputs, *captures]
     if loops:
         given.append(inductor.placeholder(ELEMENT, torch.int32, device))
