@@ -39,10 +39,12 @@ from flexhop.compat.mods.private import private
 from flexhop.compat.symbols import is_exporting, is_flag, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
+    CaptureDeviceError,
     ModResultError,
     OptionValueError,
     SequenceLengthError,
 )
+from flexhop.mods.captured import captured_tensors
 from flexhop.mods.functions import MaskMod, ScoreMod, check_arity, is_score_mod
 
 
@@ -271,8 +273,8 @@ def _keep_of_scores(score_mod: ScoreMod) -> MaskMod:
     def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         score = torch.zeros((), device=q_idx.device)
         result = _call("score_mod", score_mod, (score, b, h, q_idx, kv_idx))
-        if not isinstance(result, Tensor) or not result.is_floating_point() or result.dim():
-            raise _result_error("score_mod", score_mod, "a floating-point tensor", result)
+        if not isinstance(result, Tensor) or result.is_complex() or result.dim():
+            raise _result_error("score_mod", score_mod, "a 0-d tensor of real numbers", result)
         return ~torch.isneginf(result)
 
     return keep
@@ -283,12 +285,25 @@ def _call(kind: str, mod: Callable[..., Any], indices: tuple[Tensor, ...]) -> An
     if torch.compiler.is_compiling():
         return mod(*indices)
     try:
-        return private(mod)(*indices)
+        result = private(mod)(*indices)
     except Exception as error:
         ours = refused(error, f"{kind} {_name(mod)!r}")
         if ours is None:
             raise
         raise ours from error
+    is_without_values = isinstance(result, Tensor) and result.device.type == "meta"
+    if is_without_values and indices[0].device.type != "meta":
+        raise _meta_error(kind, mod, indices[0].device)
+    return result
+
+
+def _meta_error(kind: str, mod: Callable[..., Any], device: torch.device) -> CaptureDeviceError:
+    """For a mod that captures a tensor without values."""
+    places = (i for i, tensor in enumerate(captured_tensors(mod)) if tensor.is_meta)
+    return CaptureDeviceError(
+        mod=f"{kind} {_name(mod)!r}", index=next(places, 0), capture_device="meta",
+        query_device=str(device),
+    )  # fmt: skip
 
 
 def _result_error(

@@ -15,6 +15,7 @@ from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.errors import (
     BlockMaskFieldError,
     BlockSizeError,
+    CaptureDeviceError,
     ModArityError,
     ModLoweringError,
     ModResultError,
@@ -251,6 +252,32 @@ def branching(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx if q_idx > 3 else kv_idx > 3
 
 
+EMPTY = torch.zeros(400, device="meta")
+
+
+def without_values(b, h, q_idx, kv_idx):
+    return EMPTY[q_idx] == EMPTY[kv_idx]
+
+
+def test_a_captured_tensor_without_values_is_named():
+    """Its entries could not be copied, PyTorch would say."""
+    empty = torch.zeros(20, device="meta")
+
+    def mod(b, h, q_idx, kv_idx):
+        return empty[q_idx] == empty[kv_idx]
+
+    for create in (create_block_mask, create_mask):
+        with pytest.raises(CaptureDeviceError, match="tensor 0 of mask_mod 'mod' is on meta"):
+            create(mod, 1, 1, 20, 20, "cpu")
+    assert create_block_mask(mod, 1, 1, 20, 20, "meta").kv_num_blocks.is_meta
+
+
+def test_a_mask_of_integer_scores():
+    """Only -inf hides a pair."""
+    found = create_mask(lambda score, b, h, q_idx, kv_idx: q_idx - kv_idx, 1, 1, 4, 4, "cpu")
+    assert found.all()
+
+
 @pytest.mark.parametrize(
     ("error", "mod", "changes"),
     [
@@ -259,6 +286,7 @@ def branching(b, h, q_idx, kv_idx):
         (ModResultError, lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx).view(1), {}),
         (ModArityError, lambda q_idx, kv_idx: q_idx >= kv_idx, {}),
         (ModLoweringError, branching, {}),
+        (CaptureDeviceError, without_values, {}),
         (BlockSizeError, causal, {"BLOCK_SIZE": 0}),
         (BlockSizeError, causal, {"BLOCK_SIZE": (16, -16)}),
         (BlockSizeError, causal, {"BLOCK_SIZE": (16, 16, 16)}),
