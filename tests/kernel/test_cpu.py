@@ -54,6 +54,24 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
+def test_products_of_flags(path: str):
+    """Masks of vectors become integers by a template method; without a hint, C++ compared."""
+    inputs = operands((2, 2, 37, 3), (2, 2, 37, 3))
+    ancestors, begin = torch.rand(8, 8) < 0.5, torch.tensor(3)
+
+    def tree(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        is_near = (j < 9) | ancestors[i % 8, j % 8]
+        return (i + begin >= j).int() * is_near.int() == 1
+
+    def mish(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * torch.nn.functional.softplus(s).tanh()
+
+    mask = flexhop.create_block_mask(tree, None, None, 37, 37, "cpu")
+    assert_compiled_agrees(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, mish, mask, return_aux=WANTED), inputs
+    )
+
+
 def test_mask_grouped_heads_and_captured_gradients(path: str):
     inputs = operands((2, 4, 67, 16), (2, 2, 90, 16))
     bias = torch.randn(4, 200, requires_grad=True)

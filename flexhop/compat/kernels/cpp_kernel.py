@@ -125,7 +125,9 @@ class Printer:
                 proxy.loop_nest, "max_parallel_depth", lambda: ParallelDepth(0, 0)
             ):
                 group.finalize_kernel(proxy, [])
-        return group.loops_code.getvalue()
+        # Our loops stand in lambdas with an `auto` argument. C++ does not know types there: `<`
+        # would compare.
+        return group.loops_code.getvalue().replace(".to<", ".template to<")
 
 
 _places: list[tuple[Any, Any]] = []
