@@ -12,7 +12,7 @@ from torch.func import grad, jvp
 
 import flexhop
 from flexhop import KernelOptions
-from flexhop.offline.interpret import Memory, interpret
+from flexhop.offline.interpret import Emulator, Memory, interpret
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -175,3 +175,29 @@ def test_second_orders_weigh_as_forward_mode_does(dtype: torch.dtype):
     ]
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
+
+
+@HALVES
+def test_tangents_of_one_key_beside_hidden_tiles(dtype: torch.dtype):
+    """They are 0. Machine code rounded the mean of a row's tangents for one use, and not for the
+    other, where a subtraction followed: every tile of keys added the difference."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(j == 0, s, -torch.inf)
+
+    def push(query: Tensor, key: Tensor, value: Tensor, moved: Tensor) -> Tensor:
+        def attend(key: Tensor) -> Any:
+            return flexhop.flex_attention(query, key, value, score, kernel_options=OPTIONS)
+
+        return jvp(attend, (key,), (moved,))[1]
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 1, n, 16).to(dtype) for n in (64, 2048, 2048, 2048)]
+    inputs[0] *= 8  # in base 2, the largest weight of large scores is off by the last bits of 1
+    found = interpret(
+        push, *inputs, memory=Memory(poison=True), emulator=Emulator(80, True)
+    ).result
+    query, _, value, moved = (t.double() for t in inputs)
+    sizes = (query @ moved[..., :1, :].mT / 4).abs() * value[..., :1, :].abs()
+    # The mean is a product and a quotient, and each is rounded.
+    assert (found.double().abs() <= 2.0**-23 * sizes).all()
