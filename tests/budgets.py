@@ -204,7 +204,7 @@ class Dense(NamedTuple):
 
     key, value: repeated for every batch and query head. scores: modified, -inf where hidden, with
     the graph that leads to query, key and captures. out [B, Hq, M, Dv]; lse, largest [B, Hq, M].
-    product: how matrices are multiplied. factors: of dropout. is_found_again: see "again" in
+    product: how matrices are multiplied. factors: of dropout. truncates: see Budget. formula: see
     dense_attention.
     """
 
@@ -216,7 +216,8 @@ class Dense(NamedTuple):
     largest: Tensor
     product: Callable[[Tensor, Tensor], Tensor]
     factors: Tensor | None = None
-    is_found_again: bool = False
+    truncates: bool = False
+    formula: Formula = "plain"
 
     @property
     def seen(self) -> Tensor:
@@ -250,8 +251,9 @@ def dense_attention(
         formula: "fused": products of 16-bit matrices stay in fp32, as in one kernel; only the
             weights, out and the gradients of scores are rounded. "online": the same, with weights
             that are rounded or truncated before they are divided by their sum, which a kernel
-            knows last. "again": the same, and backward finds weights that are one bit lower, as a
-            kernel may from another sum of products: TF32 makes 0.9995 of a weight just below 1.
+            knows last. "again": the same, and backward takes sums that cancel apart, as a kernel
+            does. In TF32 it finds weights that are one bit lower: truncated, 0.9995 is left of a
+            weight just below 1. For sums over out, see dense_backward.
         factors: of dropout: 0 for weights that are dropped, else 1 / (1 - p); they multiply the
             weights after the sums of rows.
         disturbance: added to the scores before score_mod.
@@ -284,22 +286,31 @@ def dense_attention(
         weights = weights if factors is None else weights * factors.to(wide)
         out = (product((weights / before).to(query.dtype), value) / after).to(query.dtype)
         lse = torch.where(seen, shift + torch.log(safe[..., 0]), -INF)
-    is_again = formula == "again"
-    return Dense(key, value, scores, out, lse, largest, product, factors, is_again)
+    return Dense(key, value, scores, out, lse, largest, product, factors, truncates, formula)
 
 
-def dense_backward(dense: Dense, grad_out: Tensor, grad_lse: Tensor | None) -> None:
+def dense_backward(
+    dense: Dense, grad_out: Tensor, grad_lse: Tensor | None, columns: Tensor | None = None
+) -> None:
     """Add the gradients of query, key, value and captures to the leaves.
 
     From out and lse, as every fused kernel computes them (FlashAttention-2, algorithm 2): weights
     are exp(score - lse), and the gradient of a score is weight * (grad_weight - delta) with
     delta = rowsum(out * grad_out) - grad_lse. Products by the dtype's matmul, the rest in fp32.
+
+    columns: for "again", the order in which rowsum takes the columns of out in rows whose weights
+    are all 0 but one, which is 1. There grad_weight and the sum are equal in exact numbers. Plain
+    PyTorch may round both alike and find 0 by luck; a kernel forms the sum apart from products.
     """
     wide, dtype = dense.scores.dtype, dense.out.dtype
     weights = torch.where(dense.seen, torch.exp(dense.scores.detach() - dense.lse[..., None]), 0.0)
-    if dense.is_found_again:
+    terms = dense.out.to(wide) * grad_out.to(wide)
+    delta = terms.sum(-1, keepdim=True)
+    if dense.formula == "again" and columns is not None:
+        is_one = weights.amax(-1, keepdim=True) == 1
+        delta = torch.where(is_one, terms[..., columns].sum(-1, keepdim=True), delta)
+    if dense.formula == "again" and dense.truncates:
         weights = weights * (1 - 2.0**-23)
-    delta = (dense.out.to(wide) * grad_out.to(wide)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse[..., None]
     grad_weights = dense.product(grad_out, dense.value.detach().transpose(-1, -2)).to(wide)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,13 @@ DISTURBANCES = 8  # of its scores, likewise
 Results = dict[str, Tensor]
 Run = Callable[[], Results]
 Oracle = Callable[..., Results]  # of a problem, as oracle.compute
+
+
+class Rounded(NamedTuple):
+    """How plain PyTorch rounds: a formula, and the number of the order of its sums."""
+
+    formula: Formula
+    order: int
 
 
 def check_results(
@@ -191,11 +198,12 @@ class References(NamedTuple):
     others: list[Results]
 
     @classmethod
-    def of(cls, problem: Problem, oracle: Oracle) -> References:
+    def of(cls, problem: Problem, oracle: Oracle, *more: Rounded) -> References:
         formulas = kernel_formulas(problem.plan.dtype, truncates=problem.truncates)
         if oracle is compute_derivative:  # of which fused.py is the one of kernels
             formulas = formulas[-1:]
         others = [oracle(problem, None, formula) for formula in ("plain", *formulas)]
+        others += _rounded(problem, oracle, more)
         return cls(oracle(problem, torch.float64), others)
 
     def compare(self, problem: Problem, name: str, actual: Tensor, *more: Results) -> None:
@@ -213,13 +221,7 @@ def judge(problem: Problem, found: Results, oracle: Oracle = compute) -> dict[st
     """Hold results against fp64: what exceeds its budget."""
     references = References.of(problem, oracle)
     reordered: list[Results] = []
-    formulas: list[tuple[Formula, int]] = [("plain", n) for n in range(1, ORDERS + 1)]
-    if oracle is compute_derivative:
-        formulas += [("plain", -n) for n in range(1, TWICE + 1)]
-        # Plain PyTorch takes means of gradients over weights, kernels rowsum(out * grad_out):
-        # other sums, whose roundings do not cancel in rows with one key. References of 16 bits
-        # have them in one order, which may be a lucky one; those of fp32 have none.
-        formulas += [("online", -n) for n in range(1, TWICE + 1)]
+    formulas = [Rounded("plain", n) for n in range(1, ORDERS + 1)] + apart(problem, oracle)
     exceeded: dict[str, AssertionError] = {}
     for name, actual in found.items():
         try:
@@ -228,12 +230,33 @@ def judge(problem: Problem, found: Results, oracle: Oracle = compute) -> dict[st
         except AssertionError:
             # Sums of few numbers, or one sum: plain PyTorch may be exact by luck. It is as far off
             # as it is in the worst of several orders.
-            reordered = reordered or [oracle(problem, None, f, order=n) for f, n in formulas]
+            reordered = reordered or _rounded(problem, oracle, formulas)
         try:
             references.compare(problem, name, actual, *reordered)
         except AssertionError as error:
             exceeded[name] = error
     return exceeded
+
+
+def apart(problem: Problem, oracle: Oracle) -> list[Rounded]:
+    """Formulas that take sums which cancel in two orders: theirs, and that of the operands.
+
+    A kernel finds scores anew, and subtracts rowsum(out * grad_out) from products that it sums in
+    another order. In a row with one key, both are equal in exact numbers. Plain PyTorch takes the
+    differences of equal sums (of derivatives: means over weights), and finds exactly 0. References
+    of 16 bits have the kernels' sums in one order, which may be a lucky one; those of fp32 have
+    none. Formulas of gradients that round operands are further off than such a difference.
+    """
+    numbers = range(1, TWICE + 1)
+    if oracle is compute_derivative:
+        return [Rounded(formula, -n) for formula in ("plain", "online") for n in numbers]
+    if kernel_formulas(problem.plan.dtype, truncates=problem.truncates):
+        return []
+    return [Rounded("again", n) for n in numbers]
+
+
+def _rounded(problem: Problem, oracle: Oracle, formulas: Sequence[Rounded]) -> list[Results]:
+    return [oracle(problem, None, formula, order=order) for formula, order in formulas]
 
 
 def judge_fillings(
@@ -261,7 +284,7 @@ def judge_fillings(
             problem.fill(make_problem(problem.plan, 1000 * number + seed, problem.device))
             results = run()
             found = {name: results[name] for name in found}
-        whole = References.of(problem, oracle)
+        whole = References.of(problem, oracle, *apart(problem, oracle)[-1:])
         names = [*found, *(f"unseen_{name}" for name in found)]
         gold, *others = ({n: r[n] for n in names if n in r} for r in (whole.gold, *whole.others))
         for name, actual in found.items():

@@ -162,7 +162,8 @@ def compute(
         for part, (out, lse), turned in zip(dense, leaves, orders, strict=True):
             assert out.grad is not None
             grad_lse = lse.grad if plan.lse or copied.sinks is not None else None
-            dense_backward(part, out.grad[..., turned.value_columns], grad_lse)
+            columns = turned.value_columns
+            dense_backward(part, out.grad[..., columns], grad_lse, columns.argsort())
     for name, leaf in copied.leaves().items():
         found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return {name: tensor.detach() for name, tensor in found.items()}

@@ -8,6 +8,8 @@ import torch
 from tests.budgets import truncate
 from tests.case_inputs import Shape
 from tests.fuzz.checks import check_results, is_unstable, judge, judge_fillings, runner
+from tests.fuzz.derivatives import compute_derivative
+from tests.fuzz.oracle import compute
 from tests.fuzz.plan import Plan
 from tests.fuzz.problem import make_problem
 
@@ -105,3 +107,92 @@ def test_a_wrong_row_is_found_in_fillings():
     for spoil in (spoil_row, spoil_filling):
         with pytest.raises(AssertionError, match=r"is wrong by|exceeds"):
             _fillings(make_problem(plan, 7), spoil)
+
+
+# With one key, the gradient of a score is 0. Of eight columns, plain PyTorch sums the products of
+# out and of value alike, in every order, and finds exactly 0; kernels sum them apart.
+ONE_KEY = {
+    "dropped weights": (Plan(shape=Shape(1, 6, 3, 17, 1, 8, 8), dropout=0.5), 103),
+    "many rows": (Plan(shape=Shape(2, 6, 3, 31, 1, 8, 8)), 199),
+}
+
+
+@pytest.mark.parametrize("name", ONE_KEY)
+def test_sums_over_out_and_products_have_other_roundings(name):
+    plan, seed = ONE_KEY[name]
+    assert not compute(make_problem(plan, seed), None, order=3)["grad_q"].any()
+    assert check_results(plan, seed, backend="interpreter") == ""
+
+
+def _lose_delta(problem, found):
+    """The sum over out is forgotten."""
+    _, key, value = (t.detach().repeat_interleave(2, 1) for t in problem.operands)
+    return {"grad_q": found["grad_q"] + problem.grad_out @ value.mT * key / 8**0.5}
+
+
+def _round_out(problem, found):
+    """The sum is that of an out of 16 bits."""
+    lost = ((found["out"].half() - found["out"]) * problem.grad_out).sum(-1, keepdim=True)
+    key = problem.operands[1].detach().repeat_interleave(2, 1)
+    return {"grad_q": found["grad_q"] - lost * key / 8**0.5}
+
+
+def _off_in_a_row(problem, found):
+    return {"grad_q": found["grad_q"].index_fill(-2, torch.tensor([3]), 1e-4)}
+
+
+FAULTS = {
+    "weight": lambda problem, found: {n: found[n] * 1.001 for n in ("out", "grad_v")},
+    "delta": _lose_delta,
+    "rounded out": _round_out,
+    "row": _off_in_a_row,
+    "heads": lambda problem, found: {"grad_v": found["grad_v"].roll(1, 1)},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_faults_of_rows_with_one_key_are_found(fault):
+    """In this filling, and in several."""
+    problem = make_problem(ONE_KEY["many rows"][0], 199)
+
+    run, spoil = runner(problem, "eager"), FAULTS[fault]
+
+    def spoilt():
+        found = {name: values.detach() for name, values in run().items()}
+        return found | spoil(problem, found)
+
+    assert judge(problem, run()) == {}
+    found = spoilt()
+    exceeded = judge(problem, found)
+    assert [*exceeded] == [*spoil(problem, found)]
+    with pytest.raises(AssertionError):
+        judge_fillings(problem, 199, spoilt, {n: found[n] for n in exceeded})
+
+
+def test_rows_with_several_keys_sum_as_before():
+    """Of three rows, the first sees one key; the formula for one key leaves the others alone."""
+    plan = Plan(shape=Shape(1, 1, 1, 3, 2, 72, 72), masks=("causal",))
+    problem = make_problem(plan, 5)
+    apart, alike = (compute(problem, None, f, 1)["grad_q"] for f in ("again", "online"))
+    unlike = apart != alike
+    assert unlike.any(-1).flatten().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.0001, False)])
+def test_fillings_of_derivatives_with_one_key(factor, is_right):
+    """Plain PyTorch's sums cancel exactly in every filling, so no kernel passed by them."""
+    plan = Plan(
+        shape=Shape(1, 3, 3, 20, 1, 72, 72), scores=("key",), learned=("by_key",), lse=True,
+        derivative="flow",
+    )  # fmt: skip
+    problem = make_problem(plan, 830)
+
+    def run():
+        return {"by_key": compute_derivative(problem, None, "online", -3)["by_key"] * factor}
+
+    if is_right:
+        judge_fillings(problem, 830, run, run(), compute_derivative)
+    else:
+        with pytest.raises(AssertionError, match="by_key: error"):
+            judge_fillings(problem, 830, run, run(), compute_derivative)
