@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz import made, masks, scores
+from tests.fuzz import made, masks, scores, users
 from tests.fuzz.masks import BY_BATCH, BY_HEAD
 from tests.fuzz.plan import Around, Derivative, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
@@ -62,7 +62,9 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
     if seed >= made.FIRST:  # problems keep their numbers
-        plan = _with_more(random.Random(f"made {seed}"), plan)
+        plan = _with_more(random.Random(f"made {seed}"), plan, made)
+    if seed >= users.FIRST:
+        plan = _with_more(random.Random(f"users {seed}"), plan, users)
     plan = dataclasses.replace(plan, **_of_family(r, plan))
     plan = dataclasses.replace(plan, options=_options(r, plan, large))
     plan = _consistent(plan)
@@ -92,19 +94,20 @@ def for_hopper(plan: Plan, seed: int) -> Plan:
     )  # fmt: skip
 
 
-def _with_more(r: random.Random, plan: Plan) -> Plan:
+def _with_more(r: random.Random, plan: Plan, newer: Any) -> Plan:
     """The plan with functions of the newer vocabulary."""
     more_masks, more = (
-        tuple(r.sample(sorted(names), r.choice([0, 1]))) for names in (made.MASKS, made.SCORES)
+        tuple(r.sample(sorted(names), r.choice([0, 1]))) for names in (newer.MASKS, newer.SCORES)
     )
     if any(name in IGNORING for name in plan.scores):  # a number per head cannot hold all scores
         more = tuple(name for name in more if name not in made.IN_PLACE)
-    learned = tuple(n for s in more for n in made.SCORES[s].learned if r.random() < 0.6)
+    learned = tuple(n for s in more for n in newer.SCORES[s].learned if r.random() < 0.6)
     hiding = [name for name in plan.scores if name in HIDING]
     others = [name for name in plan.scores if name not in HIDING]
     return dataclasses.replace(
         plan, masks=(*plan.masks, *more_masks), scores=(*others, *more, *hiding),
         learned=(*plan.learned, *learned), by_batch=plan.by_batch or "ends_of_batch" in more_masks,
+        by_head=plan.by_head or bool(users.BY_HEAD & {*more_masks}),
     )  # fmt: skip
 
 

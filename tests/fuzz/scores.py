@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.fuzz import made
+from tests.fuzz import made, users
 from tests.fuzz.functions import Entry, span
 
 
@@ -297,6 +297,6 @@ IGNORING: dict[str, Entry] = {
 }  # fmt: skip
 
 OLDER = BIASES | FUNCTIONS | IGNORING
-SCORES = OLDER | made.SCORES
+SCORES = OLDER | made.SCORES | users.SCORES
 # They come last: others would make NaN of an infinity, or overflow.
 HIDING = frozenset({"hidden", "attended_keys", "added_mask"})

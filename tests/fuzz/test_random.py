@@ -17,7 +17,7 @@ from tests.fuzz.draw import draw
 from tests.fuzz.plan import simpler
 from tests.fuzz.problem import make_call, make_problem
 
-FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randrange(2 * 10**9))
+FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randrange(3 * 10**9))
 # Eager and traced problems, and problems whose kernels are generated and compiled.
 COUNTS = {"eager": 24, "aot_eager": 8}
 OFFLINE = 2
