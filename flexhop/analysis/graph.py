@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from flexhop.analysis.operators import TRANSPARENT, Trait, packet_of, traits_of
 from flexhop.analysis.rows import Rows, dtype_of, is_number
 from flexhop.compat.mods.stand_in import is_traced
+from flexhop.compat.sizes import LONGEST_ROW
 
 aten = torch.ops.aten
 _ONES = {aten.ones, aten.ones_like, aten.new_ones}
@@ -50,13 +51,15 @@ class Mod(NamedTuple):
 class Builder:
     """Builds the graph of a mod, operator by operator."""
 
-    def __init__(self, names: Sequence[str], examples: Sequence[Tensor]) -> None:
+    def __init__(
+        self, names: Sequence[str], examples: Sequence[Tensor], longest_row: int = LONGEST_ROW
+    ) -> None:
         self.graph = fx.Graph()
         self.inputs: dict[str, fx.Node] = {}
         self.captures: dict[fx.Node, Tensor | None] = {}
         self._seen: dict[Any, fx.Node] = {}
         self._kept: list[Tensor | None] = []
-        self._rows = Rows(self.call)
+        self._rows = Rows(self.call, longest_row)
         for name, example in zip(names, examples, strict=True):
             self.inputs[name] = self._placeholder(name, example)
 

@@ -25,7 +25,6 @@ _REDUCTIONS = {
     aten.max: aten.maximum.default,
     aten.sum: aten.add.Tensor,
 }
-_LONGEST = 16  # elements of a row
 
 
 class Rows:
@@ -33,10 +32,11 @@ class Rows:
 
     Args:
         call: (operator, args, kwargs, example) -> the node of an operator on numbers.
+        longest: most elements of a row.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., Any], longest: int) -> None:
+        self._call, self._longest = call, longest
         self._elements: dict[fx.Node, Sequence[Any]] = {}
 
     def number(self, target: Any, args: Sequence[Any], kwargs: Any, example: Any) -> Any:
@@ -59,7 +59,7 @@ class Rows:
         """Find the elements of a node, if it is a row of numbers."""
         if isinstance(example, Tensor) and example.dim() == 1:
             found = self._made(node)
-            if found is not None and len(found) == example.shape[0] <= _LONGEST:
+            if found is not None and len(found) == example.shape[0] <= self._longest:
                 self._elements[node] = [self._as(element, example.dtype) for element in found]
 
     def _made(self, node: fx.Node) -> Sequence[Any] | None:

@@ -28,7 +28,7 @@ from flexhop.compat.mods.stand_in import (
 )
 from flexhop.compat.operators.hop import without_modes
 from flexhop.compat.operators.vmapped import is_mapped
-from flexhop.compat.sizes import bound_of
+from flexhop.compat.sizes import LONGEST_SUM, bound_of
 
 aten = torch.ops.aten
 _CONSTANTS = (aten.full, aten.zeros, aten.ones)
@@ -80,7 +80,7 @@ class _Tracer:
     def __init__(self, device: torch.device, in_graph: bool) -> None:
         self.device, self.in_graph = device, in_graph
         examples = [self._example((), torch.int32) for _ in INDICES]
-        self.builder = Builder(INDICES, examples)
+        self.builder = Builder(INDICES, examples, LONGEST_SUM)
         self.symbols: dict[str, Any] = {}  # captured symbolic numbers, by their expression
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:

@@ -272,6 +272,29 @@ def test_a_captured_tensor_without_values_is_named():
     assert create_block_mask(mod, 1, 1, 20, 20, "meta").kv_num_blocks.is_meta
 
 
+def segments(count, calls):
+    """A mask that a loop over segments makes; it notes its calls."""
+
+    def mod(b, h, q_idx, kv_idx):
+        calls.append(count)
+        ends = [(1200 * i // count, 1200 * (i + 1) // count) for i in range(count)]
+        return torch.stack(
+            [(q_idx >= a) & (q_idx < e) & (kv_idx >= a) & (kv_idx < e) for a, e in ends]
+        ).any(0)
+
+    return mod
+
+
+@pytest.mark.parametrize("count", [3, 16, 17, 50, 64])
+def test_rows_of_many_conditions_are_understood(count):
+    """No more scores are evaluated than for a few."""
+    few, many = [], []
+    create_block_mask(segments(3, few), 1, 1, 1200, 1200, "cpu")
+    found = create_block_mask(segments(count, many), 1, 1, 1200, 1200, "cpu")
+    assert len(many) <= len(few)
+    assert_matches(found, create_mask(segments(count, []), 1, 1, 1200, 1200, "cpu"))
+
+
 def test_a_mask_of_integer_scores():
     """Only -inf hides a pair."""
     found = create_mask(lambda score, b, h, q_idx, kv_idx: q_idx - kv_idx, 1, 1, 4, 4, "cpu")
