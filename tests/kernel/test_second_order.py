@@ -361,6 +361,30 @@ def test_default_tiles_of_float32(architecture: int):
         assert (found.spills, found.stack, found.mma) == (0, 0, 0)
 
 
+def test_exact_float32_with_a_mask_that_reads_by_distance():
+    """Triton 3.6 could not compile such a mask in a branch."""
+    near = torch.rand(2, 65) > 0.5
+
+    def near_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return near[h, i - j]
+
+    mask = flexhop.create_block_mask(near_mask, 2, 2, 5, 65, "cpu", BLOCK_SIZE=20)
+
+    def attend(*x: Tensor) -> Any:
+        return flexhop.flex_attention(
+            *x, lambda s, *_: torch.nn.functional.hardtanh(s), mask, kernel_options=OPTIONS,
+            return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+
+    shapes = [(2, 2, 5, 8), (2, 2, 65, 8), (2, 2, 65, 24)]
+    inputs = [torch.randn(shape) for shape in shapes * 2]
+    found = generate_code(twice(attend), *inputs).templates
+    second = [kernel for kernel in found if MARK in kernel.functions]
+    assert len(second) == 3
+    for kernel in second:
+        compile_kernel(kernel, 90)
+
+
 def test_signs_have_derivatives_under_symbolic_sizes():
     """PyTorch 2.11 cannot trace them there, in chunks, as in fp64."""
     query, key, value = (torch.zeros(1, 1, n, 16, dtype=torch.float64) for n in (5, 6, 6))

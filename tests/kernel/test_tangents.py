@@ -227,6 +227,25 @@ def test_default_tiles_of_tf32(score: Any, architecture: int, most: int):
     assert found.mma > 0 and found.spills <= most
 
 
+@pytest.mark.parametrize("width", [64, 192])
+def test_products_with_what_is_read_by_pairs(width: int):
+    """Triton 3.6 failed above 128 columns: both results of a branch, beside exact products."""
+    table = torch.rand(128)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * (1 + table[(i * 7 + j) % 128])
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return flexhop.flex_attention(*qkv, score, kernel_options=OPTIONS)
+
+    inputs = tuple(torch.zeros(1, 1, 128, width) for _ in range(3))
+    found = generate_code(lambda *x: torch.func.jvp(attend, x, x), *inputs).templates
+    kernels = [kernel for kernel in found if "score_mod_push" in kernel.functions]
+    assert len(kernels) == 1 or (ABORTS and width > 128)
+    for kernel in kernels:
+        assert compile_kernel(kernel, 90).shared <= GPUS[9, 0].shared_memory
+
+
 def test_packed_sequences():
     """Forward mode of varlen_attention: each sequence as by itself."""
     lengths = [19, 0, 33]

@@ -63,6 +63,7 @@ class JvpForwardConstants(SharedConstants):
     """Constants of jvp_forward.py.jinja."""
 
     HEADS_PER_SECTION: int
+    ISOLATE_PUSH: bool
     HAS_Q_DOT: bool
     HAS_K_DOT: bool
     HAS_V_DOT: bool

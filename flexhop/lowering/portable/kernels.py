@@ -34,6 +34,7 @@ from flexhop.lowering.portable.shared import (
     heads_per_section,
     is_float32,
     isolates_mask_mod,
+    isolates_push,
     prescaled,
 )
 from flexhop.lowering.portable.shared import shared as shared_constants
@@ -63,6 +64,7 @@ def jvp_forward_constants(
     return JvpForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
+        ISOLATE_PUSH=isolates_push(problem, options),
         **_tangents(problem),
         # In fp32, 256 columns take every register, and little is rounded.
         HAS_CENTER=not (shared["SUBTRACT_FIRST"] and shared["V_HEAD_DIM_ROUNDED"] == 256),
@@ -206,6 +208,7 @@ def jvp_grad_key_value_constants(
     options = _not_prescaled(options)
     values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
     del values["WRITES_VALUE"], values["PRESCALE_QK"], values["HAS_CAPTURED_GRADS"]
+    values["BRANCH_FOR_MASK"] = branches_for_mask(problem, options)
     return JvpGradKeyValueConstants(**values, **_gradient_tangents(problem))
 
 

@@ -74,7 +74,7 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
         "HAS_SCORE_MOD": problem.mods.has_score_mod,
-        "ISOLATE_SCORE_MOD": _isolates_score_mod(problem),
+        "ISOLATE_SCORE_MOD": isolates_score_mod(problem),
         **exponent(problem),
         "SM_SCALE": problem.scale,
         "FLOAT32_PRECISION": float32_precision(options.float32_precision),
@@ -82,12 +82,29 @@ def shared(problem: Problem, options: KernelOptions, tile: Tile) -> dict[str, An
     }
 
 
-def _isolates_score_mod(problem: Problem) -> bool:
+def isolates_score_mod(problem: Problem) -> bool:
+    """Whether score_mod is evaluated in a branch, which keeps what it reads in registers."""
     # Triton fails on a branch whose result does not depend on the products: the scores then have
     # the layout of the weights as an operand, and it cannot reduce rows in that.
     mods = problem.mods
     reads_apart = mods.reads_per_element and not row_bytes_ahead(problem)
     return mods.has_score_mod and reads_apart and mods.reads_score
+
+
+def isolates_push(problem: Problem, options: KernelOptions) -> bool:
+    """Whether the tangent of score_mod is evaluated in the same branch.
+
+    Without tangents of products it may depend on none, which Triton cannot compile there. Nor can
+    it compile two results of a branch beside exact fp32 products of more than 128 columns: it
+    moves one in front of what it is computed from. The branch is there for loads ahead, and the
+    tiles of such products have none.
+    """
+    has_products = not {"query", "key"}.isdisjoint(problem.tangents)
+    return isolates_score_mod(problem) and has_products and not _is_ieee(problem, options)
+
+
+def _is_ieee(problem: Problem, options: KernelOptions) -> bool:
+    return is_float32(problem) and float32_precision(options.float32_precision) == "ieee"
 
 
 def row_bytes_ahead(problem: Problem) -> int:
@@ -114,13 +131,12 @@ def isolates_mask_mod(problem: Problem) -> bool:
 
 
 def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
-    """Whether grad_query has the mask in a branch that only tiles of partial blocks take.
+    """Whether grad_query and second orders have the mask in a branch, for tiles of partial blocks.
 
     Triton computes fp32 products that are exact by multiply-adds. It then gives the branch the
     layout of an operand of the product that follows, and cannot compile reads per element in that.
     """
-    is_ieee = is_float32(problem) and float32_precision(options.float32_precision) == "ieee"
-    return not (is_ieee and problem.mods.mask_reads_per_element)
+    return not (_is_ieee(problem, options) and problem.mods.mask_reads_per_element)
 
 
 def has_mask_loop(problem: Problem) -> bool:
