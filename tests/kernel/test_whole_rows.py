@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import flexhop
 import flexhop.offline.interpret
+from flexhop.errors import ModLoweringError
 from flexhop.ops.graphs.beyond import is_beyond_kernels
 from flexhop.ops.graphs.subgraphs import trace_score
 from tests.learned import check_kernels
@@ -124,6 +125,19 @@ def test_infinite_derivatives_of_rows_that_no_score_reads():
     )  # fmt: skip
     assert out.result.isfinite().all()
     assert table.grad.isfinite().all() and (table.grad[1] == 0).all()
+
+
+def test_complex_numbers_of_two_positions_are_refused_by_name():
+    """A table of complex numbers, or of their conjugates, could not be read."""
+    turns = torch.polar(torch.ones(LENGTH), torch.arange(LENGTH) * 0.1)
+
+    def mod(s, b, h, q, k):
+        return s * (turns[q] * turns[k].conj()).real
+
+    with pytest.raises(ModLoweringError, match="score_mod"):
+        flexhop.offline.interpret.interpret(
+            lambda *x: flexhop.flex_attention(*x, mod), *_operands(), grad=lambda out: out.sum()
+        )
 
 
 @pytest.mark.parametrize("padding", [(1, 0), (0, 2), (2, 1), (-1, 2), (1, -2)])

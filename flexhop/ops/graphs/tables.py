@@ -328,11 +328,11 @@ class _Choice:
         """The table of a node, if it can be one; parts of it may be short rows of numbers."""
         seen, example = self.found.forms.seen(node), node.meta.get("val")
         positions = [c for c in seen.coordinates if isinstance(c, str)]
-        if not isinstance(example, Tensor) or example.dim() or not seen.coordinates:
+        if not isinstance(example, Tensor) or example.dim() or example.is_complex():
             return None
-        if "score" in seen.others or (positions and len(seen.coordinates) > 1):
+        if not seen.coordinates or "score" in seen.others or not has_plain_reads(node):
             return None
-        if not has_plain_reads(node):
+        if positions and len(seen.coordinates) > 1:
             return None
         is_wanted = (positions and is_search(node)) or (not positions and self._is_asked_by_head)
         if self._wanted.only_rows and not is_wanted:
@@ -348,7 +348,8 @@ class _Choice:
     def _rows_of(self, node: fx.Node) -> Table | None:
         """The table of a row that no kernel computes: of all batches, heads, or positions."""
         seen, example = self.found.forms.seen(node), node.meta.get("val")
-        if not isinstance(example, Tensor) or not is_beyond_kernels(node):
+        is_real = isinstance(example, Tensor) and not example.is_complex()  # as kernels read it
+        if not is_real or not is_beyond_kernels(node):
             return None
         positions = sorted(c for c in seen.coordinates if isinstance(c, str))
         others = [name for name in ("b", "h") if name in seen.others]
