@@ -91,9 +91,9 @@ SCORES: dict[str, Entry] = {
         ("of_column",),
     ),
     "summed_steps": Entry(
-        lambda c: lambda s, b, h, q, k: s + c.steps[h].cumsum(0)[(q - k).abs() % 6] * 0.3,
-        lambda s, r: {"steps": r.normal(s.heads, 6)},
-        ("steps",),
+        lambda c: lambda s, b, h, q, k: s + c.increments[h].cumsum(0)[(q - k).abs() % 6] * 0.3,
+        lambda s, r: {"increments": r.normal(s.heads, 6)},
+        ("increments",),
     ),
     "ordered": Entry(
         lambda c: lambda s, b, h, q, k: s + c.unordered[h].sort().values[(q * k) % 5],
