@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ _compile: ContextVar[Callable[[Kernel], Any] | None] = ContextVar("compile", def
 
 
 @contextlib.contextmanager
-def compiled_by(compile_kernel: Callable[[Kernel], Any]) -> Iterator[None]:
+def compiled_by(compile_kernel: Callable[[Kernel], Any]) -> Generator[None, None, None]:
     """Compile the kernels of templates that are generated in here, as a GPU's first call would.
 
     If `compile_kernel` raises, the graph counts as one that does not compile: what is generated is

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,6 +20,7 @@ import flexhop.distributed as sharded
 from flexhop import masks
 from tests.distributed.problems import DEVICE, Sizes, find, make_whole
 from tests.distributed.tasks import assert_equal, attend, mesh_of
+from tests.distributed.tensor_tasks import full
 
 LENGTH, HEADS, KV_HEADS, WIDTH, BATCH = 70, 4, 2, 8, 4
 
@@ -67,10 +67,6 @@ def _loss(layers: nn.ModuleList, x: Tensor, mask: Any) -> Tensor:
     return x.square().mean()
 
 
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def check_data_and_heads() -> None:
     """FSDP2 over pairs of ranks that divide the batch, heads divided within a pair."""
     layers, mask, x = _make_layers()
@@ -88,7 +84,7 @@ def check_data_and_heads() -> None:
     loss = _loss(layers, own, mask)
     loss.backward()
     dist.all_reduce(loss, group=mesh.get_group("dp"))
-    found = [loss.detach() / 2, *(_whole(p.grad) for p in layers.parameters())]
+    found = [loss.detach() / 2, *(full(p.grad) for p in layers.parameters())]
     assert_equal(found, exact)
 
 

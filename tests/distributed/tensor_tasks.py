@@ -69,7 +69,8 @@ def _reference(
     return [*(t.detach() for t in results), *torch.autograd.grad(results[0], leaves, grad)]
 
 
-def _full(tensor: Any) -> Tensor:
+def full(tensor: Any) -> Tensor:
+    """All of a tensor, or of the one that ranks have parts of."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -95,7 +96,7 @@ def check_placements(
     assert tuple(results[0].placements) == tuple(placements)
     whole_grad = distribute_tensor(grad, mesh, placements)
     grads = torch.autograd.grad(results[0], [*parts, *tail], whole_grad)
-    assert_equal([_full(t) for t in (*results, *grads)], exact)
+    assert_equal([full(t) for t in (*results, *grads)], exact)
 
 
 def check_captured_dtensors() -> None:
@@ -141,7 +142,7 @@ def check_local_map() -> None:
     parts = [distribute_tensor(t, mesh, by_head).requires_grad_() for t in leaves[:3]]
     out = local_map(local, out_placements=by_head, device_mesh=mesh)(*parts)
     grads = torch.autograd.grad(out, [*parts, slopes], distribute_tensor(grad, mesh, by_head))
-    assert_equal([_full(t) for t in (out, *grads)], [exact[0], *exact[3:7]])
+    assert_equal([full(t) for t in (out, *grads)], [exact[0], *exact[3:7]])
 
 
 def refusal(query: list[Any], key: list[Any]) -> str:

@@ -7,6 +7,7 @@ computed before the kernel for all of these, and the kernel reads it.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -74,7 +75,4 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _size(value: Tensor) -> int:
-    count = 1
-    for size in value.shape:
-        count *= hint_of(size)
-    return count
+    return math.prod(map(hint_of, value.shape))
