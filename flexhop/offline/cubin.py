@@ -22,6 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from flexhop.compat.kernels.isolated import mended
 from flexhop.compat.kernels.nvidia_tools import find_tool, resource_usage, run_tool
 from flexhop.offline.kernel import Kernel
 
@@ -187,7 +188,7 @@ def compile_source(
         attrs={_position(key): value for key, value in (attributes or {}).items()},
     )
     target = GPUTarget("cuda", architecture, 32)
-    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log, mended():
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=target, options=options)
     return _inspect(compiled, architecture, log.getvalue())

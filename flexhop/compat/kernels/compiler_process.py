@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -18,6 +19,30 @@ from typing import Any
 
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
+
+# What a text of LLVM promises of an operation of vectors of integers: that no number overflows,
+# loses bits, or is negative.
+_PROMISES = re.compile(
+    r"(= (?:add|sub|mul|shl|lshr|ashr|udiv|sdiv|or|trunc|zext|uitofp|icmp))"
+    r"(?: (?:nuw|nsw|exact|disjoint|nneg|samesign))+(?= (?:[a-z]+ )?<\d)"
+)
+
+
+def mend(stages: dict[str, Any]) -> None:
+    """Let LLVM write PTX without promises about vectors.
+
+    Its vectoriser makes a vector of two numbers of which only one is ever used, and a promise that
+    holds for that one. In Triton 3.6, LLVM then puts both into 64 bits and believes the promise
+    of the other one, whose lost bits end in the one that is used. An operation without promises
+    computes the same. `stages` are those of Triton's compiler, which this changes.
+    """
+    if write := stages.get("ptx"):  # "llir" is its input
+        stages["ptx"] = lambda text, metadata: write(without_promises(text), metadata)
+
+
+def without_promises(text: str) -> str:
+    """A text of LLVM that says the same and promises nothing about vectors of integers."""
+    return _PROMISES.sub(r"\1", text)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -27,6 +52,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     backend.load_dialects(context)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, *job["arguments"])
+    mend(stages)
     module, results = _parse(job["text"], context), {}
     for name in list(stages)[list(stages).index(job["first"]) :]:
         module = stages[name](module, job["metadata"])

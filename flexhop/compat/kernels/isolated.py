@@ -4,7 +4,8 @@ LLVM aborts if one of its assertions fails. In this process that would end the u
 in one of Inductor's workers it would fail all their jobs. Triton's Python part, from a function to
 Triton's text, stays here: it is short, and it knows the user's modules. All stages behind it run
 in the other process (compiler_process.py), which starts meanwhile. An error there is raised here,
-and so is its end by a signal. Names are the same in torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
+and so is its end by a signal. Both processes mend what LLVM gets wrong (`mend`), and only in
+flexhop's kernels. Names are the same in torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from typing import Any
 
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-__all__ = ["CompilerDied", "Marked", "install", "isolated"]
+from flexhop.compat.kernels.compiler_process import mend
+
+__all__ = ["CompilerDied", "Marked", "install", "isolated", "mended"]
 
 _MARK = "isolated"  # in Inductor's metadata of a kernel
 _PROGRAM = Path(__file__).with_name("compiler_process.py")
 _TELLING = ("Assertion", "LLVM ERROR", "UNREACHABLE")  # in the line of stderr that says why
 
-_open: ContextVar[list[_Process] | None] = ContextVar("isolated", default=None)
+# Whether Triton compiles a kernel of flexhop, and the processes that it started, if it may.
+_is_own: ContextVar[bool] = ContextVar("is_own", default=False)
+_open: ContextVar[list[_Process] | None] = ContextVar("open", default=None)
 
 
 class CompilerDied(RuntimeError):
@@ -48,15 +53,26 @@ class Marked:
 @contextmanager
 def isolated() -> Iterator[None]:
     """What Triton compiles in here for NVIDIA GPUs, it compiles in processes of their own."""
-    install()
     processes: list[_Process] = []
     token = _open.set(processes)
     try:
-        yield
+        with mended():
+            yield
     finally:
         _open.reset(token)
         for process in processes:
             process.close()
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """What Triton compiles in here, it compiles as a kernel of flexhop."""
+    install()
+    token = _is_own.set(True)
+    try:
+        yield
+    finally:
+        _is_own.reset(token)
 
 
 @functools.cache
@@ -76,13 +92,16 @@ def install() -> None:
     CachingAutotuner._precompile_config = precompile_isolated
     if "nvidia" in backends:
         compiler: Any = backends["nvidia"].compiler
-        compiler.add_stages = _with_processes(compiler.add_stages)
+        compiler.add_stages = _for_own_kernels(compiler.add_stages)
 
 
-def _with_processes(add_stages: Callable[..., None]) -> Callable[..., None]:
+def _for_own_kernels(add_stages: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_stages)
-    def add_isolated_stages(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
+    def add_own_stages(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
         add_stages(self, stages, *arguments)
+        if not _is_own.get():
+            return
+        mend(stages)
         processes = _open.get()
         if processes is None or not _may_isolate(self, arguments):
             return
@@ -91,7 +110,7 @@ def _with_processes(add_stages: Callable[..., None]) -> Callable[..., None]:
             processes.append(process)
             stages.update((name, functools.partial(process.stage, name)) for name in stages)
 
-    return add_isolated_stages
+    return add_own_stages
 
 
 def _may_isolate(backend: Any, arguments: tuple[Any, ...]) -> bool:
