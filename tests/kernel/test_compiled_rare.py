@@ -250,3 +250,17 @@ def test_masks_that_look_pairs_up_fit_shared_memory():
     generated = generate_code(call, *tensors, grad=True, capability=(9, 0))
     kernel = generated.kernel_with("grad_key_value_blocks")
     assert compile_kernel(kernel, 90).shared <= GPUS[9, 0].shared_memory
+
+
+def test_few_queries_whose_mask_looks_pairs_up_fit_shared_memory():
+    numbers = torch.randint(0, 3, (31, 129))
+
+    def seen(b, h, q_idx, kv_idx):
+        return numbers[q_idx, kv_idx] != 0
+
+    mask = flexhop.create_block_mask(seen, None, None, 31, 129, "cpu", BLOCK_SIZE=(32, 128))
+    call = partial(flexhop.flex_attention, block_mask=mask, enable_gqa=True)
+    shapes = ((1, 6, 31, 64), (1, 2, 129, 64), (1, 2, 129, 32))
+    tensors = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+    kernel = generate_code(call, *tensors, capability=(9, 0)).kernel_with("attend_share")
+    assert compile_kernel(kernel, 90).shared <= GPUS[9, 0].shared_memory

@@ -33,7 +33,8 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         )
     if kernel in ("forward", "decode"):
         loop = columns * both * item * tile.num_stages
-        if kernel == "forward" and has_mask_loop(problem):
+        # decode has a loop for partial blocks with every mask.
+        if kernel == "decode" or has_mask_loop(problem):
             slack += _pairs(problem, tile)
         if problem.cache is not None:
             loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
