@@ -109,7 +109,7 @@ class Problem:
 def make_problem(plan: Plan, seed: int, device: torch.device | str = "cpu") -> Problem:
     """Tensors from a number."""
     r, shape = Random(seed), plan.shape
-    values = {k: v for e in plan.entries for k, v in e.captures(shape, r).items()}
+    values = _captured(plan, r)
     values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
     for name in plan.learned:
         values[name].requires_grad_()
@@ -126,6 +126,30 @@ def make_problem(plan: Plan, seed: int, device: torch.device | str = "cpu") -> P
         seed=r.integers(2**31 - 1, 2, dtype=torch.int64).to(device), grad_lse=grad_lse,
         **_operands(plan, r, device),
     )  # fmt: skip
+
+
+def _captured(plan: Plan, r: Random) -> dict[str, Any]:
+    """What the mods capture, by name.
+
+    Raises:
+        ValueError: two mods give one name to different values: one would read the other's.
+    """
+    values: dict[str, Any] = {}
+    for entry in plan.entries:
+        for name, value in entry.captures(plan.shape, r).items():
+            if name in values and not _is_same(values[name], value):
+                raise ValueError(
+                    f"Two mods of a random problem capture different values as {name!r}; give one "
+                    f"of them another name: {plan.words()}"
+                )
+            values[name] = value
+    return values
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def _operands(plan: Plan, r: Random, device: Any) -> dict[str, Any]:
