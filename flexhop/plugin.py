@@ -66,6 +66,7 @@ def _install_operators() -> None:
     after_import("torch._inductor.codegen.triton", _repair_triton)
     after_import("torch._inductor.codegen.triton_split_scan", _repair_split_scans)
     after_import("torch._inductor.codegen.cuda.device_op_overrides", _repair_packages)
+    after_import("torch._inductor.fx_passes.post_grad", _repair_search_for_softmaxes)
 
 
 def _begin_workers() -> None:
@@ -100,6 +101,12 @@ def _repair_packages() -> None:
     from flexhop.compat.graphs.scratch import repair_scratch
 
     repair_scratch()
+
+
+def _repair_search_for_softmaxes() -> None:
+    from flexhop.compat.graphs.softmaxes import leave_softmaxes_of_mods
+
+    leave_softmaxes_of_mods()
 
 
 def _install_trackers() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 # Ends with a separator: a project next to ours, or named after PyTorch, is the user's.
-_OTHERS = tuple(f"{path}/" for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+_OURS = f"{Path(__file__).parents[2]}/"
+_OTHERS = (f"{Path(torch.__file__).parent}/", _OURS)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*(?:\n\s*(?P<code>[^\n]+))?')
 
 
@@ -33,6 +34,12 @@ def users_line(stack: str) -> str:
 def line_of(node: Node | None) -> str:
     """The user's line in the stack that the tracer recorded for a node, if it recorded one."""
     return users_line((node.meta.get("stack_trace") if node is not None else None) or "")
+
+
+def is_inside_flexhop(node: Node) -> bool:
+    """Whether the stack that the tracer recorded for a node has a frame of flexhop."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return any(frame["file"].startswith(_OURS) for frame in frames)
 
 
 def innermost_line(error: BaseException) -> str:
