@@ -135,6 +135,22 @@ def test_bf16_in_permuted_order(path: str):
     assert_compiled_agrees(attend, inputs, tolerance=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("expanded", ["key", "value"])
+def test_one_of_key_and_value_is_expanded_to_all_batches(expanded: str, dtype: torch.dtype):
+    """Its stride is 0; the other one has rows of its own for each batch."""
+    inputs = operands((2, 4, 37, 16), (2, 2, 40, 16), dtype)
+    place = 1 if expanded == "key" else 2
+    inputs[place] = inputs[place].detach()[:1].requires_grad_()
+
+    def attend(*tensors: Tensor) -> Any:
+        query, key, value = (x.expand(2, -1, -1, -1) for x in tensors)
+        return flexhop.flex_attention(query, key, value, enable_gqa=True, return_aux=WANTED)
+
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    assert_compiled_agrees(attend, inputs, tolerance=tolerance)
+
+
 def test_gradients_of_every_kind_of_read_of_a_shared_cache():
     """Tables by head, key, query and score; one key for all batches; several parts of queries."""
     inputs = operands((3, 4, 150, 7), (1, 2, 70, 7))

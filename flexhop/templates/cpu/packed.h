@@ -6,7 +6,7 @@ namespace flexhop {
 
 template <typename scalar_t>
 struct Packed {
-  int64_t heads, keys, width, panels;
+  int64_t kv_batch, heads, keys, width, panels;
   bool copies_keys, copies_values;
   Memory columns, key_rows, value_rows;
   Tensor<const scalar_t> key, value;
@@ -15,7 +15,7 @@ struct Packed {
   // has_rows: whether rows of keys are needed, too.
   Packed(const Sizes& sizes, Tensor<const scalar_t> key, Tensor<const scalar_t> value,
          bool has_rows)
-      : heads(sizes.kv_heads), keys(sizes.keys), width(sizes.width),
+      : kv_batch(sizes.kv_batch), heads(sizes.kv_heads), keys(sizes.keys), width(sizes.width),
         panels((sizes.keys + PANEL - 1) / PANEL),
         copies_keys(has_rows && !std::is_same_v<scalar_t, float>),
         copies_values(!std::is_same_v<scalar_t, float>), key(key), value(value),
@@ -41,7 +41,8 @@ struct Packed {
     }
   }
 
-  int64_t head_of(int64_t b, int64_t h) const { return (key.batch == 0 ? 0 : b * heads) + h; }
+  // Strides do not tell: key may be expanded to all batches, and value not.
+  int64_t head_of(int64_t b, int64_t h) const { return (kv_batch == 1 ? 0 : b * heads) + h; }
 
   // [D, PANEL]: the panel of key k, from key k on.
   Rows<float> panel(int64_t b, int64_t h, int64_t k) const {
