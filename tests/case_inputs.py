@@ -213,6 +213,7 @@ def strided(tensor: Tensor, layout: str) -> Tensor:
 
     bshd: a transposed [B, S, H, D]. column: the last stride is S. padded: rows of D + 1.
     offset: behind 997 elements of its storage. expanded: every head is the first one, stride 0.
+    shared: every batch is the first one, likewise.
     """
     batch, heads, length, width = tensor.shape
     if layout == "contiguous":
@@ -231,6 +232,8 @@ def strided(tensor: Tensor, layout: str) -> Tensor:
         return storage[997:].view(tensor.shape)
     if layout == "expanded":
         return tensor[:, :1].contiguous().expand(tensor.shape)
+    if layout == "shared":
+        return tensor[:1].contiguous().expand(tensor.shape)
     raise ValueError(layout)
 
 

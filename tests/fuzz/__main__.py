@@ -24,7 +24,7 @@ import torch
 from flexhop.errors import FlexhopError, KernelFallbackWarning
 from flexhop.offline.emulate import Emulator, Schedule, When
 from tests.fuzz.checks import check_results, compile_offline
-from tests.fuzz.draw import draw, for_hopper
+from tests.fuzz.draw import SEEDS, draw, for_hopper
 from tests.fuzz.plan import Plan, simpler
 from tests.fuzz.settings import compile_quickly
 
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.mode = args.mode or ("compiled" if args.device == "cuda" else "eager")
     given = args.seed if args.seed is not None else os.environ.get("FLEXHOP_FUZZ_SEED")
-    args.seed = random.SystemRandom().randrange(2 * 10**9) if given is None else int(given)
+    args.seed = random.SystemRandom().randrange(SEEDS) if given is None else int(given)
     args.until = args.until or time.time() + 60 * args.minutes
     return args
 

@@ -21,6 +21,8 @@ WIDE = (48, 64, 64, 72, 80, 96, 128, 128, 192, 256)
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FAMILIES: tuple[Family, ...] = ("dense",) * 9 + ("packed",) * 3 + ("paged", "cached", "nested")
 LAYOUTS = ("contiguous", "bshd", "column", "padded", "offset", "expanded")
+SHARING = 3 * 10**9  # the smallest number of a problem whose batches may share keys or values
+SEEDS = 4 * 10**9  # new problems have smaller numbers
 BLOCKS = [(128, 128)] * 4 + [
     (64, 64),
     (32, 32),
@@ -66,6 +68,8 @@ def draw(seed: int, *, large: bool = False) -> Plan:
     if seed >= users.FIRST:
         plan = _with_more(random.Random(f"users {seed}"), plan, users)
     plan = dataclasses.replace(plan, **_of_family(r, plan))
+    if seed >= SHARING:
+        plan = dataclasses.replace(plan, layouts=_shared(random.Random(f"shared {seed}"), plan))
     plan = dataclasses.replace(plan, options=_options(r, plan, large))
     plan = _consistent(plan)
     # By numbers of their own: they came later, and problems keep their numbers.
@@ -163,6 +167,15 @@ def _layouts(r: random.Random) -> tuple[str, ...]:
     if r.random() < 0.6:
         return (r.choice(LAYOUTS),) * 3
     return tuple(r.choice(LAYOUTS) for _ in range(3))
+
+
+def _shared(r: random.Random, plan: Plan) -> tuple[str, str, str]:
+    """The layouts of a plan, of which key or value, or both, may be shared by all batches."""
+    if plan.reads_cache or plan.queries or plan.family == "nested" or plan.layouts[0] == "views":
+        return plan.layouts
+    query, *others = plan.layouts
+    key, value = ("shared" if r.random() < 0.25 else layout for layout in others)
+    return query, key, value
 
 
 def _of_family(r: random.Random, plan: Plan) -> dict[str, Any]:

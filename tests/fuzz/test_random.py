@@ -13,11 +13,11 @@ import pytest
 
 from flexhop.errors import OptionConflictError
 from tests.fuzz.checks import check_results, compile_offline
-from tests.fuzz.draw import draw
+from tests.fuzz.draw import SEEDS, draw
 from tests.fuzz.plan import simpler
 from tests.fuzz.problem import make_call, make_problem
 
-FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randrange(3 * 10**9))
+FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randrange(SEEDS))
 # Eager and traced problems, and problems whose kernels are generated and compiled.
 COUNTS = {"eager": 24, "aot_eager": 8}
 OFFLINE = 2
