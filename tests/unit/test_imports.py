@@ -40,6 +40,21 @@ print([m for m in {heavy} if m in sys.modules and m not in own])
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
 
 
+def test_calls_on_a_cpu_compile_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, flexhop
+def attend(query):
+    return flexhop.flex_attention(query, query, query)
+query = torch.randn(1, 2, 40, 16)
+found = torch.compile(attend, fullgraph=True)(query)
+torch.testing.assert_close(found, attend(query), atol=1e-5, rtol=1e-5)
+"""
+    result = run_code(code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_masks_of_a_process_that_compiles_nothing_are_light():
     """Dynamo takes more than a second, SymPy a third of one."""
     code = f"""

@@ -17,9 +17,6 @@ import sys
 import tempfile
 from typing import Any
 
-from triton._C.libtriton import ir
-from triton.compiler.compiler import make_backend
-
 # What a text of LLVM promises of an operation of vectors of integers: that no number overflows,
 # loses bits, or is negative.
 _PROMISES = re.compile(
@@ -47,6 +44,10 @@ def without_promises(text: str) -> str:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """The stages' results by name, and what they wrote to the metadata."""
+    # isolated.py imports this module on machines without Triton, too.
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
     context, backend = ir.context(), make_backend(job["target"])
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -61,6 +62,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str, context: Any) -> Any:
+    from triton._C.libtriton import ir
+
     with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
         file.write(text)
         file.flush()
@@ -90,6 +93,8 @@ def _portable(error: Exception) -> Exception:
 
 def main() -> None:
     """Do one job."""
+    import triton.compiler.compiler  # noqa: F401 - it takes a while, and so does the job's text
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits ends this process
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what C++ prints is no answer

@@ -8,8 +8,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import triton
-
 __all__ = ["find_tool", "resource_usage", "run_tool"]
 
 
@@ -33,6 +31,8 @@ def run_tool(name: str, binary: bytes, *options: str) -> str:
 
 def find_tool(name: str) -> str:
     """Path of a tool."""
+    import triton  # calls on a CPU import this module, and need no Triton
+
     bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     tool = str(bundled) if bundled.exists() else shutil.which(name)
     if tool is None:
