@@ -39,6 +39,7 @@ WIDTHS = (64, 64, 64, 128, 128, 128, 128, 32, 80, 96, 256)
 ROUNDS = 3
 WORK = 3e11  # operations of a dense forward pass, about half a millisecond on an H200
 LIBRARIES: dict[str, ModuleType] = {"flexhop": flexhop, "in-tree": intree}
+PORTABLE = "portable"  # flexhop without its Hopper kernels
 DIRECTIONS = ("fwd", "bwd")
 STARTED, DONE = "started ", "done "
 
@@ -93,9 +94,10 @@ def _shape(r: random.Random, shrunk: int) -> Shape:
 class Call:
     """A compiled call of one library on shared tensors."""
 
-    def __init__(self, drawn: Drawn, module: ModuleType, tensors: Any, device: str) -> None:
+    def __init__(self, drawn: Drawn, library: str, tensors: Any, device: str) -> None:
         """Make the mask; nothing compiles before the first call."""
         self.leaves, self.grad_out, captures = tensors
+        module = LIBRARIES.get(library, flexhop)
         s, mask = drawn.shape, None
         if drawn.masks:
             mod = combine_masks([MASKS[name] for name in drawn.masks], drawn.how)(captures)
@@ -107,6 +109,8 @@ class Call:
             "score_mod": chain_scores(scores)(captures) if scores else None,
             "block_mask": mask, "enable_gqa": s.heads != s.kv_heads,
         }  # fmt: skip
+        if library == PORTABLE:
+            self.keywords["kernel_options"] = flexhop.KernelOptions(backend="triton")
         self.compiled = torch.compile(module.flex_attention, fullgraph=True)
         self.out: torch.Tensor | None = None
 
@@ -171,20 +175,20 @@ def _alone(lock: str) -> Generator[None, None, None]:
         yield
 
 
-def measure(drawn: Drawn, device: str, lock: str) -> dict[str, Any]:
+def measure(drawn: Drawn, device: str, lock: str, *, portable: bool = False) -> dict[str, Any]:
     """Compile both libraries' calls, compare results and time them."""
     tensors = make_tensors(drawn, device)
     calls, results, failed = {}, {}, {}
-    for name, module in LIBRARIES.items():
+    for name in (*LIBRARIES, PORTABLE) if portable else LIBRARIES:
         try:
-            call = Call(drawn, module, tensors, device)
+            call = Call(drawn, name, tensors, device)
             results[name] = call.results()
             calls[name] = call
         except Exception as error:  # whatever a library says of a call that it does not take
             failed[name] = f"{type(error).__name__}: {str(error).strip()[:200]!r}"
     found: dict[str, Any] = {"words": drawn.words, "failed": failed, "milliseconds": {}}
-    if len(results) == len(LIBRARIES):
-        found["difference"] = _difference(*results.values())
+    if not LIBRARIES.keys() - results.keys():
+        found["difference"] = _difference(*(results[name] for name in LIBRARIES))
     results.clear()
     with _alone(lock):
         stopwatch = Stopwatch(torch.device(device))
@@ -206,7 +210,7 @@ def work(args: argparse.Namespace) -> None:
             continue
         drawn = draw(number, 1 if args.device == "cuda" else 16)
         print(f"{STARTED}{number}", flush=True)
-        found = measure(drawn, args.device, args.lock)
+        found = measure(drawn, args.device, args.lock, portable=args.portable)
         print(DONE + json.dumps(found | {"number": number}), flush=True)
         torch.compiler.reset()
         if args.device == "cuda":
@@ -240,10 +244,22 @@ def spread(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def ratio(result: dict[str, Any], direction: str) -> float | None:
-    """How many times as fast as in-tree."""
+def ratio(result: dict[str, Any], direction: str, to: str = "in-tree") -> float | None:
+    """How many times as fast as in-tree, or as the portable kernels."""
     times = result["milliseconds"].get(direction, {})
-    return times["in-tree"] / times["flexhop"] if len(times) == len(LIBRARIES) else None
+    return times[to] / times["flexhop"] if {to, "flexhop"} <= times.keys() else None
+
+
+def choices(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: passes whose kernels are not the faster ones of flexhop."""
+    lines = [row(["number", "problem", "", "ms", "portable"]), row(["---"] * 3 + ["---:"] * 2)]
+    passes = [(one, way) for one in results for way in DIRECTIONS if ratio(one, way, PORTABLE)]
+    for one, way in sorted(passes, key=lambda p: ratio(*p, PORTABLE) or 1.0):
+        times = one["milliseconds"][way]
+        if times[PORTABLE] < times["flexhop"] / 1.05:
+            cells = [cell(times["flexhop"], 3), cell(times[PORTABLE], 3)]
+            lines.append(row([str(one["number"]), one["words"], way, *cells]))
+    return lines
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
@@ -277,6 +293,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="the first problem")
     parser.add_argument("--only", type=int, nargs="+", help="these problems")
     parser.add_argument("--procs", type=int, default=12, help="processes side by side")
+    parser.add_argument("--portable", action="store_true", help="flexhop's portable kernels, too")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     for name, kind in (("--part", int), ("--until", float), ("--lock", str)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -291,6 +308,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(results))
     print("\n".join(table(results)))
+    if args.portable:
+        print("\n".join(choices(results)))
 
 
 if __name__ == "__main__":
