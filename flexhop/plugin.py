@@ -87,8 +87,10 @@ def _repair_cpp() -> None:
 
 def _repair_triton() -> None:
     from flexhop.compat.graphs.barriers import separate_loops
+    from flexhop.compat.graphs.mended import mend_own_graphs
 
     separate_loops()
+    mend_own_graphs()
 
 
 def _repair_split_scans() -> None:

@@ -49,7 +49,7 @@ def _stages():
     return found
 
 
-def _run(ptx, program):
+def run(ptx, program):
     """The used number of each thread."""
     out = torch.full((256,), -1, dtype=torch.int32)
     memory = GlobalMemory("pair", {"out": out})
@@ -64,7 +64,7 @@ def _run(ptx, program):
 def test_a_number_that_nobody_uses_is_nowhere(program):
     with isolated.mended():
         write = _stages()["ptx"]
-    assert _run(write(PAIR, {}), program) == [2 * program] * 128
+    assert run(write(PAIR, {}), program) == [2 * program] * 128
 
 
 @pytest.mark.parametrize(

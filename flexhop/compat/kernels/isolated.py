@@ -5,7 +5,8 @@ in one of Inductor's workers it would fail all their jobs. Triton's Python part,
 Triton's text, stays here: it is short, and it knows the user's modules. All stages behind it run
 in the other process (compiler_process.py), which starts meanwhile. An error there is raised here,
 and so is its end by a signal. Both processes mend what LLVM gets wrong (`mend`), and only in
-flexhop's kernels. Names are the same in torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
+flexhop's kernels. Inductor's own kernels beside them are compiled here, and mended with Triton 3.6
+(compat/graphs/mended.py). Names are the same in torch 2.11 to 2.15 and in Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from flexhop.compat.kernels.compiler_process import mend
 
-__all__ = ["CompilerDied", "Marked", "install", "isolated", "mended"]
+__all__ = ["MENDED", "CompilerDied", "Marked", "install", "isolated", "mended"]
 
-_MARK = "isolated"  # in Inductor's metadata of a kernel
+# In Inductor's metadata of a kernel: compiled in isolation, or here; both as one of flexhop.
+_ISOLATED, MENDED = "isolated", "mended"
 _PROGRAM = Path(__file__).with_name("compiler_process.py")
 _TELLING = ("Assertion", "LLVM ERROR", "UNREACHABLE")  # in the line of stderr that says why
 
@@ -47,7 +49,7 @@ class Marked:
     @classmethod
     def inductor_meta_common(cls) -> dict[str, Any]:
         """What Inductor knows of a kernel when it compiles it."""
-        return {**super().inductor_meta_common(), _MARK: True}  # type: ignore[misc]
+        return {**super().inductor_meta_common(), _ISOLATED: True}  # type: ignore[misc]
 
 
 @contextmanager
@@ -84,15 +86,31 @@ def install() -> None:
 
     @functools.wraps(precompile)
     def precompile_isolated(self: Any, *args: Any, **keywords: Any) -> Any:
-        if not self.inductor_meta.get(_MARK):
-            return precompile(self, *args, **keywords)
-        with isolated():
+        with _as_marked(self):
             return precompile(self, *args, **keywords)
 
     CachingAutotuner._precompile_config = precompile_isolated
     if "nvidia" in backends:
         compiler: Any = backends["nvidia"].compiler
         compiler.add_stages = _for_own_kernels(compiler.add_stages)
+        compiler.hash = _with_mends(compiler.hash)
+
+
+def _as_marked(kernel: CachingAutotuner) -> AbstractContextManager[None]:
+    if kernel.inductor_meta.get(_ISOLATED):
+        return isolated()
+    is_own = kernel.inductor_meta.get(MENDED) and not kernel.custom_kernel  # the user's
+    return mended() if is_own else nullcontext()
+
+
+def _with_mends(backend_hash: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Part of the key of Triton's cache, where a graph without flexhop has the same kernels."""
+
+    @functools.wraps(backend_hash)
+    def own_hash(self: Any) -> str:
+        return backend_hash(self) + ("-flexhop" if _is_own.get() else "")
+
+    return own_hash
 
 
 def _for_own_kernels(add_stages: Callable[..., None]) -> Callable[..., None]:
