@@ -57,14 +57,16 @@ class Wanted(NamedTuple):
     """Which tables to look for.
 
     inputs: of the mod. kernels: of the call. most: entries of a table. is_differentiated: whether
-    scores have a gradient. only_rows: of parts that compute with short rows of numbers, and depend
-    on one position; and if heads do not share the mod, of parts that depend on a distance.
+    scores have a gradient. sums_exactly: whether gradients must be the same in every run.
+    only_rows: of parts that compute with short rows of numbers, and depend on one position; and if
+    heads do not share the mod, of parts that depend on a distance.
     """
 
     inputs: tuple[str, ...]
     kernels: Kernels
     most: int
     is_differentiated: bool = False
+    sums_exactly: bool = False
     only_rows: bool = False
 
 
@@ -75,17 +77,18 @@ class Choice:
         self, found: Analysis, captures: Sequence[Capture], sizes: Sizes, wanted: Wanted
     ) -> None:
         self.found, self.scores = found, math.prod(sizes.now.values())
-        self._wanted = wanted
+        self.queries = sizes.now["q"]
+        self.wanted = wanted
         self.tables: list[Table] = []
         self.saved = 0.0
         self._looked_at: set[fx.Node] = set()
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
         needs = needs_grad(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
-        self._trained = trained | dependents(trained, is_float)
+        self.trained = trained | dependents(trained, is_float)
         heads, kernels = found.forms.seen(found.mod.result).others, wanted.kernels
         self._is_asked_by_head = "h" in heads and kernels.reads_in_masks
-        self._training = Training(found, self._trained, wanted.kernels)
+        self.training = Training(found, self.trained, wanted.kernels)
 
     @property
     def firsts(self) -> dict[Coordinate, int | None]:
@@ -102,7 +105,7 @@ class Choice:
         found = (extents.of(axis) for extents in self._extents)
         return [extent for extent in found if extent is not None]
 
-    def _entries(self, table: Table) -> float:
+    def entries(self, table: Table) -> float:
         """How many entries a table has; infinite if it is not known, or grows too fast."""
         both = [self._both(axis) for axis in table.axes]
         if not all(both):
@@ -153,18 +156,18 @@ class Choice:
     def _saved(self, table: Table) -> tuple[float, float]:
         """Instructions per score that a table saves, and how many it has to save."""
         node = table.node
-        value, read = self._cost([], node), self._cost([table], node)
-        if self._wanted.only_rows and not is_search(node):
+        value, read = self.cost([], node), self.cost([table], node)
+        if self.wanted.only_rows and not is_search(node):
             return value - read, 0.0  # masks take more than the sum of their operators
-        is_factor = self._wanted.is_differentiated and self._is_factor(node)
-        if node in self._trained and any(isinstance(axis, Coordinate) for axis in table.axes):
-            return self._training.saved(
+        is_factor = self.wanted.is_differentiated and self.is_factor(node)
+        if node in self.trained and any(isinstance(axis, Coordinate) for axis in table.axes):
+            return self.training.saved(
                 table, value, read, is_factor=is_factor
             ), LEAST_SAVED_TRAINED
-        is_costly = is_factor and node not in self._trained
+        is_costly = is_factor and node not in self.trained
         return value - read, _LEAST_SAVED_BY_FACTOR if is_costly else _LEAST_SAVED
 
-    def _is_factor(self, node: fx.Node) -> bool:
+    def is_factor(self, node: fx.Node) -> bool:
         """Whether the derivative with respect to the score depends on a node."""
 
         def is_apart(user: fx.Node) -> bool:
@@ -186,15 +189,15 @@ class Choice:
         if positions and len(seen.coordinates) > 1:
             return None
         is_wanted = (positions and is_search(node)) or (not positions and self._is_asked_by_head)
-        if self._wanted.only_rows and not is_wanted:
+        if self.wanted.only_rows and not is_wanted:
             return None
         others = [name for name in ("b", "h") if name in seen.others]
         coordinates = sorted(seen.coordinates, key=lambda c: str(getattr(c, "terms", c)))
-        table = Table(node, (*others, *coordinates), self._may_spoil(node))
+        table = Table(node, (*others, *coordinates), self.may_spoil(node))
         if table.may_spoil and positions:
             return None
-        most = min(self._wanted.most, self.scores // _SCORES_PER_ENTRY)
-        return table if self._entries(table) * numbers_in(node) <= most else None
+        most = min(self.wanted.most, self.scores // _SCORES_PER_ENTRY)
+        return table if self.entries(table) * numbers_in(node) <= most else None
 
     def _rows_of(self, node: fx.Node) -> Table | None:
         """The table of a row that no kernel computes: of all batches, heads, or positions."""
@@ -207,18 +210,18 @@ class Choice:
         is_of_one = len(positions) == len(seen.coordinates) <= 1 and seen.others <= {"b", "h"}
         if not is_of_one or not (positions or others) or not has_plain_reads(node):
             return None
-        table = Table(node, (*others, *positions), self._may_spoil(node))
-        is_small = self._entries(table) * numbers_in(node) <= LARGEST
+        table = Table(node, (*others, *positions), self.may_spoil(node))
+        is_small = self.entries(table) * numbers_in(node) <= LARGEST
         return table if is_small and not (table.may_spoil and positions) else None
 
-    def _may_spoil(self, node: fx.Node) -> bool:
+    def may_spoil(self, node: fx.Node) -> bool:
         """Whether unread entries could spoil the gradient of a captured tensor."""
-        if node not in self._trained:
+        if node not in self.trained:
             return False
         floats = reached(node, lambda current: filter(is_float, current.all_input_nodes))
         return any(name_of(current) in _UNBOUNDED for current in floats)
 
-    def _cost(self, tables: Sequence[Table], root: fx.Node) -> float:
+    def cost(self, tables: Sequence[Table], root: fx.Node) -> float:
         """Instructions per score of a node and of nodes that only it needs, given the tables."""
         made = {table.node: table for table in tables}
 
@@ -228,7 +231,7 @@ class Choice:
             places = (axis for axis in made[node].axes if isinstance(axis, Coordinate))
             return [atom for axis in places for atom, _ in axis.terms]
 
-        is_asked = self._wanted.only_rows and not is_search(root)
+        is_asked = self.wanted.only_rows and not is_search(root)
         of, read = (instructions_in_mask, _READ_IN_MASK) if is_asked else (instructions_of, _READ)
 
         def instructions(node: fx.Node) -> float:

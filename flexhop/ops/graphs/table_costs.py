@@ -7,7 +7,7 @@ fitted to instructions of compiled steps (docs/lab/unusual.md, "Trained function
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -80,18 +80,21 @@ class Training:
             is_factor: whether the derivative with respect to the score depends on it.
         """
         passes, extra, summed, factor, _ = self._kernels
-        written = passes * value + self._derivative(table.node)
+        written = passes * value + self.derivative(table.node, self._sum_of)
         tabulated = passes * (read + extra) + summed + factor * is_factor
         return (written - tabulated) / passes
 
-    def _derivative(self, root: fx.Node) -> float:
-        """Instructions per score of a node's derivative, and of sums for what it reads."""
+    def derivative(self, root: fx.Node, sum_of: Callable[[fx.Node], float]) -> float:
+        """Instructions per score of a node's derivative, and of sums for what it reads.
+
+        sum_of: instructions of a sum for a node that reads a captured tensor.
+        """
         total, leaves = 0.0, dict[fx.Node, float]()
         for node in reached(root):
             if not self._varies(node) or node not in self._trained:
                 continue
             if node.target is torch.ops.aten.index.Tensor:
-                total += self._kernels.summed if self._is_of_both(node) else 0.0
+                total += sum_of(node)
                 continue
             sources = [source for source in node.all_input_nodes if source in self._trained]
             elements = elements_of(node)
@@ -99,6 +102,9 @@ class Training:
             total += len(sources) * elements * (2.0 if is_function else 1.0)
             leaves |= {s: _LEAF * _numbers(s) for s in sources if not self._varies(s)}
         return total + sum(leaves.values())
+
+    def _sum_of(self, read: fx.Node) -> float:
+        return self._kernels.summed if self._is_of_both(read) else 0.0
 
     def _is_of_both(self, node: fx.Node) -> bool:
         """Whether a node depends on a distance, or another coordinate of both positions."""

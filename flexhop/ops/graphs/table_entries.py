@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ aten = torch.ops.aten
 _LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
 # Reads for one value; a search among more than 16 numbers takes five (compat/mods/places.py).
 _MOST_READS = 4
+_COPIES = 32  # of what neighbouring keys read, as many as a warp has lanes
 _FEW = 2**12  # fewer values may be an axis in calls of any size
 
 
@@ -186,11 +188,28 @@ class _Entries:
                     values[source], varies[source] = self._expanded(value, 0)
         if any(is_row(part) for part in (node, *node.all_input_nodes)):
             result = self._call_of_rows(node, values, varies)
+        elif is_read and self._is_contended(values[node.all_input_nodes[0]]):
+            result = self._read_copies(node, values)
         else:
             result = _call_of_numbers(node, values)
         if is_expanded and is_read and not varies[node.all_input_nodes[0]]:
             result, _ = self._expanded(result, len(self._shape))
         return result
+
+    def _is_contended(self, source: Any) -> bool:
+        """Whether many pairs read each entry of a trained tensor, to whose gradient they add."""
+        if not ({"q", "k"} <= {*self._table.axes} and isinstance(source, Tensor)):
+            return False
+        entries, numbers = (math.prod(map(hint_of, x)) for x in (self._shape, source.shape))
+        return source.requires_grad and numbers * _COPIES <= entries
+
+    def _read_copies(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
+        """The read, of a copy by key: a GPU adds to one address after the other."""
+        source, indices = fx.map_arg(node.args, values.__getitem__)  # type: ignore[misc]
+        copies = source.unsqueeze(-1).expand(*source.shape, _COPIES).contiguous()
+        turn = self._along("k", torch.int64) % _COPIES
+        places = torch.broadcast_tensors(*indices, turn)
+        return node.target(copies, [place.long() for place in places])  # type: ignore[operator]
 
     def _expanded(self, value: Any, axes: int) -> tuple[Any, bool]:
         """What entries get from a captured tensor, for each on its own; whether it is trained."""

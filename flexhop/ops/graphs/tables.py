@@ -27,6 +27,7 @@ from flexhop.ops.graphs.own_positions import (
     may_see_head,
     read_at_own_positions,
 )
+from flexhop.ops.graphs.pair_tables import choose_pairs
 from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
 from flexhop.ops.graphs.table_choice import LARGEST, Choice, Wanted
 from flexhop.ops.graphs.table_costs import kernels_of
@@ -60,7 +61,10 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     many entries as the call needs, and this compilation's sizes decide whether they pay off.
     """
     mod, captures = args.score_mod, args.score_captures
-    wanted = Wanted(INPUTS, kernels_of(args), _most_entries(args), _is_differentiated(args))
+    wanted = Wanted(
+        INPUTS, kernels_of(args), _most_entries(args), _is_differentiated(args),
+        bool(args.options.get("deterministic")),
+    )  # fmt: skip
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
@@ -156,6 +160,7 @@ def _choose(
     choice = Choice(found, captures, sizes, wanted)
     with hop.without_modes():
         choice.look_at(found.mod.result)
+        choose_pairs(choice)
     if not choice.tables:
         return None
     rewritten = with_reads(found, choice.tables, choice.firsts)
