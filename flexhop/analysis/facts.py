@@ -85,6 +85,7 @@ def analyse(
     inputs: Sequence[str] = INDICES,
     sizes: Mapping[str, int] | None = None,
     held: Collection[Any] = (),
+    kept: Collection[fx.Node] = (),
 ) -> Analysis:
     """Analyse every node of a mod: what it depends on, its linear form, its range.
 
@@ -94,7 +95,8 @@ def analyse(
         inputs: names of its first inputs, among score, b, h, q, k and grad.
         sizes: sizes of b, h, q and k, by name, or bounds on them; missing ones may be any.
         held: operators of two operands that have the form of the first, wherever scores are used.
+        kept: see `read_graph`.
     """
-    mod, known = read_graph(module, inputs)
+    mod, known = read_graph(module, inputs, kept)
     bounds = {name: LARGEST_INDEX for name in INDICES if name in mod.inputs}
     return Analysis(mod, known, Forms(mod, bounds | dict(sizes or {}), held))

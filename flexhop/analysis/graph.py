@@ -6,7 +6,7 @@ are merged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +83,13 @@ class Builder:
         node.meta["val"] = example
         return node
 
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: Any, example: Any) -> fx.Node:
-        """The result of an operator; example: a tensor of its shape and dtype."""
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: Any, example: Any, *, stays: bool = False
+    ) -> fx.Node:
+        """The result of an operator; example: a tensor of its shape and dtype; stays: also if it
+        returns its argument."""
         packet = packet_of(target)
-        if _passes_on(packet, args, example):
+        if not stays and _passes_on(packet, args, example):
             return args[0]
         if packet is aten.index:
             args = _composed(args)
@@ -106,12 +109,15 @@ class Builder:
         return Mod(self.graph, self.inputs, self.captures, tuple(results))
 
 
-def read_graph(module: fx.GraphModule, names: Sequence[str]) -> tuple[Mod, dict[fx.Node, Any]]:
+def read_graph(
+    module: fx.GraphModule, names: Sequence[str], kept: Collection[fx.Node] = ()
+) -> tuple[Mod, dict[fx.Node, Any]]:
     """Normalise the graph of a mod; also return, for each node of the graph, its node in the mod.
 
     Args:
         module: (*inputs, *captures) -> value or values.
         names: names of the inputs before the captures.
+        kept: nodes that the mod has, too, although they return their argument.
     """
     nodes = module.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("val") for node in nodes]
@@ -127,7 +133,8 @@ def read_graph(module: fx.GraphModule, names: Sequence[str]) -> tuple[Mod, dict[
         if node.op == "call_function":
             args = fx.map_arg(node.args, known.__getitem__)
             kwargs = fx.map_arg(node.kwargs, known.__getitem__)
-            known[node] = builder.call(node.target, tuple(args), kwargs, node.meta.get("val"))
+            example, stays = node.meta.get("val"), node in kept
+            known[node] = builder.call(node.target, tuple(args), kwargs, example, stays=stays)
     results = module.graph.output_node().args[0]
     results = results if isinstance(results, (tuple, list)) else (results,)
     return builder.mod([known.get(r, r) if isinstance(r, fx.Node) else r for r in results]), known

@@ -61,6 +61,12 @@ def detached(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -
     return s * t[h, 1] + 0.5 * s.detach() * t[h, 2]
 
 
+def waning(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor) -> Tensor:
+    """The same with a part that is a table of distances, of which a half is detached."""
+    wave = (torch.cos((i - j) * t[h, 0]) + torch.sin((i - j) * t[h, 3])).exp()
+    return detached(s, b, h, i, j, t) + torch.sin(wave) * wave.detach()
+
+
 def weighed(results: Any) -> Tensor:
     """A number that depends on out and lse."""
     out, aux = results
@@ -180,6 +186,7 @@ CASES: dict[str, tuple[Any, Any, Any, torch.dtype]] = {
     "twice": (twice, None, None, torch.float32),
     "twice-alibi-mask-deterministic": (twice, alibi, gaps, torch.bfloat16),
     "twice-detached": (twice, detached, None, torch.float32),
+    "twice-detached-table": (twice, waning, None, torch.float32),
     "twice-capped": (twice, capped, gaps, torch.float32),
     "twice-blocks": (twice, blocks, gaps, torch.float32),
     "of_tangent": (of_tangent, None, gaps, torch.float32),

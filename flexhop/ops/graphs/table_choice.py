@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from flexhop.analysis import (
@@ -85,7 +86,7 @@ class Choice:
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
         needs = needs_grad(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
-        self.trained = trained | dependents(trained, is_float)
+        self.trained = trained | dependents(trained, _passes_gradients)
         heads, kernels = found.forms.seen(found.mod.result).others, wanted.kernels
         self._is_asked_by_head = "h" in heads and kernels.reads_in_masks
         self.training = Training(found, self.trained, wanted.kernels)
@@ -241,3 +242,7 @@ class Choice:
         axes = (axis for node in seen if node in made for axis in made[node].axes)
         sums = sum(_SUM for axis in axes if isinstance(axis, Coordinate))
         return self.found.instructions(seen, instructions) + sums
+
+
+def _passes_gradients(node: fx.Node) -> bool:
+    return is_float(node) and node.target is not torch.ops.aten.detach.default

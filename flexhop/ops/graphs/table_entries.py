@@ -263,6 +263,8 @@ def _is_read(node: fx.Node) -> bool:
 
 def is_row(node: fx.Node) -> bool:
     """Whether the value of a computed node is a row of numbers."""
+    if node.target is aten.detach.default:  # a captured tensor stays one
+        return is_row(node.args[0])  # type: ignore[arg-type]
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dim() > 0 and node.op == "call_function"
 

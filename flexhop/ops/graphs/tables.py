@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES, Analysis, Coordinate, analyse
+from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, dependents, is_float
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop
 from flexhop.compat.sizes import hint_of
@@ -147,14 +147,10 @@ class _Chosen(NamedTuple):
 def _choose(
     graph: fx.GraphModule, captures: Sequence[Capture], sizes: Sizes, wanted: Wanted
 ) -> _Chosen | None:
+    stops = _stops(graph, captures, wanted.inputs)
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
-        found = analyse(graph, wanted.inputs, sizes.bounds)
-    is_trained = any(needs_grad(captures))
-    # The analysis ignores what gradients do not pass through.
-    stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
-    if any(is_trained or "score" in found[node].depends for node in stops):
-        return None
+        found = analyse(graph, wanted.inputs, sizes.bounds, kept=stops)
     if len(found.mod.captures) != len(captures):
         return None
     choice = Choice(found, captures, sizes, wanted)
@@ -165,6 +161,21 @@ def _choose(
         return None
     rewritten = with_reads(found, choice.tables, choice.firsts)
     return _Chosen(found, choice.tables, *rewritten, choice.saved)
+
+
+def _stops(
+    graph: fx.GraphModule, captures: Sequence[Capture], inputs: Sequence[str]
+) -> list[fx.Node]:
+    """Where a mod detaches what depends on the score, or on captured tensors with gradients.
+
+    The analysis drops other `detach`, which change nothing.
+    """
+    given, needs = graph.graph.find_nodes(op="placeholder"), needs_grad(captures)
+    roots = {n for n, need in zip(given[len(inputs) :], needs, strict=True) if need}
+    roots |= {n for n, name in zip(given, inputs, strict=False) if name == "score"}
+    followed = dependents(roots, is_float)
+    stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
+    return [node for node in stops if node in followed]
 
 
 def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:

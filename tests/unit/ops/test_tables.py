@@ -179,17 +179,90 @@ def test_a_table_must_be_small_beside_the_scores():
     assert tabulate(call._replace(query=call.query[:1, :, :1], key=call.key[:1])) is None
 
 
-def test_what_the_user_detached_stays_detached():
-    mod = lambda s, b, h, q, k, table: s + table[t5_bucket(k - q), h].detach()  # noqa: E731
-    assert tabulate(arguments(mod, T5)) is None
+def half_of_score(s, b, h, q, k, table):
+    return torch.sin(s * 0.7 + 0.3 * s.detach()) + table[t5_bucket(k - q), h].exp()
+
+
+def half_of_table(s, b, h, q, k, table):
+    bias = table[t5_bucket(k - q), h]
+    return torch.sin(s) + bias.exp() * bias.detach() + (bias * bias.detach().exp()).cos()
+
+
+def detached_factor(s, b, h, q, k, table):
+    """A table of what is detached, and one of what is not."""
+    bias = table[t5_bucket(k - q), h]
+    return torch.sin(s) * bias.exp().detach() + torch.sin((s * bias).detach() * s) + bias.cos()
+
+
+def detached_tensor(s, b, h, q, k, table):
+    """The whole tensor is detached, whose entry kernels read as fast."""
+    return torch.sin(s) + table.detach()[h, h] * torch.cosh(table[t5_bucket(k - q), h])
+
+
+def without_gradients(s, b, h, q, k, table):
+    with torch.no_grad():
+        largest = torch.maximum(s, table[t5_bucket(k - q), h])
+        bias = table[t5_bucket(k - q), h].exp()
+    return torch.sin(s - largest) + bias * table[t5_bucket(k - q), h]
+
+
+DETACHED = {
+    half_of_score: 1,
+    half_of_table: 2,
+    detached_factor: 3,
+    detached_tensor: 1,
+    without_gradients: 2,
+}
+
+
+@pytest.mark.parametrize("mod", DETACHED)
+def test_what_the_user_detached_stays_detached(mod):
+    """Gradients of the score and the captured tensor, and gradients of these."""
+    found = tabulate(arguments(mod, T5))
+    assert found is not None
+    assert found.sizes == ((HEADS, DISTANCES),) * DETACHED[mod]
+    weights = torch.linspace(-1, 1, HEADS * QUERIES * KEYS, dtype=torch.float64)
+    derivatives = []
+    for own, captures in ((mod, (T5,)), (found.mod, found.captures)):
+        factor = torch.ones((), dtype=torch.float64, requires_grad=True)  # of all scores
+        scaled = lambda s, *rest, own=own, factor=factor: own(s * factor, *rest)  # noqa: E731
+        made = scores(scaled, captures)
+        leaves = (factor, T5)
+        grads = torch.autograd.grad(made, leaves, weights.view_as(made), create_graph=True)
+        sum_of_both = grads[0] + grads[1].square().sum()
+        again = torch.autograd.grad(sum_of_both, leaves, materialize_grads=True)
+        derivatives.append((made, *grads, *again))
+    for wanted, got in zip(*derivatives, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_a_part_of_the_score_that_the_user_detached_stays_detached():
     """No captured tensor needs a gradient, but query and key do."""
-    mod = lambda s, b, h, q, k, table: s + 0.3 * s.detach() + table[t5_bucket(k - q), h]  # noqa: E731
-    assert tabulate(arguments(mod, T5.detach())) is None
+    found = tabulate(arguments(half_of_score, T5.detach()))
+    assert found is not None
+    score = torch.linspace(-2, 2, 7, dtype=torch.float64, requires_grad=True)
+    indices = [torch.tensor(i, dtype=torch.int32) for i in (0, 1, 5, 9)]
+    grads = [
+        torch.autograd.grad(own(score, *indices, *captures).sum(), score)[0]
+        for own, captures in ((half_of_score, (T5.detach(),)), (found.mod, found.captures))
+    ]
+    torch.testing.assert_close(grads[1], grads[0])
     plain = lambda s, b, h, q, k, table: s * 1.3 + table[t5_bucket(k - q), h].detach()  # noqa: E731
     assert tabulate(arguments(plain, T5.detach())) is not None
+
+
+def test_what_no_kernel_computes_is_a_table_beside_a_detached_score():
+    mod = lambda s, b, h, q, k, table: s + 0.3 * s.detach() + table[h].sort().values[k]  # noqa: E731
+    found = tabulate(arguments(mod, PLAIN))
+    assert found is not None
+    assert found.sizes == ((HEADS, 2 * KEYS),)
+
+
+def test_a_detached_table_needs_no_gradient():
+    mod = lambda s, b, h, q, k, table: s + table[t5_bucket(k - q), h].detach()  # noqa: E731
+    found = tabulate(arguments(mod, T5))
+    assert found is not None
+    assert not found.captures[-1].requires_grad
 
 
 def test_16_bit_tables_are_summed_in_fp32():
