@@ -43,13 +43,14 @@ def choose_pairs(choice: Choice) -> None:
         table = _table_of(choice, node)
         saved = 0.0 if table is None else _saved(choice, table)
         if table is None or saved < _least(choice, node):
-            following += reversed(node.all_input_nodes)
+            following += [] if node in by_node else reversed(node.all_input_nodes)
             continue
         pairs[node] = table
         choice.saved += saved
     if pairs:
         used = _used(choice.found.mod.result, by_node | pairs)
-        choice.tables = [t for t in choice.tables if t.node in used] + list(pairs.values())
+        kept = [t for t in choice.tables if t.node in used - pairs.keys()]
+        choice.tables = [*kept, *pairs.values()]
 
 
 def _is_scattered(choice: Choice, table: Table) -> bool:
