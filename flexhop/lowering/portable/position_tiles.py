@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from flexhop.lowering.portable.row_tiles import ROWS
 from flexhop.lowering.portable.rules import Rule, is_mma_sync, is_sm90, is_sm100
+from flexhop.lowering.portable.shared import has_mask_loop
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 
@@ -39,6 +40,15 @@ def _reads_others(problem: Problem) -> bool:
 
 
 _POSITIONS: tuple[Rule, ...] = (
+    # What the loop of partial blocks loads ahead leaves the usual tile no second stage. A masked
+    # step then had 4,028 and 5,857 instructions, 760 and 943 of them for spills; two of this tile
+    # have 2,136 and 3,068, and none.
+    Rule(
+        "a mask of pairs",
+        lambda p: is_sm90(p) and has_mask_loop(p),
+        {"forward": {128: Tile(128, 64, 8, 3)}},
+        measured=False,
+    ),
     # Forward, 64 columns, ms by tile: (64, 128, 4), (128, 64, 8), (64, 64, 4), (128, 128, 8).
     # Documents 1.34, 0.19, 0.17, 0.25; keys' bytes in a mask 3.64, 0.56, 0.56, 0.75; a bias of
     # keys in bf16 6.0, 0.73, 0.76, 1.08. In fp32, the first is the fastest by a sixth.
