@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _LENGTH = 2**23  # bounds a dynamic size: kernels represent the sum of two positions in fp32
 # Reads for one value; a search among more than 16 numbers takes five (compat/mods/places.py).
 _MOST_READS = 4
+_ALIGNED = 16  # entries of a row of pairs: with such strides, Triton reads several at once
 _COPIES = 32  # of what neighbouring keys read, as many as a warp has lanes
 _FEW = 2**12  # fewer values may be an axis in calls of any size
 
@@ -128,7 +129,13 @@ class _Entries:
         row = self._table.node.meta["val"].shape
         values = self._value(self._table.node).expand(*self._shape, *row)
         entries = -values if self._table.is_negative else values.contiguous()
+        if self._is_of_pairs:
+            entries = torch.nn.functional.pad(entries, (0, -self._shape[-1] % _ALIGNED))
         return entries if self._unread is None else self._unread.note(entries)
+
+    @property
+    def _is_of_pairs(self) -> bool:
+        return {"q", "k"} <= {*self._table.axes}
 
     def _extent(self, axis: Any) -> tuple[Any, Any]:
         extent = self._maker.extents.of(axis)
@@ -198,7 +205,7 @@ class _Entries:
 
     def _is_contended(self, source: Any) -> bool:
         """Whether many pairs read each entry of a trained tensor, to whose gradient they add."""
-        if not ({"q", "k"} <= {*self._table.axes} and isinstance(source, Tensor)):
+        if not (self._is_of_pairs and isinstance(source, Tensor)):
             return False
         entries, numbers = (math.prod(map(hint_of, x)) for x in (self._shape, source.shape))
         return source.requires_grad and numbers * _COPIES <= entries

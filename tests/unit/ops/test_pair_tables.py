@@ -107,6 +107,18 @@ def sizes_of(call: AttentionArgs) -> set[tuple[int, ...]]:
     return set() if found is None else set(found.sizes)
 
 
+def test_rows_of_pairs_are_aligned():
+    call = arguments(by_bin, OF_BINS)
+    odd = call._replace(key=call.key[:, :, :-3], value=call.value[:, :, :-3])
+    found = tabulate(odd)
+    assert found is not None
+    assert found.sizes == ((HEADS, QUERIES, KEYS),)
+    table = found.captures[-1]
+    assert not table[..., -3:].any()
+    grad = torch.autograd.grad(table[..., :-3].sum(), OF_BINS, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(table.sum(), OF_BINS)[0], grad)
+
+
 def test_few_batches_share_too_little():
     call = arguments(by_bin, OF_BINS)
     few = call._replace(query=call.query[:4], key=call.key[:4], value=call.value[:4])
