@@ -380,3 +380,20 @@ def test_a_placed_seed_is_the_mask_of_the_whole(queries: int):
     out, (code,) = run_and_get_code(torch.compile(placed.call), *placed.operands)
     assert "draw_square" in code, "by the kernel, not in chunks"
     torch.testing.assert_close(out / placed.share, placed.kept.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("path", ["chunks"], indirect=True)
+def test_a_page_table_of_any_width(path: str):
+    """The loop over chunks reads keys whose number is 3 times the table's width, which it lacks."""
+    query, pages = torch.randn(2, 4, 31, 16), torch.randn(40, 2, 3, 16)
+    tables, lengths = torch.randperm(40).view(2, 20).int(), torch.tensor([57, 31]).int()
+    torch._dynamo.mark_dynamic(tables, 1)
+    torch._dynamo.mark_dynamic(query, 2)
+
+    def attend(query: Tensor, tables: Tensor) -> Any:
+        table = flexhop.PageTable(tables, 3, lengths)
+        bend = lambda s, b, h, i, j: torch.tanh(s) + (i - j) * 0.1  # noqa: E731
+        return flexhop.flex_attention(query, pages, pages, bend, page_table=table, enable_gqa=True)
+
+    found = torch.compile(attend, fullgraph=True)(query, tables)
+    torch.testing.assert_close(found, attend(query, tables), atol=2e-5, rtol=2e-5)

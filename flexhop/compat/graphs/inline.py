@@ -262,7 +262,33 @@ def while_loop(
         carried: contiguous tensors.
         fixed: tensors, ints and SymInts.
     """
-    return torch.ops.higher_order.while_loop(condition, body, carried, tuple(fixed))
+    symbols = _unbound((*carried, *fixed))
+    given = tuple(fixed)
+
+    def without_symbols(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: function(*values[: len(values) - len(symbols)])
+
+    if symbols:
+        condition, body = without_symbols(condition), without_symbols(body)
+    return torch.ops.higher_order.while_loop(condition, body, carried, (*given, *symbols))
+
+
+def _unbound(values: Sequence[Any]) -> list[Any]:
+    """Symbols that strides such as 3 * s0 contain, but no size, stride or number is.
+
+    Inductor takes the symbols of a loop from its inputs, and stops at others.
+    """
+    numbers = [value for value in values if isinstance(value, torch.SymInt)]
+    for tensor in (value for value in values if isinstance(value, torch.Tensor)):
+        numbers += [n for n in (*tensor.shape, *tensor.stride()) if isinstance(n, torch.SymInt)]
+    exprs = {number.node.expr: number for number in numbers}
+    known = {expr for expr in exprs if expr.is_Symbol}
+    found: dict[Any, Any] = {}
+    for expr, number in exprs.items():
+        factor, rest = expr.as_coeff_Mul()
+        if rest.is_Symbol and rest not in known:
+            found.setdefault(rest, number // int(factor))
+    return list(found.values())
 
 
 def call_at_run_time(
