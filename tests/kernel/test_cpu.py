@@ -384,7 +384,7 @@ def test_a_placed_seed_is_the_mask_of_the_whole(queries: int):
 
 @pytest.mark.parametrize("path", ["chunks"], indirect=True)
 def test_a_page_table_of_any_width(path: str):
-    """The loop over chunks reads three keys for each column of the table, which it does not get."""
+    """The loop over chunks reads three keys for each column of a table that it does not get."""
     query, pages = torch.randn(2, 4, 31, 16), torch.randn(40, 2, 3, 16)
     tables, lengths = torch.randperm(40).view(2, 20).int(), torch.tensor([57, 31]).int()
     torch._dynamo.mark_dynamic(tables, 1)
