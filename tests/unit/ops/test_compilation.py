@@ -37,7 +37,11 @@ def _count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     with monkeypatch.context() as patch:
         for name, room in asked.items():
             plain = getattr(room, name)
-            count = lambda *x, plain=plain, name=name: found.update([name]) or plain(*x)  # noqa: E731
+
+            def count(*x: Any, plain: Any = plain, name: str = name, **more: Any) -> Any:
+                found.update([name])
+                return plain(*x, **more)
+
             patch.setattr(room, name, count)
         torch._dynamo.reset()
         torch.compile(model, backend="aot_eager", fullgraph=True)(*operands(grad=True))
