@@ -212,7 +212,8 @@ class _Entries:
 
     def _read_copies(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
         """The read, of a copy by key: a GPU adds to one address after the other."""
-        source, indices = fx.map_arg(node.args, values.__getitem__)  # type: ignore[misc]
+        read: Any = fx.map_arg(node.args, values.__getitem__)
+        source, indices = read
         copies = source.unsqueeze(-1).expand(*source.shape, _COPIES).contiguous()
         turn = self._along("k", torch.int64) % _COPIES
         places = torch.broadcast_tensors(*indices, turn)
