@@ -397,3 +397,20 @@ def test_a_page_table_of_any_width(path: str):
 
     found = torch.compile(attend, fullgraph=True)(query, tables)
     torch.testing.assert_close(found, attend(query, tables), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("path", ["chunks"], indirect=True)
+def test_a_tensor_that_a_mod_makes_of_a_dynamic_number(path: str):
+    """No size that the loop over chunks gets is the number itself."""
+    inputs = operands((2, 3, 67, 16), (2, 3, 70, 16))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, count: int) -> Any:
+        def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s - torch.arange(1.0, count + 1)[h] * (i - j)
+
+        return flexhop.flex_attention(q, k, v, mod)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for count in (3, 4):
+        found, wanted = compiled(*inputs, count), attend(*inputs, count)
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)

@@ -7,7 +7,7 @@ to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -262,8 +262,8 @@ def while_loop(
         carried: contiguous tensors.
         fixed: tensors, ints and SymInts.
     """
-    symbols = _unbound((*carried, *fixed))
-    given = tuple(fixed)
+    known, symbols = _symbols((*carried, *fixed))
+    given = tuple(_with_plain_sizes(value, known) for value in fixed)
 
     def without_symbols(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *values: function(*values[: len(values) - len(symbols)])
@@ -273,10 +273,11 @@ def while_loop(
     return torch.ops.higher_order.while_loop(condition, body, carried, (*given, *symbols))
 
 
-def _unbound(values: Sequence[Any]) -> list[Any]:
-    """Symbols that strides such as 3 * s0 contain, but no size, stride or number is.
+def _symbols(values: Sequence[Any]) -> tuple[set[Any], list[Any]]:
+    """The symbols that a loop knows, and those among them that it has to be given.
 
-    Inductor takes the symbols of a loop from its inputs, and stops at others.
+    Inductor takes the symbols of a loop from sizes, strides and numbers that are one, and stops at
+    others, as in 3 * s0. These are given to the loop as numbers.
     """
     numbers = [value for value in values if isinstance(value, torch.SymInt)]
     for tensor in (value for value in values if isinstance(value, torch.Tensor)):
@@ -288,7 +289,20 @@ def _unbound(values: Sequence[Any]) -> list[Any]:
         factor, rest = expr.as_coeff_Mul()
         if rest.is_Symbol and rest not in known:
             found.setdefault(rest, number // int(factor))
-    return list(found.values())
+    return known | found.keys(), list(found.values())
+
+
+def _with_plain_sizes(value: Any, known: Collection[Any]) -> Any:
+    """A tensor whose sizes have known symbols. Others, as of `arange(1, n)`, get a guard."""
+    if not isinstance(value, torch.Tensor):
+        return value
+
+    def is_known(size: Any) -> bool:
+        return not isinstance(size, torch.SymInt) or size.node.expr.free_symbols <= {*known}
+
+    if all(map(is_known, value.shape)):
+        return value
+    return value.expand([size if is_known(size) else int(size) for size in value.shape])
 
 
 def call_at_run_time(
