@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-from flexhop.analysis import is_float, reached
+from flexhop.analysis import is_float
 from flexhop.ops.graphs.beyond import numbers_in
-from flexhop.ops.graphs.table_choice import Choice
+from flexhop.ops.graphs.table_choice import LEAST_SAVED_BY_FACTOR, Choice, reached_beside
 from flexhop.ops.graphs.table_entries import Table, has_plain_reads, is_subtracted
 
 # Scores that read one entry, at least: a training step of a table makes it and sums its gradient.
@@ -25,7 +25,7 @@ _FEWEST_QUERIES = 32  # of short queries, the time is that of reading the keys
 # Instructions for each score, from times of biases of pairs on an H200 (docs/lab/unusual.md): to
 # read an entry, to add to it, and to add to one that the scores of a tile share in no order.
 _READ, _SUM, _SCATTERED = 20.0, 70.0, 250.0
-_LEAST_SAVED, _LEAST_SAVED_BY_FACTOR = 6.0, 16.0
+_LEAST_SAVED = 6.0
 
 
 def choose_pairs(choice: Choice) -> None:
@@ -41,14 +41,15 @@ def choose_pairs(choice: Choice) -> None:
             continue
         seen.add(node)
         table = _table_of(choice, node)
-        saved = 0.0 if table is None else _saved(choice, table)
+        saved = 0.0 if table is None else _saved(choice, table, is_table=node in by_node)
         if table is None or saved < _least(choice, node):
             following += [] if node in by_node else reversed(node.all_input_nodes)
             continue
         pairs[node] = table
         choice.saved += saved
     if pairs:
-        used = _used(choice.found.mod.result, by_node | pairs)
+        # Tables of pairs compute what they contain by themselves.
+        used = {*reached_beside(choice.found.mod.result, by_node | pairs)}
         kept = [t for t in choice.tables if t.node in used - pairs.keys()]
         choice.tables = [*kept, *pairs.values()]
 
@@ -57,18 +58,6 @@ def _is_scattered(choice: Choice, table: Table) -> bool:
     """Whether scores add to a table's entries in no order: by several sums of both positions."""
     axes = [axis for axis in table.axes if not isinstance(axis, str)]
     return len(axes) > 1 and table.node in choice.trained
-
-
-def _used(result: fx.Node, tables: dict[fx.Node, Table]) -> set[fx.Node]:
-    """Nodes that the mod still needs: what tables of pairs contain, they compute themselves."""
-
-    def sources(node: fx.Node) -> list[fx.Node]:
-        if node not in tables:
-            return node.all_input_nodes
-        axes = (axis for axis in tables[node].axes if not isinstance(axis, str))
-        return [atom for axis in axes for atom, _ in axis.terms]
-
-    return set(reached(result, sources))
 
 
 def _table_of(choice: Choice, node: fx.Node) -> Table | None:
@@ -95,15 +84,18 @@ def _table_of(choice: Choice, node: fx.Node) -> Table | None:
 def _least(choice: Choice, node: fx.Node) -> float:
     """Instructions for each score that a table of a node has to save."""
     is_read_again = choice.wanted.is_differentiated and choice.is_factor(node)
-    return _LEAST_SAVED_BY_FACTOR if is_read_again else _LEAST_SAVED
+    return LEAST_SAVED_BY_FACTOR if is_read_again else _LEAST_SAVED
 
 
-def _saved(choice: Choice, table: Table) -> float:
-    """Instructions for each score and kernel that the table saves."""
+def _saved(choice: Choice, table: Table, *, is_table: bool) -> float:
+    """Instructions for each score and kernel that the table saves.
+
+    is_table: whether it replaces a table to whose entries scores add in no order.
+    """
     node, passes = table.node, choice.wanted.kernels.passes
     written = passes * choice.cost(choice.tables, node)
     tabulated = passes * _READ
-    if any(_is_scattered(choice, other) for other in choice.tables if other.node is node):
+    if is_table:
         written += _SCATTERED
         tabulated += _SUM
     elif node in choice.trained:

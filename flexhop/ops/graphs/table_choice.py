@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ _MOST_PATHS = 1000  # Inductor computes a value again for each use; it would not
 _LEAST_SAVED = 2.0  # instructions per score
 # The same for a factor of the score. Gradients read that table again, for which backward kernels
 # lack registers: 1.95 ms for `score * exp(-(q - k).abs() / 64)`, 1.31 without a table.
-_LEAST_SAVED_BY_FACTOR = 16.0
+LEAST_SAVED_BY_FACTOR = 16.0
 # A derivative with respect to the score does not read what these operators add or choose.
 _ADDING = frozenset({"add", "sub", "rsub", "where"})
 # Entries that no score reads may have infinite derivatives, or none, if these compute them. They
@@ -166,7 +166,7 @@ class Choice:
                 table, value, read, is_factor=is_factor
             ), LEAST_SAVED_TRAINED
         is_costly = is_factor and node not in self.trained
-        return value - read, _LEAST_SAVED_BY_FACTOR if is_costly else _LEAST_SAVED
+        return value - read, LEAST_SAVED_BY_FACTOR if is_costly else _LEAST_SAVED
 
     def is_factor(self, node: fx.Node) -> bool:
         """Whether the derivative with respect to the score depends on a node."""
@@ -225,23 +225,28 @@ class Choice:
     def cost(self, tables: Sequence[Table], root: fx.Node) -> float:
         """Instructions per score of a node and of nodes that only it needs, given the tables."""
         made = {table.node: table for table in tables}
-
-        def sources(node: fx.Node) -> list[fx.Node]:
-            if node not in made:
-                return node.all_input_nodes
-            places = (axis for axis in made[node].axes if isinstance(axis, Coordinate))
-            return [atom for axis in places for atom, _ in axis.terms]
-
         is_asked = self.wanted.only_rows and not is_search(root)
         of, read = (instructions_in_mask, _READ_IN_MASK) if is_asked else (instructions_of, _READ)
 
         def instructions(node: fx.Node) -> float:
             return read if node in made else of(node)
 
-        seen = reached(root, sources)
+        seen = reached_beside(root, made)
         axes = (axis for node in seen if node in made for axis in made[node].axes)
         sums = sum(_SUM for axis in axes if isinstance(axis, Coordinate))
         return self.found.instructions(seen, instructions) + sums
+
+
+def reached_beside(root: fx.Node, tables: Mapping[fx.Node, Table]) -> Collection[fx.Node]:
+    """The nodes that a node needs, if tables, by node, stand for theirs."""
+
+    def sources(node: fx.Node) -> list[fx.Node]:
+        if node not in tables:
+            return node.all_input_nodes
+        places = (axis for axis in tables[node].axes if isinstance(axis, Coordinate))
+        return [atom for axis in places for atom, _ in axis.terms]
+
+    return reached(root, sources)
 
 
 def _passes_gradients(node: fx.Node) -> bool:

@@ -216,8 +216,7 @@ class _Entries:
         source, indices = read
         copies = source.unsqueeze(-1).expand(*source.shape, _COPIES).contiguous()
         turn = self._along("k", torch.int64) % _COPIES
-        places = torch.broadcast_tensors(*indices, turn)
-        return node.target(copies, [place.long() for place in places])  # type: ignore[operator]
+        return _read_at(node, copies, (*indices, turn))
 
     def _expanded(self, value: Any, axes: int) -> tuple[Any, bool]:
         """What entries get from a captured tensor, for each on its own; whether it is trained."""
@@ -257,12 +256,17 @@ def _call_of_numbers(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = (fx.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
     if _is_read(node):
         source, indices = args  # type: ignore[misc]
-        # Python's brackets would read the value of an index that is the same everywhere.
-        return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])  # type: ignore[operator]
+        return _read_at(node, source, indices)  # type: ignore[arg-type]
     result = node.target(*args, **kwargs)  # type: ignore[operator]
     if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
         return result
     return result.to(node.meta["val"].dtype)
+
+
+def _read_at(node: fx.Node, source: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """The entries that a node reads, of a tensor at indices that broadcast."""
+    # Python's brackets would read the value of an index that is the same everywhere.
+    return node.target(source, [i.long() for i in torch.broadcast_tensors(*indices)])  # type: ignore[operator]
 
 
 def _is_read(node: fx.Node) -> bool:
