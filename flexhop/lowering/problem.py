@@ -11,6 +11,10 @@ import torch
 from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.lowering.mods.bands import Band
 
+Axis = Literal["query", "key"]
+# What neighbouring scores read: neighbours in a row of keys, which can be copied or are short and
+# not aligned; neighbours in a row of queries; neighbours in a table by distance.
+PairRows = Literal["keys", "short keys", "queries", "distances"]
 # Which scores read the same entry of a captured tensor: all of a head, those of a key, of a query,
 # of pairs at the same distance, or any.
 ReadBy = Literal["head", "key", "query", "distance", "score"]
@@ -95,6 +99,7 @@ class ModFacts(NamedTuple):
     mask_reads_by_position: whether it does so at indices that depend on query or key;
     mask_reads_per_element: on both.
     mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
+    mask_rows: how neighbours read them, if all are read alike (lowering/mods/rows.py).
     row_bytes: what score_mod reads per score in rows of keys, if it reads nothing else per pair
     (lowering/mods/rows.py).
     key_bytes: sizes of the elements that score_mod reads at indices that depend on the key alone.
@@ -122,6 +127,7 @@ class ModFacts(NamedTuple):
     mask_cost: float
     mask_band: Band | None
     mask_pair_bytes: int = 0
+    mask_rows: PairRows | None = None
     mask_reads_by_position: bool = False
     key_bytes: frozenset[int] = frozenset()
     mask_key_bytes: frozenset[int] = frozenset()

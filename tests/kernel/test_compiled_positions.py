@@ -13,6 +13,7 @@ LENGTH = 512
 # Of rows: two numbers of each thread, a maximum and a sum, passed on twice or thrice; for operands
 # of products, mma.sync exchanges some more.
 MOST_EXCHANGES = 24
+FEW_COPIES = 4  # of four bytes in a step: statistics of queries
 
 
 @pytest.mark.parametrize("queries", [LENGTH, 8])
@@ -51,6 +52,26 @@ def test_masks_of_pairs_are_read_ahead():
         cubin = compile_kernel(kernel, 90)
         _check_steps(cubin, 2)
         assert "LDG.E.128" not in "".join(cubin.loops())
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_what_neighbours_share_is_not_copied_for_each_score(width: int):
+    # Each score copied a word of its own to shared memory: 1.6 ms instead of 0.7 at 64 columns,
+    # and 3.3 instead of 1.1 backward.
+    words = torch.zeros(LENGTH, LENGTH // 32, dtype=torch.int32)
+    mask = flexhop.create_block_mask(
+        lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 32] >> (kv_idx % 32)) & 1) == 0,
+        None, None, LENGTH, LENGTH, "cpu",
+    )  # fmt: skip
+    q = torch.empty(1, 2, LENGTH, width, dtype=torch.bfloat16, requires_grad=True)
+    attend = lambda q: flexhop.flex_attention(  # noqa: E731
+        q, q, q, block_mask=mask, kernel_options={"backend": "triton"}
+    )
+    kernels = generate_code(attend, q, grad=True).templates
+    assert len(kernels) == 3
+    for kernel in kernels:
+        copies = "".join(compile_kernel(kernel, 90).loops()).count("LDGSTS.E [")
+        assert copies <= FEW_COPIES
 
 
 def _check_steps(cubin: Cubin, count: int = 1) -> None:

@@ -127,6 +127,12 @@ def asks(problem: Problem, stored: StoredBits) -> bool:
     return problem.mods.has_mask_mod and not (problem.has_spans or stored.blocks)
 
 
+def reads_ids(problem: Problem, stored: StoredBits) -> bool:
+    """Whether stored bits are those of ids, as of documents, which leave most blocks whole."""
+    mods = problem.mods
+    return stored.blocks > 0 and mods.mask_reads and not mods.mask_reads_per_element
+
+
 def long_question(problem: Problem, stored: StoredBits, most: int) -> str:
     """A reason if mask_mod is asked and has more than `most` instructions; empty otherwise.
 

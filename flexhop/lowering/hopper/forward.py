@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
-from flexhop.lowering.hopper.loops import separate_loops
+from flexhop.lowering.hopper.loops import is_table, separate_loops
 from flexhop.lowering.hopper.tiles import (
     ROWS,
     HopperTile,
@@ -26,7 +26,7 @@ from flexhop.lowering.hopper.tiles import (
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.rules import fits_blocks
 from flexhop.lowering.portable.shared import row_bytes_ahead
-from flexhop.lowering.problem import Problem
+from flexhop.lowering.problem import ModFacts, Problem
 from flexhop.options import KernelOptions
 
 _LARGEST_WIDTH = 256
@@ -37,8 +37,10 @@ _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 24, 20, 8
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
 _WIDTH_OF_ROWS = 128
 # Columns up to which the portable kernel is faster if score_mod reads at keys (1.1 to 1.6 times)
-# or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times).
-_WIDTH_OF_READS, _COSTLY_MASK = 64, 6
+# or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times; at 128
+# columns, a search in three blocks has 16, and the portable kernel was 1.2 and 1.7 times as fast);
+# or, if it becomes bits that leave most blocks whole, with a score_mod of so many (1.1 to 1.6).
+_WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_MASK_128, _COSTLY_SCORE_OF_IDS = 64, 6, 14, 6
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -103,6 +105,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     # Small blocks, several of which make a tile here, were not compared.
     if wider(problem) <= _WIDTH_OF_READS and not fits_blocks(problem, ROWS):
         yield from _slower_reads(problem)
+    elif wider(problem) == 128:
+        yield from _slower_question(problem, _COSTLY_MASK_128)
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.mods.score_cost > most:
         yield (
@@ -115,12 +119,33 @@ def _slower_reads(problem: Problem) -> Iterator[str]:
     mods, stored = problem.mods, bits.of_queries(problem)
     # Of masks that become bits, those that read ids leave most blocks whole: 0.25 instead of 0.53
     # ms for documents with a bias. Others would be asked in nearly all.
-    saves_bits = stored.blocks and (mods.mask_reads_per_element or not mods.mask_reads)
+    reads_ids = bits.reads_ids(problem, stored)
+    saves_bits = stored.blocks and not reads_ids
     if mods.key_bytes and not (mods.reads_per_element or saves_bits):
         yield "score_mod reads at keys, and the portable kernel does so ahead"
-    question = bits.long_question(problem, stored, _COSTLY_MASK)
-    if question and not mods.has_key_slope:
+    is_costly = mods.score_cost >= _COSTLY_SCORE_OF_IDS
+    if reads_ids and is_costly and not _follows_distances(mods):
+        yield (
+            "mask_mod leaves most blocks whole, and score_mod takes about "
+            f"{mods.score_cost:.0f} instructions per score: from {_COSTLY_SCORE_OF_IDS} on the "
+            "portable kernel is faster"
+        )
+    yield from _slower_question(problem, _COSTLY_MASK)
+
+
+def _slower_question(problem: Problem, most: int) -> Iterator[str]:
+    mods = problem.mods
+    question = bits.long_question(problem, bits.of_queries(problem), most)
+    if question and not _follows_distances(mods):
         yield f"{question} the portable kernel is faster"
+
+
+def _follows_distances(mods: ModFacts) -> bool:
+    """Whether score_mod adds a line, or reads a table by distance.
+
+    The portable kernel reads a table once for each score: 0.96 instead of 0.47 ms.
+    """
+    return mods.has_key_slope or is_table(mods)
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexhop.lowering.hopper.bits import StoredBits
+from flexhop.lowering.hopper.bits import StoredBits, asks, reads_ids
 from flexhop.lowering.hopper.constants import block_sizes
 from flexhop.lowering.hopper.tiles import HopperTile, gathers, wider
 from flexhop.lowering.problem import ModFacts, Problem
@@ -23,6 +23,11 @@ _MOST, _MOST_OF_TABLES = 3.0, 7.0
 # Most instructions of a mask_mod that is asked, if score_mod adds a line: causal has 2.8. A window
 # that depends on the head has 6.8 and spills.
 _MOST_OF_MASK = 3.0
+# Three loops with a long score_mod and a long mask_mod run slowly if some tiles have masks and
+# some do not: 1.66 ms for `gelu` and every third key of odd heads, 0.94 in one loop. The same mask
+# for all heads had 0.91, none 0.83. Masks by head of 3.8 and 5.3 instructions gained nothing.
+_FEWEST_OF_LONG_MASK = 6.0
+_LONG_SCORE = 8.0  # at 256 columns, shorter ones ran 2 % slower in one loop
 
 
 def separate_loops(problem: Problem, tile: HopperTile, stored: StoredBits) -> Iterator[str]:
@@ -35,9 +40,11 @@ def separate_loops(problem: Problem, tile: HopperTile, stored: StoredBits) -> It
     """
     mods, width = problem.mods, wider(problem)
     is_dense = problem.blocks is None and not mods.has_score_mod
-    if width != 128 and not (width == 64 and is_dense):
+    mixes = _mixes(problem, stored)
+    is_measured = {64: is_dense or (mixes and is_table(mods)), 128: True}
+    if not is_measured.get(width, mixes and mods.score_cost > _LONG_SCORE):
         yield f"heads of {width} columns" + (" with a mod or a mask" if width == 64 else "")
-    if tile.block_n != _KEYS:
+    if tile.block_n != _KEYS and not mixes:
         yield f"{tile.block_n} keys per step"
     if tile.is_split or tile.heads > 1 or gathers(problem, tile).is_gathered:
         yield "blocks of the mask that are smaller than a tile"
@@ -46,18 +53,32 @@ def separate_loops(problem: Problem, tile: HopperTile, stored: StoredBits) -> It
         yield "each query sees the keys between two numbers"
     if mods.has_key_bend:
         yield "score_mod adds a line with bends"
-    elif not mods.has_key_slope:
+    elif not (mods.has_key_slope or mixes):
         yield from _long_score(mods)
     if problem.blocks is not None and mods.has_mask_mod and not problem.has_spans:
         yield from _long_mask(problem, tile, stored)
 
 
+def _mixes(problem: Problem, stored: StoredBits) -> bool:
+    """Whether the mask hides scores in many tiles, and not in many others.
+
+    Documents do, and so may a mask that is asked.
+    """
+    if problem.blocks is None or not asks(problem, stored):
+        return reads_ids(problem, stored)
+    return problem.mods.mask_cost > _FEWEST_OF_LONG_MASK
+
+
+def is_table(mods: ModFacts) -> bool:
+    """Whether score_mod reads a table by distance."""
+    return mods.has_distances and mods.reads_per_element
+
+
 def _long_score(mods: ModFacts) -> Iterator[str]:
     """Reasons of a score_mod that adds no line."""
-    is_table = mods.has_distances and mods.reads_per_element
-    if mods.reads_captured and not is_table:
+    if mods.reads_captured and not is_table(mods):
         yield "score_mod reads captured tensors"
-    elif mods.score_cost > (_MOST_OF_TABLES if is_table else _MOST):
+    elif mods.score_cost > (_MOST_OF_TABLES if is_table(mods) else _MOST):
         yield f"score_mod takes about {mods.score_cost:.0f} instructions per score"
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from flexhop.analysis import INDICES, Analysis, Coordinate, Form, quotient_of
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.analysed import JOINT, analysed, positions_of
-from flexhop.lowering.problem import ReadBy
+from flexhop.lowering.problem import Axis, ReadBy
 from flexhop.ops.args import Site
 
 # By whether indices depend on the query, and on the key. From the most to the least that can be
@@ -70,14 +70,14 @@ def site_facts(joint: Any, site: Site) -> SiteFacts:
     places = [positions_of(found, [index]) for index in indices]
     by = _BY.get(positions_of(found, indices))
     if by is None:
-        is_distance = all(_is_by_distance(found, index) for index in indices)
+        is_distance = all(is_by_distance(found, index) for index in indices)
         by = "distance" if is_distance else "score"
     shared_axis, shared_indices = _shared(found, indices, places)
     return SiteFacts(
         by=by,
         depends=found.forms.of_all(indices) & frozenset(INDICES),
-        repeats=not any(_is_one_to_one(found, index) for index in indices),
-        is_row=by in ("distance", "score") and ends_in_key(found, indices),
+        repeats=not any(is_one_to_one(found, index) for index in indices),
+        is_row=by in ("distance", "score") and ends_in(found, indices, "key"),
         named=_named(found, indices),
         shared_axis=shared_axis,
         shared_indices=shared_indices,
@@ -144,14 +144,15 @@ def own_entries(joint: Any, sites: Sequence[Site], sizes: Sequence[Any]) -> froz
     )
 
 
-def ends_in_key(found: Analysis, indices: Sequence[Any]) -> bool:
-    """Whether the last index is the key, and no other depends on it."""
+def ends_in(found: Analysis, indices: Sequence[Any], axis: Axis) -> bool:
+    """Whether the last index is the key (or query), and no other depends on it."""
     *others, last = indices
-    is_key = found.forms.affine(last) == (0, 1, Form({}, 0))
-    return is_key and not positions_of(found, others)[1]
+    at = ("query", "key").index(axis)
+    is_own = found.forms.affine(last) == (1 - at, at, Form({}, 0))
+    return is_own and not positions_of(found, others)[at]
 
 
-def _is_by_distance(found: Analysis, index: Any) -> bool:
+def is_by_distance(found: Analysis, index: Any) -> bool:
     """Whether an index stays the same if query and key both advance by one."""
     seen = found.forms.seen(index)
     forms = (isinstance(c, Coordinate) and c.form for c in seen.coordinates)
@@ -160,7 +161,7 @@ def _is_by_distance(found: Analysis, index: Any) -> bool:
     )
 
 
-def _is_one_to_one(found: Analysis, index: Any) -> bool:
+def is_one_to_one(found: Analysis, index: Any) -> bool:
     """Whether an index grows or falls by exactly one from one query to the next."""
     place = found.forms.affine(index)
     if place is None or abs(place.q) != 1:
@@ -187,7 +188,7 @@ def _shared(
     pairs = [place for place, uses in enumerate(places) if all(uses)]
     sides = {uses_q_idx for uses_q_idx, uses_kv_idx in places if uses_q_idx != uses_kv_idx}
     repeats = (
-        _is_by_distance(found, indices[p]) and not _is_one_to_one(found, indices[p]) for p in pairs
+        is_by_distance(found, indices[p]) and not is_one_to_one(found, indices[p]) for p in pairs
     )
     if not pairs or len(sides) != 1 or not all(repeats):
         return None, ()

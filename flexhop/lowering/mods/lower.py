@@ -29,7 +29,7 @@ from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
-from flexhop.lowering.mods.rows import row_bytes
+from flexhop.lowering.mods.rows import mask_rows, row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
@@ -149,6 +149,7 @@ def read_mods(
         mask_cost=mask_cost and mask_cost + SELECT,
         mask_band=key_band(mask),
         mask_pair_bytes=_pair_bytes(mask),
+        mask_rows=mask_rows(mask),
         has_distances=line is None and has_distances(score),
         row_bytes=row_bytes(score),
         score_uses_keys="k" in score_depends,

@@ -13,10 +13,12 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis
-from flexhop.lowering.mods.analysed import SCORE, analysed, positions_of, reads_of
-from flexhop.lowering.mods.captured import ends_in_key
+from flexhop.lowering.mods.analysed import INDICES, SCORE, analysed, positions_of, reads_of
+from flexhop.lowering.mods.captured import ends_in, is_by_distance, is_one_to_one
+from flexhop.lowering.problem import Axis, PairRows
 
 _PIECE = 16  # bytes
+_COPIED = 4  # bytes of the smallest element that is copied alone
 
 
 def row_bytes(score: fx.GraphModule) -> int:
@@ -28,19 +30,60 @@ def row_bytes(score: fx.GraphModule) -> int:
     return sum(read.meta["val"].dtype.itemsize for read in pairs)
 
 
+def mask_rows(mask: fx.GraphModule) -> PairRows | None:
+    """How neighbouring scores read what a mask_mod reads at both positions; None: in other ways.
+
+    Triton copies elements of four bytes and more, and shorter ones in aligned rows.
+    """
+    found = analysed(mask, INDICES)
+    pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
+    ways = {_way(found, read) for read in pairs}
+    if ways == {"keys", "short keys"}:
+        return "short keys"
+    return ways.pop() if len(ways) == 1 else None
+
+
+def _way(found: Analysis, read: Any) -> PairRows | None:
+    """How neighbouring scores read one tensor."""
+    dtype = read.meta["val"].dtype
+    if (rows := _rows_of(found, read, "key")) is not None and rows[-1] == 1:
+        is_copied = dtype.itemsize >= _COPIED or _is_aligned(rows, dtype)
+        return "keys" if is_copied else "short keys"
+    if (rows := _rows_of(found, read, "query")) is not None and rows[-1] == 1:
+        return "queries"
+    return "distances" if _is_on_diagonals(found, read) else None
+
+
+def _is_on_diagonals(found: Analysis, read: Any) -> bool:
+    """Whether neighbouring keys read neighbours in a table by distance."""
+    strides = read.args[0].meta["val"].stride()
+    indices = list(zip(read.args[1], strides, strict=False))
+    own = [(i, stride) for i, stride in indices if any(positions_of(found, [i]))]
+    if len(own) != 1 or own[0][1] != 1:
+        return False
+    return is_by_distance(found, own[0][0]) and is_one_to_one(found, own[0][0])
+
+
 def _is_in_rows(found: Analysis, read: Any) -> bool:
     """Whether one index is the key, whose neighbours are side by side in rows that are aligned.
 
     The key's dimension need not be the last one: a tensor may be a view of a transposed one.
     """
+    strides = _rows_of(found, read, "key")
+    return strides is not None and _is_aligned(strides, read.meta["val"].dtype)
+
+
+def _rows_of(found: Analysis, read: Any, axis: Axis) -> list[Any] | None:
+    """The strides of what is read, that of keys (or queries) last; None if no index is a key."""
     source, indices = read.args[0].meta["val"], list(read.args[1])
-    keys = [i for i, index in enumerate(indices) if positions_of(found, [index])[1]]
-    if len(keys) != 1 or len(indices) != source.dim():
-        return False
+    at = ("query", "key").index(axis)
+    own = [i for i, index in enumerate(indices) if positions_of(found, [index])[at]]
+    if len(own) != 1 or len(indices) != source.dim():
+        return None
     strides = list(source.stride())
-    strides.append(strides.pop(keys[0]))
-    indices.append(indices.pop(keys[0]))
-    return ends_in_key(found, indices) and _is_aligned(strides, source.dtype)
+    strides.append(strides.pop(own[0]))
+    indices.append(indices.pop(own[0]))
+    return strides if ends_in(found, indices, axis) else None
 
 
 def _is_aligned(strides: Sequence[Any], dtype: torch.dtype) -> bool:

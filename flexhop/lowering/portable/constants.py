@@ -145,6 +145,7 @@ class GradKeyValueConstants(SharedConstants):
     CHECK_RANGE: bool
     HAS_CAPTURED_GRADS: bool
     BRANCH_FOR_MASK: bool
+    ISOLATE_MASK_MOD: bool  # whether mask_mod is evaluated in a branch
     PRESCALE_QK: bool
     LSE_SCALE: float
 

@@ -34,6 +34,7 @@ from flexhop.lowering.portable.shared import (
     heads_per_section,
     is_float32,
     isolates_mask_mod,
+    isolates_pairs,
     isolates_push,
     prescaled,
 )
@@ -49,7 +50,7 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
-        MASK_LOOP=has_mask_loop(problem),
+        MASK_LOOP=has_mask_loop("forward", problem),
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
         LN_2=_ln_2(problem, shared),
@@ -151,7 +152,7 @@ def grad_query_constants(
         CHECK_RANGE=check,
         HAS_CAPTURED_GRADS="grad_query" in adders(problem),
         BRANCH_FOR_MASK=branches_for_mask(problem, options),
-        MASK_LOOP=has_mask_loop(problem),
+        MASK_LOOP=has_mask_loop("grad_query", problem),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
 
@@ -173,6 +174,7 @@ def grad_key_value_constants(
         CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
         HAS_CAPTURED_GRADS=kernel in adders(problem),
         BRANCH_FOR_MASK=True,
+        ISOLATE_MASK_MOD=isolates_pairs(problem, options),
         LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
     )
 
@@ -207,7 +209,8 @@ def jvp_grad_key_value_constants(
     """Constants of the kernel for the tangent of the gradient of key, or of value."""
     options = _not_prescaled(options)
     values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
-    del values["WRITES_VALUE"], values["PRESCALE_QK"], values["HAS_CAPTURED_GRADS"]
+    for name in ("WRITES_VALUE", "PRESCALE_QK", "HAS_CAPTURED_GRADS", "ISOLATE_MASK_MOD"):
+        del values[name]
     values["BRANCH_FOR_MASK"] = branches_for_mask(problem, options)
     return JvpGradKeyValueConstants(**values, **_gradient_tangents(problem))
 

@@ -34,7 +34,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     if kernel in ("forward", "decode"):
         loop = columns * both * item * tile.num_stages
         # decode has a loop for partial blocks with every mask.
-        if kernel == "decode" or has_mask_loop(problem):
+        if kernel == "decode" or has_mask_loop(kernel, problem):
             slack += _pairs(problem, tile)
         if problem.cache is not None:
             loop = caches.loop_memory(problem.cache, (columns * qk, columns * v), item, tile)
@@ -55,7 +55,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
     if kernel == "grad_query":
         # Exact sums move 64-bit numbers through it on their way to memory.
         scores += tile.block_m * tile.block_n * 8 if problem.sums_exactly else 0
-        slack += _pairs(problem, tile) if has_mask_loop(problem) else 0
+        slack += _pairs(problem, tile) if has_mask_loop(kernel, problem) else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
     exchanged = scores * (2 if kernel == "grad_key_value" else 1)
@@ -81,15 +81,17 @@ def _pairs(problem: Problem, tile: Tile) -> int:
     """What a mask_mod reads per score and the kernel's loop loads ahead, and its mask in bytes.
 
     Triton loads ahead what a loop reads outside of branches. These kernels have a loop for partial
-    blocks alone, without a branch. A single stage loads nothing ahead, but may move
+    blocks alone, without a branch. A single stage, or a branch, loads nothing ahead, but may move
     one such tile of 64-bit numbers between layouts.
     """
     size = tile.block_m * tile.block_n
     if not problem.mods.mask_pair_bytes:
         return 0
+    ahead = size * (problem.mods.mask_pair_bytes * (tile.num_stages - 1) + 1)
     if tile.num_stages == 1:
         return size * 8
-    return size * (problem.mods.mask_pair_bytes * (tile.num_stages - 1) + 1)
+    is_copied = problem.mods.mask_rows not in (None, "distances")
+    return ahead if is_copied else max(ahead, size * 8)
 
 
 def _width(problem: Problem, size: int) -> int:

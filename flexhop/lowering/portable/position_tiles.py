@@ -45,7 +45,7 @@ _POSITIONS: tuple[Rule, ...] = (
     # have 2,136 and 3,068, and none.
     Rule(
         "a mask of pairs",
-        lambda p: is_sm90(p) and has_mask_loop(p),
+        lambda p: is_sm90(p) and has_mask_loop("forward", p),
         {"forward": {128: Tile(128, 64, 8, 3)}},
         measured=False,
     ),

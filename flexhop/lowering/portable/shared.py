@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import (
     MaskBlocks,
     Problem,
@@ -14,6 +15,8 @@ from flexhop.lowering.problem import (
 from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)
+_NARROW = 64  # columns
+_COPIED = 4  # bytes of the smallest element that Triton copies
 _KEY_GROUP = 8  # 16 bytes of 16-bit numbers, and what row_bytes_ahead needs
 
 
@@ -139,7 +142,7 @@ def branches_for_mask(problem: Problem, options: KernelOptions) -> bool:
     return not (_is_ieee(problem, options) and problem.mods.mask_reads_per_element)
 
 
-def has_mask_loop(problem: Problem) -> bool:
+def has_mask_loop(kernel: Kernel, problem: Problem) -> bool:
     """Whether tiles of partial blocks have a loop of their own in forward and grad_query.
 
     It has no branch around the mask. Triton then copies what a mask reads at a pair ahead, to
@@ -147,9 +150,32 @@ def has_mask_loop(problem: Problem) -> bool:
     table of int64 at 32 columns took 2.8 times as long. For other masks two loops cost registers
     and the start of a second loop: up to a sixth.
     """
-    reads_pairs = problem.mods.has_mask_mod and problem.mods.mask_pair_bytes > 0
+    rows = problem.mods.mask_rows
+    is_copied = rows in ("keys", "short keys")
+    if kernel == "forward":
+        is_copied = rows in ("keys", "queries") or (is_copied and not _has_wide_heads(problem))
     is_usual = problem.cache is None and not problem.is_wide and not is_float32(problem)
-    return reads_pairs and is_usual
+    return problem.mods.has_mask_mod and is_copied and is_usual
+
+
+def isolates_pairs(problem: Problem, options: KernelOptions) -> bool:
+    """Whether grad_key_value has a branch around masks that read pairs, which is always taken.
+
+    Without it, Triton copies what they read ahead. If neighbours do not read neighbours, each
+    score copies a number of its own, and reads it again: 3.3 instead of 1.1 ms for a mask of 32
+    keys in a word at 64 columns.
+    """
+    mods = problem.mods
+    reads_apart = mods.mask_pair_bytes > 0 and mods.mask_rows is None
+    if _has_wide_heads(problem):  # a branch costs registers: 1.60 and 1.75 ms for bits in bytes
+        reads_apart = reads_apart and max(mods.mask_key_bytes, default=0) >= _COPIED
+    else:
+        reads_apart = reads_apart or mods.mask_rows == "distances"
+    return reads_apart and branches_for_mask(problem, options)
+
+
+def _has_wide_heads(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.value_head_dim) > _NARROW
 
 
 def is_float32(problem: Problem) -> bool:

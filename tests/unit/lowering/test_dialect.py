@@ -532,6 +532,13 @@ BIAS_AND_MASK = {
 }
 
 
+BY_HEAD = {"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 8.0}
+IDS = {"has_score_mod": True, "has_mask_mod": True, "mask_reads": True, "mask_cost": 9.0}
+TABLE = {
+    "has_score_mod": True, "score_cost": 7.0, "has_distances": True, "reads_per_element": True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("facts", "chosen"),
     [
@@ -549,6 +556,12 @@ BIAS_AND_MASK = {
         ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 8.0}, "triton"),
         ({"has_mask_mod": True, "mask_uses_head": True, "mask_cost": 5.0}, "hopper"),
         ({"has_mask_mod": True, "mask_cost": 8.0}, "hopper"),  # bits of all heads
+        (BY_HEAD | TABLE, "hopper"),
+        (IDS | {"score_cost": 6.0}, "triton"),
+        (IDS | {"score_cost": 5.0}, "hopper"),
+        (IDS | {"score_cost": 6.0, "mask_reads_per_element": True}, "hopper"),
+        (IDS | TABLE, "hopper"),
+        (IDS | {"score_cost": 6.0, "has_key_slope": True}, "hopper"),
     ],
 )
 def test_reads_at_keys_and_masks_of_heads_have_the_portable_kernel_at_64_columns(facts, chosen):
@@ -558,6 +571,16 @@ def test_reads_at_keys_and_masks_of_heads_have_the_portable_kernel_at_64_columns
     call = problem(**LARGE | widths | {"blocks": blocks} | facts)
     assert choose_forward(call, AUTO)[0] == chosen
     assert choose_forward(call, ANY)[0] == "hopper"
+
+
+@pytest.mark.parametrize(("cost", "chosen"), [(15.0, "triton"), (13.0, "hopper")])
+def test_very_long_masks_of_heads_have_the_portable_kernel_at_128_columns(cost, chosen):
+    facts = {"has_mask_mod": True, "mask_uses_head": True, "mask_cost": cost}
+    blocks = MaskBlocks(128, 128, True, kv_columns=8, q_columns=8)
+    for width, expected in ((128, chosen), (256, "hopper")):
+        widths = {"head_dim": width, "value_head_dim": width}
+        call = problem(**LARGE | widths | {"blocks": blocks} | facts)
+        assert choose_forward(call, AUTO)[0] == expected
 
 
 @pytest.mark.parametrize(("cost", "chosen"), [(30.0, "triton"), (8.0, "hopper")])
@@ -608,7 +631,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
-        "mask_reads_per_element", "mask_pair_bytes", "is_tf32",
+        "mask_reads_per_element", "mask_pair_bytes", "mask_rows", "is_tf32",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query", "score_uses_keys", "reads_captured",
         # The kernels read and add whatever is captured.

@@ -22,6 +22,7 @@ STORED = DOCUMENTS | {
 }  # fmt: skip
 SOME = STORED | {"blocks": MaskBlocks(128, 128, True)}  # nobody knows how many a row lists
 RANGES = CAUSAL | {"blocks": MaskBlocks(128, 128, True, has_ranges=True)}
+ASKED = CAUSAL | {"mask_cost": 7.8, "mask_uses_head": True}
 BY_HEAD = DOCUMENTS | {"mask_uses_head": True}
 WINDOW = CAUSAL | {"mask_cost": 6.8, "mask_band": Band(-256, 1)}
 LINE = {"has_score_mod": True, "has_key_slope": True, "score_cost": 3.0}
@@ -55,8 +56,32 @@ def test_one_loop_for_lines_and_short_functions_and_tables(mod, mask):
     assert reasons(128, mod | mask) == []
 
 
+LONG = {"has_score_mod": True, "score_cost": 12.0}
+
+
+@pytest.mark.parametrize("mask", [STORED, ASKED], ids=["ids", "asked"])
+@pytest.mark.parametrize("mod", [CAP, GATE, KEYS, LONG])
+def test_one_loop_for_long_functions_if_tiles_have_blocks_of_both_kinds(mod, mask):
+    assert reasons(128, mod | mask) == []
+    assert bool(reasons(256, mod | mask)) == (mod is not LONG)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"blocks": MaskBlocks(128, 128, True)},
+        STORED | {"mask_reads": False},
+        STORED | {"mask_reads_per_element": True},
+        ASKED | {"mask_cost": 5.0},
+    ],
+    ids=["whole blocks", "bits without reads", "bits of pairs", "a short question"],
+)
+def test_three_loops_for_long_functions_under_other_masks(mask):
+    assert reasons(128, CAP | mask) == ["score_mod takes about 5 instructions per score"]
+
+
 def test_one_loop_for_64_columns_without_mods():
-    assert reasons(64, {}) == reasons(64, ODD) == []
+    assert reasons(64, {}) == reasons(64, ODD) == reasons(64, TABLE | STORED) == []
     for mod in (CAUSAL, STORED, LINE, TABLE):
         assert reasons(64, mod) == ["heads of 64 columns with a mod or a mask"]
 

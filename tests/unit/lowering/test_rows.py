@@ -11,9 +11,10 @@ import torch
 from flexhop.compat.graphs.inline import decompose
 from flexhop.lowering.mods.captured import site_facts
 from flexhop.lowering.mods.lower import read_joint
-from flexhop.lowering.mods.rows import row_bytes
+from flexhop.lowering.mods.rows import mask_rows, row_bytes
+from flexhop.lowering.problem import PairRows
 from flexhop.ops.args import unpack_sites
-from flexhop.ops.graphs.subgraphs import trace_joint, trace_score
+from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
 
 SIZES = (2, 3, 16, 24)
 QUERY = torch.zeros(*SIZES[:3], 8)
@@ -69,3 +70,39 @@ def test_what_a_whole_column_adds_to_is_a_sum():
     joint = decompose(traced.joint)
     assert read_joint(joint, unpack_sites(traced.sites), (2, 3, 1, 24)).adds_captured
     assert not any(site_facts(joint, site).is_row for site in unpack_sites(traced.sites))
+
+
+FLAGS, ODD_FLAGS = torch.zeros(16, 32, dtype=torch.bool), torch.zeros(16, 25, dtype=torch.bool)
+NUMBERS, KINDS = torch.zeros(16, 25, dtype=torch.int32), torch.zeros(24, dtype=torch.int64)
+
+# mask_mod, its captured tensors, in rows of what its pairs stand.
+MASKS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], PairRows | None]] = {
+    "pairs": (lambda b, h, q, k, t: t[q, k] > 0, (NUMBERS,), "keys"),
+    "flags": (lambda b, h, q, k, t: t[q, k], (FLAGS,), "keys"),
+    "unaligned flags": (lambda b, h, q, k, t: t[q, k], (ODD_FLAGS,), "short keys"),
+    "columns": (lambda b, h, q, k, t: t[k, q] > 0, (NUMBERS,), "queries"),
+    "both": (lambda b, h, q, k, t: t[q, k] > t[k, q], (NUMBERS,), None),
+    "with ids": (
+        lambda b, h, q, k, t, u: (t[q, k] > 0) & (u[q] == u[k]),
+        (NUMBERS, KINDS),
+        "keys",
+    ),
+    "ids": (lambda b, h, q, k, u: u[q] == u[k], (KINDS,), None),
+    "words": (lambda b, h, q, k, t: (t[q, k // 8] >> (k % 8)) & 1 == 1, (NUMBERS,), None),
+    "blocks": (lambda b, h, q, k, t: t[q // 4, k // 4] > 0, (NUMBERS,), None),
+    "kinds": (lambda b, h, q, k, t, u: t[u[q], u[k]] > 0, (NUMBERS, KINDS), None),
+    "distance": (lambda b, h, q, k, t: t[0, q - k] > 0, (NUMBERS,), "distances"),
+    "of a column": (lambda b, h, q, k, t: t[q - k, 0] > 0, (NUMBERS,), None),
+    "buckets": (lambda b, h, q, k, t: t[0, (q - k) // 8] > 0, (NUMBERS,), None),
+    "two kinds": (
+        lambda b, h, q, k, t, f: f[q, k] & (t[q, k] > 0),
+        (NUMBERS, ODD_FLAGS),
+        "short keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_of_masks(name: str):
+    mask_mod, captures, rows = MASKS[name]
+    assert mask_rows(decompose(trace_mask(mask_mod, QUERY, captures))) == rows
