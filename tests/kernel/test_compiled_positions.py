@@ -13,7 +13,7 @@ LENGTH = 512
 # Of rows: two numbers of each thread, a maximum and a sum, passed on twice or thrice; for operands
 # of products, mma.sync exchanges some more.
 MOST_EXCHANGES = 24
-FEW_COPIES = 4  # of four bytes in a step: statistics of queries
+FEW_COPIES = 8  # of four bytes in a step: statistics of queries; a word per score is 32
 
 
 @pytest.mark.parametrize("queries", [LENGTH, 8])

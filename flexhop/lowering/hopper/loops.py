@@ -25,8 +25,9 @@ _MOST, _MOST_OF_TABLES = 3.0, 7.0
 _MOST_OF_MASK = 3.0
 # Three loops with a long score_mod and a long mask_mod run slowly if some tiles have masks and
 # some do not: 1.66 ms for `gelu` and every third key of odd heads, 0.94 in one loop. The same mask
-# for all heads had 0.91, none 0.83. Masks by head of 3.8 and 5.3 instructions gained nothing.
-_FEWEST_OF_LONG_MASK = 6.0
+# for all heads had 0.91, none 0.83. Masks by head of 3.8 and 5.3 instructions gained nothing;
+# windows by head have 6.8, and were not compared.
+_FEWEST_OF_LONG_MASK = 7.0
 _LONG_SCORE = 8.0  # at 256 columns, shorter ones ran 2 % slower in one loop
 
 
