@@ -37,10 +37,9 @@ _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 24, 20, 8
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
 _WIDTH_OF_ROWS = 128
 # Columns up to which the portable kernel is faster if score_mod reads at keys (1.1 to 1.6 times)
-# or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times; at 128
-# columns, a search in three blocks has 16, and the portable kernel was 1.2 and 1.7 times as fast);
-# or, if it becomes bits that leave most blocks whole, with a score_mod of so many (1.1 to 1.6).
-_WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_MASK_128, _COSTLY_SCORE_OF_IDS = 64, 6, 14, 6
+# or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times); or, if
+# it becomes bits that leave most blocks whole, with a score_mod of so many (1.1 to 1.6 times).
+_WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_SCORE_OF_IDS = 64, 6, 6
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -105,8 +104,6 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     # Small blocks, several of which make a tile here, were not compared.
     if wider(problem) <= _WIDTH_OF_READS and not fits_blocks(problem, ROWS):
         yield from _slower_reads(problem)
-    elif wider(problem) == 128:
-        yield from _slower_question(problem, _COSTLY_MASK_128)
     most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
     if problem.mods.score_cost > most:
         yield (
@@ -130,12 +127,7 @@ def _slower_reads(problem: Problem) -> Iterator[str]:
             f"{mods.score_cost:.0f} instructions per score: from {_COSTLY_SCORE_OF_IDS} on the "
             "portable kernel is faster"
         )
-    yield from _slower_question(problem, _COSTLY_MASK)
-
-
-def _slower_question(problem: Problem, most: int) -> Iterator[str]:
-    mods = problem.mods
-    question = bits.long_question(problem, bits.of_queries(problem), most)
+    question = bits.long_question(problem, stored, _COSTLY_MASK)
     if question and not _follows_distances(mods):
         yield f"{question} the portable kernel is faster"
 

@@ -573,16 +573,6 @@ def test_reads_at_keys_and_masks_of_heads_have_the_portable_kernel_at_64_columns
     assert choose_forward(call, ANY)[0] == "hopper"
 
 
-@pytest.mark.parametrize(("cost", "chosen"), [(15.0, "triton"), (13.0, "hopper")])
-def test_very_long_masks_of_heads_have_the_portable_kernel_at_128_columns(cost, chosen):
-    facts = {"has_mask_mod": True, "mask_uses_head": True, "mask_cost": cost}
-    blocks = MaskBlocks(128, 128, True, kv_columns=8, q_columns=8)
-    for width, expected in ((128, chosen), (256, "hopper")):
-        widths = {"head_dim": width, "value_head_dim": width}
-        call = problem(**LARGE | widths | {"blocks": blocks} | facts)
-        assert choose_forward(call, AUTO)[0] == expected
-
-
 @pytest.mark.parametrize(("cost", "chosen"), [(30.0, "triton"), (8.0, "hopper")])
 def test_long_masks_of_heads_have_portable_gradients_at_64_columns(cost, chosen):
     facts = {"has_mask_mod": True, "mask_uses_head": True, "mask_cost": cost}
