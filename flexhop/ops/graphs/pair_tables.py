@@ -46,7 +46,7 @@ def choose_pairs(choice: Choice) -> None:
             following += [] if node in by_node else reversed(node.all_input_nodes)
             continue
         pairs[node] = table
-        choice.saved += saved
+        choice.saved_by[node] = saved
     if pairs:
         # Tables of pairs compute what they contain by themselves.
         used = {*reached_beside(choice.found.mod.result, by_node | pairs)}

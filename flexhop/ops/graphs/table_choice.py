@@ -81,7 +81,7 @@ class Choice:
         self.queries = sizes.now["q"]
         self.wanted = wanted
         self.tables: list[Table] = []
-        self.saved = 0.0
+        self.saved_by = dict[fx.Node, float]()
         self._looked_at: set[fx.Node] = set()
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
         needs = needs_grad(captures)
@@ -90,6 +90,11 @@ class Choice:
         heads, kernels = found.forms.seen(found.mod.result).others, wanted.kernels
         self._is_asked_by_head = "h" in heads and kernels.reads_in_masks
         self.training = Training(found, self.trained, wanted.kernels)
+
+    @property
+    def saved(self) -> float:
+        """Instructions per score that the tables save; rows that no kernel computes save none."""
+        return sum(self.saved_by.get(table.node, 0.0) for table in self.tables)
 
     @property
     def firsts(self) -> dict[Coordinate, int | None]:
@@ -145,7 +150,7 @@ class Choice:
         is_result = node is self.found.mod.result
         is_negative = not is_result and is_subtracted(node)
         self.tables.append(table._replace(is_negative=is_negative))
-        self.saved += saved
+        self.saved_by[node] = saved
         return False
 
     def _needs_parts_beyond(self, table: Table) -> bool:
