@@ -74,6 +74,24 @@ def test_what_neighbours_share_is_not_copied_for_each_score(width: int):
         assert copies <= FEW_COPIES
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_masks_of_pairs_do_not_spill_beside_exact_products(architecture: int, width: int):
+    # In a branch, steps on sm_80 had 4,533 and 3,941 accesses of local memory.
+    kept = torch.ones(LENGTH, LENGTH, dtype=torch.int32)
+    mask = flexhop.create_block_mask(
+        lambda b, h, q_idx, kv_idx: kept[q_idx, kv_idx] != 0, None, None, LENGTH, LENGTH, "cpu"
+    )
+    q = torch.empty(1, 2, LENGTH, width)
+    capability = divmod(architecture, 10)
+    (forward,) = generate_code(
+        lambda q: flexhop.flex_attention(q, q, q, block_mask=mask), q, capability=capability
+    ).templates
+    loops = compile_kernel(forward, architecture).loops()
+    assert len(loops) == 2
+    assert sum(map(local_accesses, loops)) < 200
+
+
 def _check_steps(cubin: Cubin, count: int = 1) -> None:
     steps = [loop for loop in cubin.loops() if loop.count("MUFU.EX2") > 1 and "MMA" in loop]
     assert len(steps) >= count

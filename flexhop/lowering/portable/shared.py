@@ -150,12 +150,17 @@ def has_mask_loop(kernel: Kernel, problem: Problem) -> bool:
     table of int64 at 32 columns took 2.8 times as long. For other masks two loops cost registers
     and the start of a second loop: up to a sixth.
     """
-    rows = problem.mods.mask_rows
+    mods, rows = problem.mods, problem.mods.mask_rows
+    if not mods.has_mask_mod or problem.cache is not None or problem.is_wide:
+        return False
+    if is_float32(problem):
+        # Products by multiply-adds give the branch the layout of an operand, which spills: a step
+        # with a mask of words at 64 columns has 4,405 instructions on sm_90, 1,443 in a loop.
+        return kernel == "forward" and not problem.is_tf32 and mods.mask_pair_bytes > 0
     is_copied = rows in ("keys", "short keys")
     if kernel == "forward":
         is_copied = rows in ("keys", "queries") or (is_copied and not _has_wide_heads(problem))
-    is_usual = problem.cache is None and not problem.is_wide and not is_float32(problem)
-    return problem.mods.has_mask_mod and is_copied and is_usual
+    return is_copied
 
 
 def isolates_pairs(problem: Problem, options: KernelOptions) -> bool:
