@@ -13,7 +13,7 @@ from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.masks import causal
 from flexhop.mods import dequantize
 from flexhop.offline import Generated, generate_code
-from flexhop.offline.cubin import compile_kernel
+from flexhop.offline.cubin import compile_kernel, local_accesses
 from tests.needs import needs_hopper
 
 BF16 = torch.bfloat16
@@ -234,6 +234,19 @@ def test_the_kernels_of_forward_and_backward_find_the_same_scores_in_fp32():
     for kernel in generated.templates:
         added_last = re.compile(r"fma\.rn\.f32\s+%\w+, %\w+, 0f3D4CCCCD")  # 0.05
         assert added_last.search(compile_kernel(kernel, 90).ptx)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_exact_gradients_of_256_columns_spill_little(architecture):
+    """Both lists' steps had 7,600 and 8,200 accesses of local memory with four warps."""
+    mask = flexhop.create_block_mask(causal, None, None, 256, 256, "cpu")
+    call = partial(flexhop.flex_attention, block_mask=mask)
+    inputs = operands(1, 1, 256, 256, learned="qkv", dtype=torch.float32)
+    generated = generate_code(call, *inputs, grad=True, capability=divmod(architecture, 10))
+    kernel = generated.kernel_with("grad_key_value_blocks")
+    loops = compile_kernel(kernel, architecture).loops()
+    assert len(loops) == 2
+    assert sum(map(local_accesses, loops)) < 500
 
 
 def test_masks_that_look_pairs_up_fit_shared_memory():
