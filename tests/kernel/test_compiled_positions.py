@@ -92,6 +92,23 @@ def test_masks_of_pairs_do_not_spill_beside_exact_products(architecture: int, wi
     assert sum(map(local_accesses, loops)) < 200
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_tables_by_distance_do_not_spill_beside_exact_products(architecture: int):
+    # In a branch, steps of the three kernels had 5,781, 3,621 and 432 accesses of local memory.
+    table = torch.zeros(2, 2 * LENGTH)
+
+    def relative(score, b, h, q_idx, kv_idx):
+        return score + table[h, q_idx - kv_idx + LENGTH]
+
+    q = torch.empty(1, 2, LENGTH, 64, requires_grad=True)
+    kernels = generate_code(
+        lambda q: flexhop.flex_attention(q, q, q, relative), q, grad=True,
+        capability=divmod(architecture, 10),
+    ).templates  # fmt: skip
+    for kernel in kernels:
+        assert max(map(local_accesses, compile_kernel(kernel, architecture).loops())) < 250
+
+
 def _check_steps(cubin: Cubin, count: int = 1) -> None:
     steps = [loop for loop in cubin.loops() if loop.count("MUFU.EX2") > 1 and "MMA" in loop]
     assert len(steps) >= count

@@ -25,6 +25,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         slack = _SLACK_BLACKWELL * (1 if qk == v else 3)
     scores = tile.block_m * tile.block_n * item
     slack += tile.block_m * tile.block_n * row_bytes_ahead(problem) * tile.num_stages
+    slack += _reads_ahead(problem, tile)
     rows, columns = tile.block_m, tile.block_n
     if problem.dtype == torch.float32 and not problem.is_tf32 and _DIVIDED in (qk, v):
         # multiply_rows holds one operand apart from the products that follow.
@@ -75,6 +76,14 @@ def _weights_stay(problem: Problem, tile: Tile) -> bool:
     mods = problem.mods
     others = mods.reads_per_element or mods.mask_reads_per_element or problem.dropout_p > 0
     return is_sm90 and problem.itemsize == 2 and tile.block_m >= 64 and not others
+
+
+def _reads_ahead(problem: Problem, tile: Tile) -> int:
+    """What a score_mod reads per score in no rows and outside of branches: up to 64 bits."""
+    is_exact = problem.itemsize > 2 and not problem.is_tf32
+    if not is_exact or not problem.mods.reads_per_element or row_bytes_ahead(problem):
+        return 0
+    return tile.block_m * tile.block_n * 8 * (tile.num_stages - 1)
 
 
 def _pairs(problem: Problem, tile: Tile) -> int:
