@@ -86,14 +86,6 @@ RULES: tuple[Rule, ...] = (
         measured=False,
     ),
     *FLOAT32,
-    # Four warps had 3,800 to 4,100 accesses to local memory in a step, eight have 130 to 160 in
-    # one of half as many products. Chosen to spill little.
-    Rule(
-        "exact float32",
-        lambda p: p.itemsize > 2 and not p.is_tf32,
-        {"grad_key_value": {256: Tile(16, 16, 8, 1)}},
-        measured=False,
-    ),
     # fp32 operands: twice the bytes.
     Rule(
         "",
