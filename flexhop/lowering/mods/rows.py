@@ -37,7 +37,7 @@ def mask_rows(mask: fx.GraphModule) -> PairRows | None:
     """
     found = analysed(mask, INDICES)
     pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
-    ways = {_way(found, read) for read in pairs}
+    ways: set[PairRows | None] = {_way(found, read) for read in pairs}
     if ways == {"keys", "short keys"}:
         return "short keys"
     return ways.pop() if len(ways) == 1 else None
