@@ -15,6 +15,7 @@ Axis = Literal["query", "key"]
 # What neighbouring scores read: neighbours in a row of keys, which can be copied or are short and
 # not aligned; neighbours in a row of queries; neighbours in a table by distance.
 PairRows = Literal["keys", "short keys", "queries", "distances"]
+COPIED = 4  # bytes of the smallest element that Triton copies to shared memory alone
 # Which scores read the same entry of a captured tensor: all of a head, those of a key, of a query,
 # of pairs at the same distance, or any.
 ReadBy = Literal["head", "key", "query", "distance", "score"]

@@ -15,10 +15,9 @@ from torch import fx
 from flexhop.analysis import Analysis
 from flexhop.lowering.mods.analysed import INDICES, SCORE, analysed, positions_of, reads_of
 from flexhop.lowering.mods.captured import ends_in, is_by_distance, is_one_to_one
-from flexhop.lowering.problem import Axis, PairRows
+from flexhop.lowering.problem import COPIED, Axis, PairRows
 
 _PIECE = 16  # bytes
-_COPIED = 4  # bytes of the smallest element that is copied alone
 
 
 def row_bytes(score: fx.GraphModule) -> int:
@@ -47,7 +46,7 @@ def _way(found: Analysis, read: Any) -> PairRows | None:
     """How neighbouring scores read one tensor."""
     dtype = read.meta["val"].dtype
     if (rows := _rows_of(found, read, "key")) is not None and rows[-1] == 1:
-        is_copied = dtype.itemsize >= _COPIED or _is_aligned(rows, dtype)
+        is_copied = dtype.itemsize >= COPIED or _is_aligned(rows, dtype)
         return "keys" if is_copied else "short keys"
     if (rows := _rows_of(found, read, "query")) is not None and rows[-1] == 1:
         return "queries"

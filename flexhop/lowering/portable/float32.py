@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexhop.lowering.portable.rules import Rule, Tiles, is_sm90
+from flexhop.lowering.portable.shared import is_exact
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 
@@ -87,7 +88,7 @@ FLOAT32: tuple[Rule, ...] = (
     # one of half as many products. Chosen to spill little.
     Rule(
         "exact float32",
-        lambda p: p.itemsize > 2 and not p.is_tf32,
+        is_exact,
         {"grad_key_value": {256: Tile(16, 16, 8, 1)}},
         measured=False,
     ),

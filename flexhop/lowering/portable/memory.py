@@ -6,7 +6,12 @@ import torch
 
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.portable.shared import has_mask_loop, isolates_score_mod, row_bytes_ahead
+from flexhop.lowering.portable.shared import (
+    has_mask_loop,
+    is_exact,
+    isolates_score_mod,
+    row_bytes_ahead,
+)
 from flexhop.lowering.problem import Problem, head_pieces, round_head_dim
 from flexhop.options import Tile
 
@@ -80,9 +85,8 @@ def _weights_stay(problem: Problem, tile: Tile) -> bool:
 
 def _reads_ahead(problem: Problem, tile: Tile) -> int:
     """What a score_mod reads per score in no rows and outside of branches: up to 64 bits."""
-    is_exact = problem.itemsize > 2 and not problem.is_tf32
     reads = problem.mods.reads_per_element and not row_bytes_ahead(problem)
-    if not is_exact or not reads or isolates_score_mod(problem):
+    if not is_exact(problem) or not reads or isolates_score_mod(problem):
         return 0
     return tile.block_m * tile.block_n * 8 * (tile.num_stages - 1)
 

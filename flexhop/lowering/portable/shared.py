@@ -7,6 +7,7 @@ from typing import Any
 
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import (
+    COPIED,
     MaskBlocks,
     Problem,
     float32_precision,
@@ -16,7 +17,6 @@ from flexhop.options import KernelOptions, Tile
 
 LOG2_E = math.log2(math.e)
 _NARROW = 64  # columns
-_COPIED = 4  # bytes of the smallest element that Triton copies
 _KEY_GROUP = 8  # 16 bytes of 16-bit numbers, and what row_bytes_ahead needs
 
 
@@ -94,8 +94,8 @@ def isolates_score_mod(problem: Problem) -> bool:
     # which Triton 3.6 computed wrongly beside such products once, was not compared.
     mods = problem.mods
     reads_apart = mods.reads_per_element and not row_bytes_ahead(problem)
-    is_exact = is_float32(problem) and not problem.is_tf32 and problem.dropout_p == 0.0
-    return mods.has_score_mod and reads_apart and mods.reads_score and not is_exact
+    would_spill = is_exact(problem) and problem.dropout_p == 0.0
+    return mods.has_score_mod and reads_apart and mods.reads_score and not would_spill
 
 
 def isolates_push(problem: Problem, options: KernelOptions) -> bool:
@@ -160,7 +160,7 @@ def has_mask_loop(kernel: Kernel, problem: Problem) -> bool:
     if is_float32(problem):
         # Products by multiply-adds give the branch the layout of an operand, which spills: a step
         # with a mask of words at 64 columns has 4,405 instructions on sm_90, 1,443 in a loop.
-        return kernel == "forward" and not problem.is_tf32 and mods.mask_pair_bytes > 0
+        return kernel == "forward" and is_exact(problem) and mods.mask_pair_bytes > 0
     is_copied = rows in ("keys", "short keys")
     if kernel == "forward":
         is_copied = rows in ("keys", "queries") or (is_copied and not _has_wide_heads(problem))
@@ -177,7 +177,7 @@ def isolates_pairs(problem: Problem, options: KernelOptions) -> bool:
     mods = problem.mods
     reads_apart = mods.mask_pair_bytes > 0 and mods.mask_rows is None
     if _has_wide_heads(problem):  # a branch costs registers: 1.60 and 1.75 ms for bits in bytes
-        reads_apart = reads_apart and max(mods.mask_key_bytes, default=0) >= _COPIED
+        reads_apart = reads_apart and max(mods.mask_key_bytes, default=0) >= COPIED
     else:
         reads_apart = reads_apart or mods.mask_rows == "distances"
     return reads_apart and branches_for_mask(problem, options)
@@ -190,6 +190,11 @@ def _has_wide_heads(problem: Problem) -> bool:
 def is_float32(problem: Problem) -> bool:
     """Whether products are in fp32."""
     return problem.itemsize > 2
+
+
+def is_exact(problem: Problem) -> bool:
+    """Whether products are in fp32 and not rounded to TF32: multiply-adds."""
+    return is_float32(problem) and not problem.is_tf32
 
 
 def _cdiv(a: int, b: int) -> int:
