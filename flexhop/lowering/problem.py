@@ -15,6 +15,8 @@ Axis = Literal["query", "key"]
 # What neighbouring scores read: neighbours in a row of keys, which can be copied or are short and
 # not aligned; neighbours in a row of queries; neighbours in a table by distance.
 PairRows = Literal["keys", "short keys", "queries", "distances"]
+# Why scores may be large: by what is added to them or put in their place, or as functions of them.
+Large = Literal["no", "offset", "growth"]
 COPIED = 4  # bytes of the smallest element that Triton copies to shared memory alone
 # Which scores read the same entry of a captured tensor: all of a head, those of a key, of a query,
 # of pairs at the same distance, or any.
@@ -110,6 +112,7 @@ class ModFacts(NamedTuple):
     has_distances: whether score_mod computes q_idx - kv_idx and adds no line. score_uses_keys:
     whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
     longest_row: most numbers that score_mod computes, or adds up, at once.
+    large_scores: whether it may return scores far above 2**16, and why (lowering/mods/large.py).
     """
 
     has_score_mod: bool
@@ -138,6 +141,7 @@ class ModFacts(NamedTuple):
     score_uses_keys: bool = True
     longest_row: int = 1
     reads_captured: bool = False
+    large_scores: Large = "no"
 
     @property
     def mask_reads_keys(self) -> bool:

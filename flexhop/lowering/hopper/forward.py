@@ -25,7 +25,7 @@ from flexhop.lowering.hopper.tiles import (
 )
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.rules import fits_blocks
-from flexhop.lowering.portable.shared import row_bytes_ahead
+from flexhop.lowering.portable.shared import row_bytes_ahead, weighing
 from flexhop.lowering.problem import ModFacts, Problem
 from flexhop.options import KernelOptions
 
@@ -78,6 +78,7 @@ class HopperForwardConstants(SharedConstants):
     BY_DISTANCE: bool
     USES_KEYS: bool
     MASK_READS: bool
+    WEIGHING: str
     LN_2: float = math.log(2)
 
 
@@ -246,6 +247,8 @@ def constants(
         BY_DISTANCE=shares_distances,
         USES_KEYS=problem.mods.has_score_mod and problem.mods.score_uses_keys,
         MASK_READS=problem.mods.mask_reads_keys,
+        # A line has sums of its own.
+        WEIGHING=repr("fused" if has_slope else weighing(problem)),
     )  # fmt: skip
 
 

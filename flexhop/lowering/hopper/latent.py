@@ -77,6 +77,7 @@ class LatentConstants:
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
+    WEIGHING: str
     SPLITS: int
     RETURN_MAX: bool
     PAGE_SIZE: int
@@ -162,6 +163,7 @@ def constants(problem: Problem, options: KernelOptions) -> LatentConstants:
         "VALUE_IS_KEY": problem.value_is_key,
         "WAITS_FOR_SCORES": splits.row_tiles(problem, _ROWS) > 1,
         "SPLITS": num_splits(problem, options),
+        "WEIGHING": repr(decode["WEIGHING"]),
         "PAGE_SIZE": problem.cache.page_size if problem.cache is not None else 0,
     }
     names = [field.name for field in dataclasses.fields(LatentConstants)]

@@ -27,6 +27,7 @@ from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import own_entries, queries_meet, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
+from flexhop.lowering.mods.large import large_scores
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
 from flexhop.lowering.mods.rows import mask_rows, row_bytes
@@ -155,6 +156,8 @@ def read_mods(
         score_uses_keys="k" in score_depends,
         reads_captured=line is None and any(x.users for x in analysed(score, SCORE).mod.captures),
         longest_row=_longest_row(score),
+        # A cap is as small as its factor, and the exponents of 2 that it returns need no factor.
+        large_scores="no" if folded.takes_products else large_scores(score),
     )
 
 

@@ -33,7 +33,7 @@ class KeyConstants:
     SCALE_SCORES: bool
     SM_SCALE: float
     EXP_SCALE: float
-    SUBTRACT_FIRST: bool
+    WEIGHING: str
     FLOAT32_PRECISION: str
     OFFSET_DTYPE: str
 
@@ -114,7 +114,7 @@ class DecodeCombineConstants:
     RETURN_MAX: bool
     OFFSET_DTYPE: str
     EXP_SCALE: float
-    SUBTRACT_FIRST: bool
+    WEIGHING: str
     LN_2: float
 
 

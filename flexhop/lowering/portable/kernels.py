@@ -37,6 +37,7 @@ from flexhop.lowering.portable.shared import (
     isolates_pairs,
     isolates_push,
     prescaled,
+    weighing,
 )
 from flexhop.lowering.portable.shared import shared as shared_constants
 from flexhop.lowering.portable.tiles import smaller_tiles, table_tile
@@ -68,7 +69,7 @@ def jvp_forward_constants(
         ISOLATE_PUSH=isolates_push(problem, options),
         **_tangents(problem),
         # In fp32, 256 columns take every register, and little is rounded.
-        HAS_CENTER=not (shared["SUBTRACT_FIRST"] and shared["V_HEAD_DIM_ROUNDED"] == 256),
+        HAS_CENTER=not (is_float32(problem) and shared["V_HEAD_DIM_ROUNDED"] == 256),
         LN_2=_ln_2(problem, shared),
     )
 
@@ -120,7 +121,7 @@ def combine_constants(
         OFFSET_DTYPE="tl.int64" if problem.large_output else "tl.int32",
         LN_2=_ln_2(problem, exponents),
         EXP_SCALE=exponents["EXP_SCALE"],
-        SUBTRACT_FIRST=exponents["SUBTRACT_FIRST"],
+        WEIGHING=exponents["WEIGHING"],
     )
 
 
@@ -153,7 +154,7 @@ def grad_query_constants(
         HAS_CAPTURED_GRADS="grad_query" in adders(problem),
         BRANCH_FOR_MASK=branches_for_mask(problem, options),
         MASK_LOOP=has_mask_loop("grad_query", problem),
-        LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
+        LSE_SCALE=LOG2_E if weighing(problem) == "fused" else 1.0,
     )
 
 
@@ -175,7 +176,7 @@ def grad_key_value_constants(
         HAS_CAPTURED_GRADS=kernel in adders(problem),
         BRANCH_FOR_MASK=True,
         ISOLATE_MASK_MOD=isolates_pairs(problem, options),
-        LSE_SCALE=1.0 if is_float32(problem) else LOG2_E,
+        LSE_SCALE=LOG2_E if weighing(problem) == "fused" else 1.0,
     )
 
 
@@ -273,7 +274,7 @@ def constants(
 def _as_source(name: str, value: Any) -> Any:
     # Template constants are pasted as source: a string needs its quotes, a dtype must not have
     # any.
-    return repr(value) if name == "FLOAT32_PRECISION" else value
+    return repr(value) if name in ("FLOAT32_PRECISION", "WEIGHING") else value
 
 
 # Kernels that share one tile option.

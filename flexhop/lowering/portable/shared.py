@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import (
@@ -15,6 +15,7 @@ from flexhop.lowering.problem import (
 )
 from flexhop.options import KernelOptions, Tile
 
+Weighing = Literal["fused", "rows", "scores"]
 LOG2_E = math.log2(math.e)
 _NARROW = 64  # columns
 _KEY_GROUP = 8  # 16 bytes of 16-bit numbers, and what row_bytes_ahead needs
@@ -30,8 +31,15 @@ def exponent(problem: Problem) -> dict[str, Any]:
     return {
         "SCALE_SCORES": scale_scores,
         "EXP_SCALE": exp_scale(problem, scales=scale_scores),
-        "SUBTRACT_FIRST": is_float32(problem),
+        "WEIGHING": weighing(problem),
     }
+
+
+def weighing(problem: Problem) -> Weighing:
+    """How exponents are computed without the rounding of large scores (weights.py.jinja)."""
+    if is_float32(problem) or problem.mods.large_scores == "growth":
+        return "scores"
+    return "rows" if problem.mods.large_scores == "offset" else "fused"
 
 
 def exp_scale(problem: Problem, *, scales: bool) -> float:

@@ -8,7 +8,7 @@ from flexhop.templates.portable import BLOCKS, LISTS
 _SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
 _LATENT = (
     "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/produce",
-    "hopper/latent/weigh", "hopper/latent/score", "hopper/latent/follow",
+    "hopper/latent/weigh", "hopper/latent/score", "hopper/latent/follow", "hopper/weighing",
 )  # fmt: skip
 KERNELS = {
     "forward": (
@@ -16,6 +16,7 @@ KERNELS = {
         "hopper/forward/consume", "hopper/forward/one_loop", "hopper/forward/three_loops",
         "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
         "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
+        "hopper/weighing",
         "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
         *_SHARED, "mods/mods",
     ),
