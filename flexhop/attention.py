@@ -17,6 +17,7 @@ from flexhop.cache.reading import CacheReading, read_cache, stores_numbers
 from flexhop.compat.dtensors import is_dtensor
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.mods.keys import KeyMod
+from flexhop.ops import wide_lse
 from flexhop.ops.args import RANGES, AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake, note_wrong_type
 from flexhop.ops.dispatch import run_cached_operator, run_operator
@@ -283,6 +284,7 @@ def attend(
     is_mask = block_mask is None or _has_view(block_mask) or _is_mask(block_mask)
     wrong_mask = None if is_mask else type(block_mask).__name__
     blocks, mask_mod, facts = mask_operands(block_mask if is_mask else None)
+    is_wide = wide_lse.is_wanted(score_mod)
     score_mod = noop_score if score_mod is None else score_mod
     two_requests = return_lse and return_aux is not None
     if mistake is None and sinks is not None:
@@ -291,7 +293,7 @@ def attend(
         mistake = dropout.mistake(query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
-        dropout.p if mistake is None else 0, sum_groups, first,
+        dropout.p if mistake is None else 0, sum_groups, first, wide_lse=is_wide,
     )  # fmt: skip
     operands = (query, key, value, score_mod, mask_mod)
     wants_lse = return_lse or sinks is not None or (return_aux is not None and return_aux.lse)

@@ -15,6 +15,7 @@ from torch import Tensor
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import inductor
 from flexhop.lowering import fallback
+from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.cached_eager import lengths_of, ordered_args
 from flexhop.ops.eager import (
@@ -87,8 +88,9 @@ def _lower_forward(
         return attend_rows(args, grids, chunk)[: 2 + returns_max], ()
 
     def formula(args: Any, rows: int | None) -> Tensors:
-        wide = accumulate_dtype(args.query.dtype)
-        results = (((args.value.size(3),), args.query.dtype), ((), wide), ((), wide))
+        dtype = accumulate_dtype(args.query.dtype)
+        lse = torch.float64 if args.options.get(wide_lse.OPTION) else dtype
+        results = (((args.value.size(3),), args.query.dtype), ((), lse), ((), dtype))
         work = Rowwise(step, results[: 2 + returns_max])
         ordered, lengths = in_order(args)
         found, _ = over_chunks(work, ordered, rows, (), lengths)

@@ -15,7 +15,13 @@ from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.caps import foldable_scale, has_caps
 from flexhop.lowering.mods.lower import ModBuffers, lower_mods, read_joint
-from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
+from flexhop.lowering.operands import (
+    lse_dtype,
+    read_problem,
+    seed_input,
+    show_problem,
+    user_options,
+)
 from flexhop.lowering.portable import splits
 from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, CachedArgs
@@ -86,7 +92,7 @@ def _make_output(args: AttentionArgs | CachedArgs, problem: Problem) -> Output:
     layout = inductor.fixed_layout(
         device, query.get_dtype(), size, inductor.as_expressions(out_meta.stride())
     )
-    written = [inductor.empty(size[:3], None, torch.float32, device)]
+    written = [inductor.empty(size[:3], None, lse_dtype(args.options), device)]
     if problem.returns_max:
         max_size = inductor.as_expressions(max_meta.shape)
         written.append(inductor.empty(max_size, None, torch.float32, device))

@@ -19,6 +19,7 @@ from flexhop.lowering.problem import (
     float32_precision,
     read_device,
 )
+from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs, RangeTensors, read_blocks
 from flexhop.options import KernelOptions, debug
 
@@ -27,6 +28,7 @@ _OWN_OPTIONS = (
     "flexhop",
     "verify",
     "return_max",
+    wide_lse.OPTION,
     "dropout_p",
     "dropout_groups",
     "deterministic",
@@ -157,6 +159,7 @@ def make_problem(
         kv_batch_shared=sizes.has_pages or (kv_batch == 1 and batch != 1),
         blocks=_mask_blocks(args),
         mods=mods,
+        is_lse_wide=bool(args.options.get(wide_lse.OPTION)),
         returns_max=bool(args.options.get("return_max")),
         large_output=elements >= 2**31,
         is_query_multiple=sizes.is_query_multiple,
@@ -249,6 +252,11 @@ def block_inputs(
             blocks.full_q_indices,
         )
     return inductor.realize(lists)
+
+
+def lse_dtype(options: dict[str, Any]) -> torch.dtype:
+    """The dtype of lse; options: the operator's."""
+    return torch.float64 if options.get(wide_lse.OPTION) else torch.float32
 
 
 def seed_input(args: AttentionArgs | BackwardArgs) -> list[Any]:

@@ -200,6 +200,7 @@ class Problem:
     sequence has room for.
     tangents: which operands have one, in a call in forward mode; "captures": captured tensors.
     value_is_key: whether value is a view of key's first columns.
+    is_lse_wide: whether lse is fp64, in the form of ops/wide_lse.py.
     """
 
     device: Device
@@ -229,11 +230,17 @@ class Problem:
     cache: Cache | None = None
     tangents: tuple[str, ...] = ()
     value_is_key: bool = False
+    is_lse_wide: bool = False
 
     @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def has_large_lse(self) -> bool:
+        """Whether lse is wide, and may be so large that fp32 is not enough."""
+        return self.is_lse_wide and self.mods.large_scores != "no"
 
     @property
     def is_wide(self) -> bool:

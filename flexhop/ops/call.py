@@ -18,6 +18,7 @@ from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.compat.operators.autocast import dtype_under, wanted_dtype
 from flexhop.compat.sizes import is_empty
 from flexhop.compat.symbols import is_flag
+from flexhop.ops import wide_lse
 from flexhop.ops.agreement import agree
 from flexhop.ops.verification.certified import verify_option
 from flexhop.options import KernelOptions
@@ -104,6 +105,7 @@ class Call(NamedTuple):
     first: tuple[int, int] = (0, 0)  # global indices of the call's first batch and head
     dropout_groups: int = 0  # groups of 16 queries in a placed seed (ops/dropout.py); 0: none
     agree_groups: str = ""  # process groups whose ranks must make the same call
+    wide_lse: bool = False  # lse in fp64; see ops/wide_lse.py
 
 
 def prepare(
@@ -127,6 +129,8 @@ def prepare(
     wire.pop("eager_kernels", None)  # compiled calls have kernels anyway; see ops/dispatch.py
     if call.return_max:
         wire["return_max"] = True
+    if call.wide_lse and query.dtype != torch.float64:
+        wire[wide_lse.OPTION] = True
     dropout_p = float(call.dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise errors.OptionValueError(name="dropout_p", value=dropout_p, allowed=PROBABILITIES)

@@ -52,6 +52,13 @@ def run_operator(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     Dynamo sees the operator itself, with `call` in place of options: its tracker (compat.dynamo)
     calls `prepare` and emits the node.
     """
+    out, lse, max_scores = _evaluate(args, call)
+    if lse.dtype == torch.float64 and out.dtype != torch.float64:
+        lse = lse.to(torch.float32)  # wide for backward alone; see ops/wide_lse.py
+    return out, lse, max_scores
+
+
+def _evaluate(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if torch.compiler.is_dynamo_compiling():
         door = AttentionDoor(
             args.query, args.key, args.value, args.score_mod, args.mask_mod, args.blocks,

@@ -18,6 +18,7 @@ from flexhop.block_mask.lists import block_count, lists_to_dense, ranges_to_dens
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.operators.autograd import checkpointed
+from flexhop.ops import wide_lse
 from flexhop.ops.args import (
     AttentionArgs,
     BackwardArgs,
@@ -105,18 +106,19 @@ def attend_rows(args: AttentionArgs, grids: Grids, chunk: Chunk) -> tuple[Tensor
         operands = (chunk.pick(args.query), args.key, args.value, args.score_captures)
         return no_rows(*operands, accumulate_dtype(args.query.dtype))
     rows = _score_rows(args, grids, chunk)
-    weights, total, lse = softmax_rows(rows.modified)
+    weights, total, lse = softmax_rows(rows.modified, wide=bool(args.options.get(wide_lse.OPTION)))
     weights = weights / total[..., None]
     weights = drop(weights, args.dropout_seed, args.options, rows.grid)
     out = combine_values(weights, args.value)
     return out.to(args.query.dtype), lse, rows.modified.amax(dim=-1)
 
 
-def softmax_rows(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_rows(scores: Tensor, *, wide: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The parts of a softmax, differentiable any number of times.
 
     Args:
         scores: [..., N], -inf where not visible.
+        wide: whether lse is fp64.
 
     Returns:
         Unnormalised weights [..., N], their divisor [...], and lse [...]. A row that sees nothing
@@ -130,7 +132,9 @@ def softmax_rows(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = weights.sum(-1)
     is_empty = total == 0.0
     total = torch.where(is_empty, 1.0, total)
-    lse = torch.where(is_empty, float("-inf"), torch.log(total) + shift.squeeze(-1))
+    log, shift = torch.log(total), shift.squeeze(-1)
+    sums = wide_lse.joined(shift, log) if wide else log + shift
+    lse = torch.where(is_empty, float("-inf"), sums)
     return weights, total, lse
 
 
@@ -338,9 +342,14 @@ def grad_rows(
         return chunk.pick(args.query).to(grad_key.dtype), grad_key, grad_value, captured
     rows = _score_rows(args, grids, chunk)
     dtype = rows.raw.dtype
-    lse, grad_out = chunk.pick(args.lse).to(dtype), chunk.pick(args.grad_out).to(dtype)
+    grad_out = chunk.pick(args.grad_out).to(dtype)
     # From the saved lse, as in the kernels: the softmax is not computed again.
-    weights = torch.exp(rows.modified - _finite(lse)[..., None])
+    lse = _finite(chunk.pick(args.lse))[..., None]
+    if wide_lse.OPTION in args.options:
+        lse, rest = wide_lse.parts_of(lse)
+        weights = torch.exp(rows.modified - lse - rest)
+    else:
+        weights = torch.exp(rows.modified - lse)
     delta = (grad_out * chunk.pick(args.out).to(dtype)).sum(-1)
     if args.grad_lse is not None:
         delta = delta - chunk.pick(args.grad_lse).to(dtype)

@@ -23,7 +23,7 @@ from flexhop.ops.backward import backward_of_call
 from flexhop.ops.call import check_gradients
 from flexhop.ops.derivatives.operator import push_attention
 from flexhop.ops.derivatives.saving import restore, save
-from flexhop.ops.eager import attend
+from flexhop.ops.eager import accumulate_dtype, attend
 from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.graphs.examples import index_examples, score_dtype, score_examples
@@ -115,6 +115,8 @@ def gradients(
     grad_out, grad_lse, _ = grad_outputs
     if grad_out is None:
         grad_out = torch.zeros_like(results[0])
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(accumulate_dtype(args.query.dtype))  # from an lse that is wide
     operands = operands_of(
         BackwardArgs, args, out=results[0], lse=results[1], grad_out=grad_out, grad_lse=grad_lse,
         joint=joint, sites=sites,

@@ -12,6 +12,7 @@ from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators.mutation import has_input_mutation
 from flexhop.errors import CaptureMutationError
+from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.eager import accumulate_dtype
 from flexhop.ops.layout import empty_ordered, ordered
@@ -23,7 +24,7 @@ def real_results(args: AttentionArgs | CachedArgs, found: Results) -> Results:
     """(out, lse, max_scores) of the reference, as the operator stores them."""
     out, lse, max_scores = found
     if not args.options.get("return_max"):
-        max_scores = lse.new_empty(0)
+        max_scores = max_scores.new_empty(0)
     return ordered(out, args.query), lse.contiguous(), max_scores
 
 
@@ -31,8 +32,11 @@ def fake_results(args: AttentionArgs | CachedArgs) -> Results:
     """Tensors with the shapes, dtypes and strides of the results."""
     batch, heads, length, _ = args.query.shape
     out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
-    lse = args.query.new_empty((batch, heads, length), dtype=accumulate_dtype(args.query.dtype))
-    max_scores = torch.empty_like(lse) if args.options.get("return_max") else lse.new_empty(0)
+    dtype = accumulate_dtype(args.query.dtype)
+    wide = torch.float64 if args.options.get(wide_lse.OPTION) else dtype
+    lse = args.query.new_empty((batch, heads, length), dtype=wide)
+    size = (batch, heads, length) if args.options.get("return_max") else 0
+    max_scores = args.query.new_empty(size, dtype=dtype)
     return out, lse, max_scores
 
 

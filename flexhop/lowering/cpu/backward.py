@@ -18,6 +18,7 @@ from flexhop.lowering.cpu.operands import (
     layout_of,
     lower_seed,
     lower_states,
+    lse_pointers,
     operand_numbers,
     operand_pointers,
     strided,
@@ -76,7 +77,8 @@ const flexhop::Backward<scalar_t> call{{
   {operand_pointers(printer, args)},
   {strided(printer, args.out)},
   {strided(printer, args.grad_out)},
-  {printer.pointer(saved[0])}, {printer.pointer(saved[1]) if len(saved) > 1 else "nullptr"},
+  {lse_pointers(printer, saved[0])},
+  {printer.pointer(saved[1]) if len(saved) > 1 else "nullptr"},
   {strided(printer, grad_query)},
   {printer.pointer(written[0])}, {printer.pointer(written[1])}, {parts},
   {"true" if is_ordered else "false"},
@@ -89,7 +91,7 @@ const flexhop::Functions<decltype(full), decltype(partial), decltype(joint_full)
     mods{{full, partial, joint_full, joint_partial}};
 flexhop::differentiate(call, mods, captured);
 """
-        files = ("products", "tiles", "packed", "captured", "dropout", "backward")
+        files = ("products", "tiles", "packed", "captured", "dropout", "lse", "backward")
         return header(*files) + "KERNEL_BODY" + call
 
     metas = inline.leaves(inductor.output_meta())

@@ -18,12 +18,13 @@ from flexhop.lowering.cpu.operands import (
     layout_of,
     lower_seed,
     lower_states,
+    lse_pointers,
     operand_numbers,
     operand_pointers,
     states_of,
     strided,
 )
-from flexhop.lowering.operands import index_sizes
+from flexhop.lowering.operands import index_sizes, lse_dtype
 from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
 from flexhop.ops.cached_eager import ordered_args
 from flexhop.templates import header
@@ -72,7 +73,7 @@ def _emit(args: AttentionArgs, mods: Mods, states: Any, lengths: Any) -> tuple[A
     out_meta, _, max_meta = inductor.output_meta()
     size = [*query.get_size()[:3], value.get_size()[3]]
     layout, strides = layout_of(query, size, out_meta)
-    lse = inductor.empty(size[:3], None, dtype, device)
+    lse = inductor.empty(size[:3], None, lse_dtype(args.options), device)
     largest = inductor.empty(inductor.as_expressions(max_meta.shape), None, dtype, device)
     returns_max = bool(args.options.get("return_max"))
     written = inductor.realize([lse, largest][: 1 + returns_max])
@@ -87,7 +88,8 @@ const flexhop::Forward<scalar_t> call{{
   {{{operand_numbers(printer, args)}}},
   {operand_pointers(printer, args)},
   {strided(printer, out)},
-  {printer.pointer(written[0])}, {printer.pointer(written[1]) if returns_max else "nullptr"},
+  {lse_pointers(printer, written[0])},
+  {printer.pointer(written[1]) if returns_max else "nullptr"},
   {printer.pointer(lengths) if lengths is not None else "nullptr"},
   {blocks_of(printer, args, states, mods)},
   {dropout_of(printer, args, seed)}}};
@@ -95,7 +97,8 @@ const flexhop::Forward<scalar_t> call{{
 flexhop::attend(call, full, partial);
 """
         # Inductor writes the signature between the declarations and the body.
-        return header("products", "tiles", "packed", "dropout", "forward") + "KERNEL_BODY" + call
+        files = ("products", "tiles", "packed", "dropout", "lse", "forward")
+        return header(*files) + "KERNEL_BODY" + call
 
     symbols = [*mods.captures, *inputs]
     out = cpp_kernel.emit(layout, inputs, written, symbols, text)

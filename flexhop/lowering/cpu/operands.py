@@ -35,6 +35,12 @@ def lower_states(args: AttentionArgs | BackwardArgs) -> Any:
     return inductor.contiguous(states)
 
 
+def lse_pointers(printer: Printer, lse: Any) -> str:
+    """Lse in fp32 and in fp64, of which one is absent."""
+    pointers = printer.pointer(lse), "nullptr"
+    return ", ".join(pointers[::-1] if lse.get_dtype() == torch.float64 else pointers)
+
+
 def lower_seed(args: AttentionArgs | BackwardArgs) -> list[Any]:
     """The seed of dropout with storage, or nothing."""
     return [inductor.contiguous(seed) for seed in args.dropout_seed]

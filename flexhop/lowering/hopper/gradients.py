@@ -53,6 +53,8 @@ class Operands(NamedTuple):
     counter: Any  # of tiles handed out; if sums have an order, then whose turn each tile is
     order: Any  # order of additions to grad_query; query if there is none
     words: Any  # stored bits; counter if there are none
+    wide_lse: Any  # as forward stored it; lse if fp32 is enough
+    largest_lse: Any  # its largest magnitude, [1]; lse likewise
     lists: Sequence[Any]
 
     def inputs(self) -> list[Any]:
@@ -143,8 +145,11 @@ class _Gradients:
         ):
             blocks = _as_views_of_tables(args, computed)
             lists = block_inputs(args._replace(blocks=blocks), "q", found["lse"], args.query)
-            made = {"order": args.query, "words": found["counter"], **found}
-            operands = Operands(args.query, key, args.value, **made, lists=lists)
+            lse = found["lse"]
+            absent = {
+                "order": args.query, "words": found["counter"], "wide_lse": lse, "largest_lse": lse,
+            }  # fmt: skip
+            operands = Operands(args.query, key, args.value, **{**absent, **found}, lists=lists)
             constants = backward.constants(call.problem, backward.table_tile(call.problem))
             subgraphs = inductor.Subgraphs([call.mods.score, call.mods.mask, *gradient])
             output = operands.output(_like(key), ())
@@ -166,7 +171,8 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     if not gluon.suits_bulk_copies(grad_out):
         grad_out = inductor.contiguous(grad_out)
     device = inductor.device_of(query)
-    lse, delta, counter, grad_query = prepare(call.problem, args)
+    lse, delta, counter, grad_query, largest = prepare(call.problem, args)
+    wide = lse if largest is None else inductor.contiguous(args.lse)
     layout = output_like(value, 2).layout
     grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
     lists, order = block_inputs(args, "q", lse, query), query
@@ -176,7 +182,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     words = emit_mask_bits(call, (query, key), lists, stored, by_key=True) or counter
     return Operands(
         query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, words,
-        lists,
+        wide, lse if largest is None else largest, lists,
     )  # fmt: skip
 
 
@@ -197,6 +203,10 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
         "grad_value": _like(args.value),
         "counter": inductor.contiguous_layout(device, torch.int32, sizes.statistic),
     }
+    if call.problem.has_large_lse:
+        rows = query.get_size()[:3]
+        predicted["wide_lse"] = inductor.contiguous_layout(device, torch.float64, rows)
+        predicted["largest_lse"] = inductor.contiguous_layout(device, torch.float32, [1])
     order = _order_size(call.problem, query, args.key)
     if order is not None:
         predicted["order"] = inductor.contiguous_layout(device, torch.int32, order)

@@ -18,6 +18,7 @@ from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 INF = float("inf")
 # More rows of padding would cost the gradient of query more memory than a launch is worth.
 _MOST_ROWS = 128
@@ -27,13 +28,15 @@ class Prepared(NamedTuple):
     """Tensors computed and cleared before the kernel.
 
     lse: in base 2. counter: zeros, of which the kernel uses the first ones. grad_query: zeros in
-    fp32, perhaps with more rows than there are queries.
+    fp32, perhaps with more rows than there are queries. largest_lse: the largest magnitude of lse,
+    [1], if it may be large.
     """
 
     lse: Any
     delta: Any
     counter: Any
     grad_query: Any
+    largest_lse: Any
 
 
 class Sizes(NamedTuple):
@@ -76,6 +79,9 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     missing = gluon.fill_up(length, rows)
     weighted = product(args.out, args.grad_out)
     lse, grad_lse = args.lse, args.grad_lse
+    if problem.is_lse_wide:
+        lse = call(convert, lse, torch.float32)
+    largest = _largest(lse) if problem.has_large_lse else None
     # Padded before the sum, so that one reduction gives statistics and padding.
     if not inductor.is_multiple(length, rows):
         weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
@@ -91,7 +97,16 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     if _clears_rows(problem):
         grad_query = beside(grad_query, weighted)
     made = (beside(_to_base_2(lse), delta), delta, beside(counter, delta), grad_query)
-    return Prepared(*map(inductor.contiguous, made))
+    return Prepared(*map(inductor.contiguous, made), largest)
+
+
+def _largest(lse: Any) -> Any:
+    """The largest magnitude of a finite lse, [1]."""
+    call = inductor.call_lowering
+    size = call(aten.abs.default, lse)
+    finite = call(aten.where.self, call(aten.lt.Scalar, size, INF), size, 0.0)
+    largest = call(aten.amax.default, call(aten.view.default, finite, [-1]), [0], True)
+    return inductor.contiguous(largest)
 
 
 def _zeros(size: Sequence[Any], dtype: torch.dtype, query: Any) -> Any:

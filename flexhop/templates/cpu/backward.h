@@ -9,7 +9,9 @@ template <typename scalar_t>
 struct Backward {
   Sizes sizes;
   Tensor<const scalar_t> query, key, value, out, grad_out;
-  const float *lse, *grad_lse;       // [B, H, M]; grad_lse may be absent
+  const float* lse;                  // [B, H, M]; one of both is absent
+  const double* wide_lse;
+  const float* grad_lse;             // [B, H, M]; may be absent
   Tensor<scalar_t> grad_query;
   float *grad_key, *grad_value;      // [parts, Bk, Hk, N, D or Dv]
   int64_t parts;                     // divide the tiles of queries of a head among threads
@@ -22,7 +24,7 @@ struct Backward {
 struct Differentiated {
   Memory query, grad_out, query_columns, grad_out_columns, grad_query_columns;
   Memory scores, weights, grads;
-  float shift[TILE_ROWS], delta[TILE_ROWS];
+  float shift[TILE_ROWS], rest[TILE_ROWS], delta[TILE_ROWS];  // lse is shift + rest
 
   explicit Differentiated(const Sizes& sizes)
       : query(reserve(TILE_ROWS * sizes.width)), grad_out(reserve(TILE_ROWS * sizes.value_width)),
@@ -64,8 +66,10 @@ struct Gradients {
         const Vec product = Vec::loadu(row + d, count) * flexhop::load(out.row(i) + d, count);
         sum = Vec::set(sum, sum + product, count);
       }
-      const float lse = call.lse[first + i];
-      run.shift[i] = lse == NO_SCORE ? 0 : lse;  // hidden scores have weight 0 all the same
+      const double lse = call.wide_lse ? call.wide_lse[first + i] : call.lse[first + i];
+      const bool sees = lse != NO_SCORE;  // hidden scores have weight 0 all the same
+      run.shift[i] = sees ? static_cast<float>(lse) : 0;
+      run.rest[i] = rest_of_lse(lse);
       run.delta[i] = add_lanes(sum) - (call.grad_lse ? call.grad_lse[first + i] : 0);
     }
     const Rows<const float> rows{run.query.get(), sizes.width};
@@ -82,7 +86,8 @@ struct Gradients {
       for (int64_t i = 0; i < tile.columns; i += LANES) {
         const int64_t count = std::min(LANES, tile.columns - i);
         const Vec score = Vec::loadu(run.weights.get() + row + i, count);
-        const Vec weight = exponential<scalar_t>(score - Vec::loadu(run.shift + i, count));
+        const Vec exponent = score - Vec::loadu(run.shift + i, count);
+        const Vec weight = exponential<scalar_t>(exponent - Vec::loadu(run.rest + i, count));
         const Vec grad = Vec::loadu(run.grads.get() + row + i, count);
         weight.store(run.weights.get() + row + i, count);
         (weight * (grad - Vec::loadu(run.delta + i, count)))

@@ -9,7 +9,9 @@ struct Forward {
   Sizes sizes;
   Tensor<const scalar_t> query, key, value;
   Tensor<scalar_t> out;
-  float *lse, *largest;    // [B, H, M]; largest may be absent
+  float* lse;              // [B, H, M]; one of both is absent
+  double* wide_lse;
+  float* largest;          // [B, H, M]; may be absent
   const int32_t* lengths;  // [B], keys that exist; may be absent
   Blocks blocks;
   Dropout dropout;
@@ -137,7 +139,9 @@ struct Tile {
       const float* from = run.out.get() + i * sizes.value_width;
       for (int64_t d = 0; d < sizes.value_width; ++d)
         into[d] = static_cast<scalar_t>(from[d] / total);
-      call.lse[place] = sum == 0 ? run.largest[i] : std::log(sum) + run.largest[i];
+      const double lse = join_lse(run.largest[i], sum == 0 ? 0.0f : std::log(sum));
+      if (call.wide_lse) call.wide_lse[place] = lse;
+      else call.lse[place] = static_cast<float>(lse);
       if (call.largest) call.largest[place] = run.largest[i];
     }
   }

@@ -256,7 +256,10 @@ class BackwardResults(NamedTuple):
 
 
 class BackwardLists(NamedTuple):
-    """Pointers to the block lists, to the order of additions, and to the mask's stored bits."""
+    """Pointers to the block lists, to the order of additions, and to the mask's stored bits.
+
+    wide_lse, largest_lse: to lse in fp64, and to its largest magnitude.
+    """
 
     counts: Any
     partial: Any
@@ -264,6 +267,8 @@ class BackwardLists(NamedTuple):
     full: Any
     order: Any
     bits: Any
+    wide_lse: Any
+    largest_lse: Any
 
 
 class BackwardBlocks(NamedTuple):
@@ -280,10 +285,14 @@ class BackwardBlocks(NamedTuple):
 
 
 class BackwardWalk(NamedTuple):
-    """Values that are constant over all steps of a tile and a head. mask: from open_mask."""
+    """Values that are constant over all steps of a tile and a head.
+
+    mask: from open_mask. large: from open_large.
+    """
 
     blocks: Any
     mask: Any
+    large: Any
 
 
 class Order(NamedTuple):
