@@ -199,11 +199,15 @@ def kernel_formulas(dtype: torch.dtype, *, truncates: bool) -> tuple[Formula, ..
     return ("online", "again") if truncates else ()  # TF32: only weights are made in the kernel
 
 
+_LARGE = 2.0**12  # above, fp32 loses what lse adds to the largest score
+
+
 class Dense(NamedTuple):
     """Every score of a call at once, and what follows from them.
 
     key, value: repeated for every batch and query head. scores: modified, -inf where hidden, with
     the graph that leads to query, key and captures. out [B, Hq, M, Dv]; lse, largest [B, Hq, M].
+    rest: what rounding took from lse in rows whose scores are large, 0 in others [B, Hq, M].
     product: how matrices are multiplied. factors: of dropout. truncates: see Budget. formula: see
     dense_attention.
     """
@@ -214,6 +218,7 @@ class Dense(NamedTuple):
     out: Tensor
     lse: Tensor
     largest: Tensor
+    rest: Tensor
     product: Callable[[Tensor, Tensor], Tensor]
     factors: Tensor | None = None
     truncates: bool = False
@@ -285,8 +290,13 @@ def dense_attention(
         before, after = (one, safe) if formula in ("online", "again") else (safe, one)
         weights = weights if factors is None else weights * factors.to(wide)
         out = (product((weights / before).to(query.dtype), value) / after).to(query.dtype)
-        lse = torch.where(seen, shift + torch.log(safe[..., 0]), -INF)
-    return Dense(key, value, scores, out, lse, largest, product, factors, truncates, formula)
+        log = torch.log(safe[..., 0])
+        lse = torch.where(seen, shift + log, -INF)
+        is_large = (lse.abs() > _LARGE) & lse.isfinite()
+        rest = torch.where(is_large, (shift - lse) + log, 0.0)
+    return Dense(
+        key, value, scores, out, lse, largest, rest, product, factors, truncates, formula
+    )  # fmt: skip
 
 
 def dense_backward(
@@ -295,7 +305,8 @@ def dense_backward(
     """Add the gradients of query, key, value and captures to the leaves.
 
     From out and lse, as every fused kernel computes them (FlashAttention-2, algorithm 2): weights
-    are exp(score - lse), and the gradient of a score is weight * (grad_weight - delta) with
+    are exp(score - lse), also in rows of which all keys are hidden by a number such as -1e9. The
+    gradient of a score is weight * (grad_weight - delta) with
     delta = rowsum(out * grad_out) - grad_lse. Products by the dtype's matmul, the rest in fp32.
 
     columns: for "again", the order in which rowsum takes the columns of out in rows whose weights
@@ -303,7 +314,8 @@ def dense_backward(
     PyTorch may round both alike and find 0 by luck; a kernel forms the sum apart from products.
     """
     wide, dtype = dense.scores.dtype, dense.out.dtype
-    weights = torch.where(dense.seen, torch.exp(dense.scores.detach() - dense.lse[..., None]), 0.0)
+    exponents = dense.scores.detach() - dense.lse[..., None] - dense.rest[..., None]
+    weights = torch.where(dense.seen, torch.exp(exponents), 0.0)
     terms = dense.out.to(wide) * grad_out.to(wide)
     delta = terms.sum(-1, keepdim=True)
     if dense.formula == "again" and columns is not None:

@@ -243,6 +243,22 @@ SCORES = [
     # One ulp of the product is a thousand of the score; forward and backward must have the same one.
     Case("steep", score=plain(steep), shape=Shape(2, 4, 2, 65, 65, 48, 16), scale=1.0,
          mask=plain(and_masks(causal, window(2)))),
+    # Every third row sees nothing but a number.
+    *(
+        Case(f"hidden_by_{name}_{str(dtype)[6:]}", score=plain(
+            lambda s, b, h, q, k, low=low: torch.where((q >= k) & (q % 3 > 0), s, low)
+        ), shape=ODD, dtype=dtype, stock=False)
+        for dtype in (torch.float32, BF16, torch.float16)
+        for name, low in (("1e9", -1e9), ("lowest", torch.finfo(torch.float32).min))
+    ),
+    Case("hidden_rows", score=lambda c: lambda s, b, h, q, k: s + c.low[q],
+         captures=lambda s, r: {"low": -3.4e38 * r.flags(s.q_len).float()}, shape=ODD, dtype=BF16,
+         stock=False),
+    Case("hidden_pairs", score=lambda c: lambda s, b, h, q, k: s + c.low[q, k],
+         captures=lambda s, r: {"low": -1e9 * (r.flags(s.q_len, s.kv_len) | r.flags(s.q_len, 1))},
+         shape=ODD, dtype=BF16, stock=False),
+    Case("grown", score=plain(lambda s, b, h, q, k: torch.sinh(6 * s)), shape=ODD, dtype=BF16,
+         stock=False),
     Case("score_causal", score=plain(lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)),
          options=SMALL_TILES),
     Case("score_inverse_causal", dtype=FP16,

@@ -146,6 +146,8 @@ OPERATORS: dict[Any, Operator] = {
     aten.tanh: Operator(functions.growing(torch.tanh, (-1.0, 1.0))),
     aten.sigmoid: Operator(functions.growing(torch.sigmoid, (0.0, 1.0))),
     aten.atan: Operator(functions.growing(torch.atan, (-1.571, 1.571))),
+    aten.asinh: Operator(functions.growing(torch.asinh)),
+    aten.erf: Operator(functions.growing(torch.erf, (-1.0, 1.0))),
     aten.sin: Operator(functions.wave),
     aten.cos: Operator(functions.wave),
 }

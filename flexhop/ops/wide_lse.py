@@ -35,7 +35,7 @@ def joined(shift: Tensor, log: Tensor) -> Tensor:
     first = shift + log
     rest = (shift.double() - first.double()) + log.double()
     rest = torch.where(first.isfinite(), rest, 0.0)
-    return first.double() + rest * _unit(first)
+    return torch.where(first.isfinite(), first.double() + rest * _unit(first), first.double())
 
 
 def parts_of(lse: Tensor) -> Parts:

@@ -186,7 +186,9 @@ def _attend_disturbed(
         _attend(problem, part, formula, is_short, order, bound * _between(bound, generator))
         for _ in range(2)
     )
-    return backward._replace(out=forward.out, lse=forward.lse, largest=forward.largest)
+    return backward._replace(
+        out=forward.out, lse=forward.lse, largest=forward.largest, rest=forward.rest
+    )
 
 
 def scale_of(plan: Plan) -> float:

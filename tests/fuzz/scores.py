@@ -260,6 +260,21 @@ FUNCTIONS: dict[str, Entry] = {
         )
     ),
     "head_scale": Entry(lambda c: lambda s, b, h, q, k: s * (h + 1) / 4 - b),
+    "number_for_rows": Entry(
+        lambda c: lambda s, b, h, q, k: torch.where((q % 7 != 3) & (k <= q + 40), s, -1e9)
+    ),
+    "lowest": Entry(
+        lambda c: lambda s, b, h, q, k: s.masked_fill(
+            (q % 5 == 2) | (k % 4 == 1), torch.finfo(torch.float32).min
+        )
+    ),
+    "added_lowest": Entry(
+        lambda c: lambda s, b, h, q, k: s + c.lowest[b, q] + c.low[k],
+        lambda s, r: {
+            "lowest": -3.3e38 * r.flags(s.batch, s.q_len).float(),
+            "low": -1e9 * r.flags(s.kv_len).float(),
+        },
+    ),
     "hidden": Entry(lambda c: lambda s, b, h, q, k: s.masked_fill(q + 40 < k, -math.inf)),
     "branch": Entry(lambda c: lambda s, b, h, q, k: torch.where(q >= k, s + 0.7, s * 0.5)),
     "flag": Entry(lambda c: lambda s, b, h, q, k: s + (q >= k).to(s.dtype)),
@@ -299,4 +314,6 @@ IGNORING: dict[str, Entry] = {
 OLDER = BIASES | FUNCTIONS | IGNORING
 SCORES = OLDER | made.SCORES | users.SCORES
 # They come last: others would make NaN of an infinity, or overflow.
-HIDING = frozenset({"hidden", "attended_keys", "added_mask"})
+HIDING = frozenset({
+    "hidden", "attended_keys", "added_mask", "number_for_rows", "lowest", "added_lowest",
+})  # fmt: skip

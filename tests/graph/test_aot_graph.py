@@ -76,10 +76,10 @@ flexhop_attention(
     mask_mod=flexhop_mask0,
     blocks=(int32[1, 1, 2], int32[1, 1, 2, 2], int32[1, 1, 2], int32[1, 1, 2, 2], int32[1, 1, 2], int32[1, 1, 2, 2], int32[1, 1, 2], int32[1, 1, 2, 2]),
     scale=0.25,
-    options={'flexhop': '...', 'q_block_size': 32, 'kv_block_size': 32, 'has_full_blocks': True, 'has_q_blocks': True},
+    options={'flexhop': '...', 'wide_lse': True, 'q_block_size': 32, 'kv_block_size': 32, 'has_full_blocks': True, 'has_q_blocks': True},
     score_captures=(float32[2, 127]),
     mask_captures=(),
-) -> (float32[1, 2, 64, 16], float32[1, 2, 64], float32[0])
+) -> (float32[1, 2, 64, 16], float64[1, 2, 64], float32[0])
 
 def flexhop_score0(score, b, h, q_idx, kv_idx, capture_0):
     sub = aten.sub.Tensor(q_idx, kv_idx)
@@ -101,7 +101,7 @@ flexhop_attention_backward(
     key=float32[1, 2, 64, 16],
     value=float32[1, 2, 64, 16],
     out=float32[1, 2, 64, 16],
-    lse=float32[1, 2, 64],
+    lse=float64[1, 2, 64],
     grad_out=float32[1, 2, 64, 16],
     grad_lse=None,
     score_mod=flexhop_score1,
@@ -109,7 +109,7 @@ flexhop_attention_backward(
     mask_mod=flexhop_mask1,
     blocks=(int32[1, 1, 2], int32[1, 1, 2, 2], int32[1, 1, 2], int32[1, 1, 2, 2], int32[1, 1, 2], int32[1, 1, 2, 2], int32[1, 1, 2], int32[1, 1, 2, 2]),
     scale=0.25,
-    options={'flexhop': '...', 'q_block_size': 32, 'kv_block_size': 32, 'has_full_blocks': True, 'has_q_blocks': True},
+    options={'flexhop': '...', 'wide_lse': True, 'q_block_size': 32, 'kv_block_size': 32, 'has_full_blocks': True, 'has_q_blocks': True},
     score_captures=(float32[2, 127]),
     mask_captures=(),
     sites=(0, 2),
@@ -195,7 +195,7 @@ flexhop_attention_backward(
     key=float32[1, 2, 64, 16],
     value=float32[1, 2, 64, 16],
     out=float32[1, 2, 64, 16],
-    lse=float32[1, 2, 64],
+    lse=float64[1, 2, 64],
     grad_out=float32[1, 2, 64, 16],
     grad_lse=None,
     score_mod=flexhop_score1,
@@ -203,7 +203,7 @@ flexhop_attention_backward(
     mask_mod=flexhop_mask1,
     blocks=(),
     scale=0.25,
-    options={'flexhop': '...'},
+    options={'flexhop': '...', 'wide_lse': True},
     score_captures=(float32[2]),
     mask_captures=(),
     sites=(0, 1),

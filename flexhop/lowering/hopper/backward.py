@@ -107,7 +107,7 @@ class HopperBackwardConstants(SharedConstants):
     HAS_ADDERS: bool
     HAS_SCORE_GRAD: bool
     STASH_SCORES: bool
-    HAS_LARGE_SCORES: bool
+    LARGE_SCORES: str
 
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
@@ -310,7 +310,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         HAS_ADDERS=_has_adders(problem, tile),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         STASH_SCORES=_stashes_scores(problem, tile),
-        HAS_LARGE_SCORES=problem.has_large_lse,
+        LARGE_SCORES=repr(problem.large_lse),
     )  # fmt: skip
 
 

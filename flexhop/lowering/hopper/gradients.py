@@ -45,7 +45,7 @@ class Operands(NamedTuple):
     query: Any
     key: Any
     value: Any
-    lse: Any  # in base 2, [B, Hq, rows]: M rounded up
+    lse: Any  # see Prepared; [B, Hq, rows]: M rounded up
     delta: Any
     grad_out: Any
     grad_query: Any  # fp32 accumulator
@@ -53,8 +53,9 @@ class Operands(NamedTuple):
     counter: Any  # of tiles handed out; if sums have an order, then whose turn each tile is
     order: Any  # order of additions to grad_query; query if there is none
     words: Any  # stored bits; counter if there are none
-    wide_lse: Any  # as forward stored it; lse if fp32 is enough
-    largest_lse: Any  # its largest magnitude, [1]; lse likewise
+    lse_first: Any  # the parts of an lse that may be large, as lse; lse itself if it may not
+    lse_rest: Any
+    largest_lse: Any  # its largest magnitude, [1]
     lists: Sequence[Any]
 
     def inputs(self) -> list[Any]:
@@ -147,7 +148,8 @@ class _Gradients:
             lists = block_inputs(args._replace(blocks=blocks), "q", found["lse"], args.query)
             lse = found["lse"]
             absent = {
-                "order": args.query, "words": found["counter"], "wide_lse": lse, "largest_lse": lse,
+                "order": args.query, "words": found["counter"],
+                "lse_first": lse, "lse_rest": lse, "largest_lse": lse,
             }  # fmt: skip
             operands = Operands(args.query, key, args.value, **{**absent, **found}, lists=lists)
             constants = backward.constants(call.problem, backward.table_tile(call.problem))
@@ -171,8 +173,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     if not gluon.suits_bulk_copies(grad_out):
         grad_out = inductor.contiguous(grad_out)
     device = inductor.device_of(query)
-    lse, delta, counter, grad_query, largest = prepare(call.problem, args)
-    wide = lse if largest is None else inductor.contiguous(args.lse)
+    lse, delta, counter, grad_query, large = prepare(call.problem, args)
     layout = output_like(value, 2).layout
     grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
     lists, order = block_inputs(args, "q", lse, query), query
@@ -182,7 +183,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     words = emit_mask_bits(call, (query, key), lists, stored, by_key=True) or counter
     return Operands(
         query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, words,
-        wide, lse if largest is None else largest, lists,
+        *(large or (lse, lse, lse)), lists,
     )  # fmt: skip
 
 
@@ -203,9 +204,8 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
         "grad_value": _like(args.value),
         "counter": inductor.contiguous_layout(device, torch.int32, sizes.statistic),
     }
-    if call.problem.has_large_lse:
-        rows = query.get_size()[:3]
-        predicted["wide_lse"] = inductor.contiguous_layout(device, torch.float64, rows)
+    if call.problem.large_lse != "no":
+        predicted |= {"lse_first": statistic, "lse_rest": statistic}
         predicted["largest_lse"] = inductor.contiguous_layout(device, torch.float32, [1])
     order = _order_size(call.problem, query, args.key)
     if order is not None:

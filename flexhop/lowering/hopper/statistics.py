@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexhop.compat.graphs import inline
 from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import gluon, inductor
 from flexhop.lowering.hopper import backward
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
+from flexhop.ops.args import BackwardArgs
+from flexhop.ops.wide_lse import parts_of
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -24,19 +27,31 @@ INF = float("inf")
 _MOST_ROWS = 128
 
 
+class Large(NamedTuple):
+    """An lse that may be so large that fp32 is not enough.
+
+    first, rest: its parts; the rest in base 2, and +inf where lse is. largest: its largest
+    magnitude, [1].
+    """
+
+    first: Any
+    rest: Any
+    largest: Any
+
+
 class Prepared(NamedTuple):
     """Tensors computed and cleared before the kernel.
 
-    lse: in base 2. counter: zeros, of which the kernel uses the first ones. grad_query: zeros in
-    fp32, perhaps with more rows than there are queries. largest_lse: the largest magnitude of lse,
-    [1], if it may be large.
+    lse: in base 2, or the first of its parts if scores may grow large. counter: zeros, of which
+    the kernel uses the first ones. grad_query: zeros in fp32, perhaps with more rows than there
+    are queries. large: the parts of an lse that may be large.
     """
 
     lse: Any
     delta: Any
     counter: Any
     grad_query: Any
-    largest_lse: Any
+    large: Large | None
 
 
 class Sizes(NamedTuple):
@@ -78,14 +93,15 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     sizes = prepared_sizes(problem, query)
     missing = gluon.fill_up(length, rows)
     weighted = product(args.out, args.grad_out)
-    lse, grad_lse = args.lse, args.grad_lse
-    if problem.is_lse_wide:
-        lse = call(convert, lse, torch.float32)
-    largest = _largest(lse) if problem.has_large_lse else None
+    lse, grad_lse = call(convert, args.lse, torch.float32), args.grad_lse
+    is_large = problem.large_lse != "no"
+    rest, largest = (_rest(args), _largest(lse)) if is_large else (None, None)
     # Padded before the sum, so that one reduction gives statistics and padding.
     if not inductor.is_multiple(length, rows):
         weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
         lse = call(aten.constant_pad_nd.default, lse, [0, missing], -INF)
+        if rest is not None:
+            rest = call(aten.constant_pad_nd.default, rest, [0, missing], 0.0)
         if grad_lse is not None:
             grad_lse = call(aten.constant_pad_nd.default, grad_lse, [0, missing], 0.0)
     delta = call(aten.sum.dim_IntList, weighted, [-1])
@@ -96,8 +112,32 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     grad_query = _zeros(sizes.grad_query, torch.float32, query)
     if _clears_rows(problem):
         grad_query = beside(grad_query, weighted)
-    made = (beside(_to_base_2(lse), delta), delta, beside(counter, delta), grad_query)
-    return Prepared(*map(inductor.contiguous, made), largest)
+    is_empty = call(aten.eq.Scalar, lse, -INF)
+    shift, large = _to_base_2(lse, is_empty), None
+    if rest is not None:
+        first, rest = call(aten.where.self, is_empty, 0.0, lse), _to_base_2(rest, is_empty)
+        if problem.large_lse == "growth":
+            shift = first
+        parts = (inductor.contiguous(beside(part, delta)) for part in (first, rest))
+        large = Large(*parts, largest)
+    made = (beside(shift, delta), delta, beside(counter, delta), grad_query)
+    return Prepared(*map(inductor.contiguous, made), large)
+
+
+def _zeros(size: Sequence[Any], dtype: torch.dtype, query: Any) -> Any:
+    device = inductor.device_of(query)
+    return inductor.call_lowering(aten.full.default, list(size), 0, dtype=dtype, device=device)
+
+
+def _to_base_2(lse: Any, is_empty: Any) -> Any:
+    call = inductor.call_lowering
+    return call(aten.where.self, is_empty, INF, call(aten.mul.Tensor, lse, kernels.LOG2_E))
+
+
+def _rest(args: Any) -> Any:
+    """What fp32 leaves of a wide lse."""
+    fake = BackwardArgs(*inline.fake_operands()).lse
+    return inline.lower_formula(lambda lse: [parts_of(lse).rest], [fake], [args.lse])[0]
 
 
 def _largest(lse: Any) -> Any:
@@ -107,17 +147,6 @@ def _largest(lse: Any) -> Any:
     finite = call(aten.where.self, call(aten.lt.Scalar, size, INF), size, 0.0)
     largest = call(aten.amax.default, call(aten.view.default, finite, [-1]), [0], True)
     return inductor.contiguous(largest)
-
-
-def _zeros(size: Sequence[Any], dtype: torch.dtype, query: Any) -> Any:
-    device = inductor.device_of(query)
-    return inductor.call_lowering(aten.full.default, list(size), 0, dtype=dtype, device=device)
-
-
-def _to_base_2(lse: Any) -> Any:
-    call = inductor.call_lowering
-    scaled = call(aten.mul.Tensor, lse, kernels.LOG2_E)
-    return call(aten.where.self, call(aten.eq.Scalar, lse, -INF), INF, scaled)
 
 
 def drop_padding(grad_query: Any, length: Any) -> Any:

@@ -1,11 +1,10 @@
-"""Tiles for float32 operands, most on sm_90: data, measured on an H200 where noted."""
+"""Tiles for float32 operands on sm_90: data, measured on an H200 where noted."""
 
 from __future__ import annotations
 
 import torch
 
 from flexhop.lowering.portable.rules import Rule, Tiles, is_sm90
-from flexhop.lowering.portable.shared import is_exact
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 
@@ -83,13 +82,5 @@ FLOAT32: tuple[Rule, ...] = (
         "exact float32",
         _is_ieee,
         _gradients({128: Tile(32, 32, 8, 1)}, {128: Tile(32, 32, 8, 1)}),
-    ),
-    # Four warps had 3,800 to 4,100 accesses to local memory in a step, eight have 130 to 160 in
-    # one of half as many products. Chosen to spill little.
-    Rule(
-        "exact float32",
-        is_exact,
-        {"grad_key_value": {256: Tile(16, 16, 8, 1)}},
-        measured=False,
     ),
 )

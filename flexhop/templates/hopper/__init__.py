@@ -27,7 +27,7 @@ KERNELS = {
         "hopper/backward/step", "hopper/backward/wide", "hopper/backward/halves",
         "hopper/backward/score",
         "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
-        "hopper/backward/order", "hopper/weighing", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
+        "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),
 }  # fmt: skip
 # In portable Triton: kernels that run before one of those above.

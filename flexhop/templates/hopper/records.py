@@ -258,7 +258,7 @@ class BackwardResults(NamedTuple):
 class BackwardLists(NamedTuple):
     """Pointers to the block lists, to the order of additions, and to the mask's stored bits.
 
-    wide_lse, largest_lse: to lse in fp64, and to its largest magnitude.
+    lse_first, lse_rest, largest_lse: to the parts of an lse that may be large; see open_large.
     """
 
     counts: Any
@@ -267,7 +267,8 @@ class BackwardLists(NamedTuple):
     full: Any
     order: Any
     bits: Any
-    wide_lse: Any
+    lse_first: Any
+    lse_rest: Any
     largest_lse: Any
 
 

@@ -627,7 +627,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         # The kernels read and add whatever is captured.
         "row_bytes", "own_entries", "queries_meet",
         "longest_row",  # rows are counted in the costs, which pass mods with long ones over
-        "takes_products",
+        "takes_products", "large_scores", "is_lse_wide",
         "cache",  # such calls have an operator of their own, without gradients
         "value_is_key",
         "tangents",  # likewise: flexhop_attention_derivative

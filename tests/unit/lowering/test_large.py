@@ -1,0 +1,57 @@
+"""Which score_mods may return large scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexhop.compat.graphs.inline import decompose
+from flexhop.lowering.mods.analysed import SCORE, kernel_graph
+from flexhop.lowering.mods.large import large_scores
+from flexhop.lowering.mods.lines import key_line
+from flexhop.ops.graphs.subgraphs import trace_score
+
+QUERY = torch.zeros(1, 1, 8, 8)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def graph_of(mod: Callable[..., Any]) -> torch.fx.GraphModule:
+    return kernel_graph(decompose(trace_score(mod, QUERY, (torch.zeros(8),))), SCORE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mod"),
+    [
+        ("no", lambda s, b, h, q, k, t: s * 0.5 + 1),
+        ("no", lambda s, b, h, q, k, t: 20 * torch.tanh(s / 20)),
+        ("no", lambda s, b, h, q, k, t: s * s),
+        ("no", lambda s, b, h, q, k, t: F.silu(s)),
+        ("no", lambda s, b, h, q, k, t: F.gelu(s)),
+        ("no", lambda s, b, h, q, k, t: F.softplus(s)),
+        ("no", lambda s, b, h, q, k, t: torch.tanh(torch.exp(s))),
+        ("no", lambda s, b, h, q, k, t: torch.where(q >= k, s, -math.inf)),
+        ("no", lambda s, b, h, q, k, t: torch.where(q >= k, s, -1e4)),
+        ("no", lambda s, b, h, q, k, t: s + (k - q) * torch.exp2(-8.0 * (h + 1) / 16)),
+        ("offset", lambda s, b, h, q, k, t: torch.where(q >= k, s, -1e9)),
+        ("offset", lambda s, b, h, q, k, t: s.masked_fill(q < k, LOWEST)),
+        ("offset", lambda s, b, h, q, k, t: s + (q < k) * -1e9),
+        ("offset", lambda s, b, h, q, k, t: s + t[k]),
+        ("growth", lambda s, b, h, q, k, t: torch.sinh(s)),
+        ("growth", lambda s, b, h, q, k, t: torch.exp(s)),
+        ("growth", lambda s, b, h, q, k, t: s**3),
+        ("growth", lambda s, b, h, q, k, t: 1 / s + t[k]),
+    ],
+)
+def test_kind(kind: str, mod: Callable[..., Any]):
+    assert large_scores(graph_of(mod)) == kind
+
+
+def test_a_number_of_the_query_may_swallow_scores():
+    """A line of slope 0 was no line at all: it cancels, but not if scores are lost beside it."""
+    assert key_line(graph_of(lambda s, b, h, q, k, t: s + t[q])) is None
+    assert key_line(graph_of(lambda s, b, h, q, k, t: s + q * 0.1)) is not None
