@@ -238,9 +238,9 @@ class Problem:
         return self.query_heads // self.kv_heads
 
     @property
-    def large_lse(self) -> Large:
-        """Why lse, if it is wide, may be so large that fp32 is not enough."""
-        return self.mods.large_scores if self.is_lse_wide else "no"
+    def has_large_lse(self) -> bool:
+        """Whether lse is wide, and may be so large that fp32 is not enough."""
+        return self.is_lse_wide and self.mods.large_scores != "no"
 
     @property
     def is_wide(self) -> bool:

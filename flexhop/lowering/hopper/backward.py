@@ -39,7 +39,7 @@ _FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
 _COSTLY_MASK = 20  # likewise, of a mask_mod that does not become bits, at 64 columns
 # Kernels with up to 344 bytes were faster than the portable ones, those with 392 and more slower.
-_LOCAL_BYTES = 360
+_LOCAL_BYTES = 368
 # Barriers, the consumers' tile indices, and what all warps are given.
 _SLACK = 2048
 
@@ -107,7 +107,7 @@ class HopperBackwardConstants(SharedConstants):
     HAS_ADDERS: bool
     HAS_SCORE_GRAD: bool
     STASH_SCORES: bool
-    LARGE_SCORES: str
+    HAS_LARGE_SCORES: bool
 
 
 def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
@@ -275,6 +275,7 @@ def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
     scores = tile.num_ds * tile.block_m * tile.block_n
     sums = _CONSUMERS * _ROWS * (_sum_columns(columns, tile) + tile.rest_width // 2) * 4
     statistics = tile.block_m * (tile.num_slots + tile.num_do_slots) * 4
+    statistics += tile.block_m * tile.num_slots * 4 * problem.has_large_lse
     return (rows + scores) * problem.itemsize + sums + statistics + _SLACK
 
 
@@ -310,7 +311,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         HAS_ADDERS=_has_adders(problem, tile),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         STASH_SCORES=_stashes_scores(problem, tile),
-        LARGE_SCORES=repr(problem.large_lse),
+        HAS_LARGE_SCORES=problem.has_large_lse,
     )  # fmt: skip
 
 

@@ -53,9 +53,7 @@ class Operands(NamedTuple):
     counter: Any  # of tiles handed out; if sums have an order, then whose turn each tile is
     order: Any  # order of additions to grad_query; query if there is none
     words: Any  # stored bits; counter if there are none
-    lse_first: Any  # the parts of an lse that may be large, as lse; lse itself if it may not
-    lse_rest: Any
-    largest_lse: Any  # its largest magnitude, [1]
+    rest: Any  # what fp32 leaves of lse; lse itself if it cannot be large
     lists: Sequence[Any]
 
     def inputs(self) -> list[Any]:
@@ -149,7 +147,7 @@ class _Gradients:
             lse = found["lse"]
             absent = {
                 "order": args.query, "words": found["counter"],
-                "lse_first": lse, "lse_rest": lse, "largest_lse": lse,
+                "rest": lse,
             }  # fmt: skip
             operands = Operands(args.query, key, args.value, **{**absent, **found}, lists=lists)
             constants = backward.constants(call.problem, backward.table_tile(call.problem))
@@ -173,7 +171,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     if not gluon.suits_bulk_copies(grad_out):
         grad_out = inductor.contiguous(grad_out)
     device = inductor.device_of(query)
-    lse, delta, counter, grad_query, large = prepare(call.problem, args)
+    lse, rest, delta, counter, grad_query = prepare(call.problem, args)
     layout = output_like(value, 2).layout
     grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
     lists, order = block_inputs(args, "q", lse, query), query
@@ -183,7 +181,7 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     words = emit_mask_bits(call, (query, key), lists, stored, by_key=True) or counter
     return Operands(
         query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, words,
-        *(large or (lse, lse, lse)), lists,
+        rest, lists,
     )  # fmt: skip
 
 
@@ -204,9 +202,8 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
         "grad_value": _like(args.value),
         "counter": inductor.contiguous_layout(device, torch.int32, sizes.statistic),
     }
-    if call.problem.large_lse != "no":
-        predicted |= {"lse_first": statistic, "lse_rest": statistic}
-        predicted["largest_lse"] = inductor.contiguous_layout(device, torch.float32, [1])
+    if call.problem.has_large_lse:
+        predicted["rest"] = statistic
     order = _order_size(call.problem, query, args.key)
     if order is not None:
         predicted["order"] = inductor.contiguous_layout(device, torch.int32, order)

@@ -27,31 +27,19 @@ INF = float("inf")
 _MOST_ROWS = 128
 
 
-class Large(NamedTuple):
-    """An lse that may be so large that fp32 is not enough.
-
-    first, rest: its parts; the rest in base 2, and +inf where lse is. largest: its largest
-    magnitude, [1].
-    """
-
-    first: Any
-    rest: Any
-    largest: Any
-
-
 class Prepared(NamedTuple):
     """Tensors computed and cleared before the kernel.
 
-    lse: in base 2, or the first of its parts if scores may grow large. counter: zeros, of which
-    the kernel uses the first ones. grad_query: zeros in fp32, perhaps with more rows than there
-    are queries. large: the parts of an lse that may be large.
+    lse: in base 2, or in the unit of scores if these may be large. rest: in base 2, what fp32
+    leaves of it; lse itself if it cannot be large. counter: zeros, of which the kernel uses the
+    first ones. grad_query: zeros in fp32, perhaps with more rows than there are queries.
     """
 
     lse: Any
+    rest: Any
     delta: Any
     counter: Any
     grad_query: Any
-    large: Large | None
 
 
 class Sizes(NamedTuple):
@@ -94,8 +82,7 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     missing = gluon.fill_up(length, rows)
     weighted = product(args.out, args.grad_out)
     lse, grad_lse = call(convert, args.lse, torch.float32), args.grad_lse
-    is_large = problem.large_lse != "no"
-    rest, largest = (_rest(args), _largest(lse)) if is_large else (None, None)
+    rest = _rest(args) if problem.has_large_lse else None
     # Padded before the sum, so that one reduction gives statistics and padding.
     if not inductor.is_multiple(length, rows):
         weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
@@ -112,16 +99,12 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     grad_query = _zeros(sizes.grad_query, torch.float32, query)
     if _clears_rows(problem):
         grad_query = beside(grad_query, weighted)
-    is_empty = call(aten.eq.Scalar, lse, -INF)
-    shift, large = _to_base_2(lse, is_empty), None
+    factor = kernels.LOG2_E if rest is None else 1.0
+    lse = inductor.contiguous(beside(_shift(lse, factor), delta))
     if rest is not None:
-        first, rest = call(aten.where.self, is_empty, 0.0, lse), _to_base_2(rest, is_empty)
-        if problem.large_lse == "growth":
-            shift = first
-        parts = (inductor.contiguous(beside(part, delta)) for part in (first, rest))
-        large = Large(*parts, largest)
-    made = (beside(shift, delta), delta, beside(counter, delta), grad_query)
-    return Prepared(*map(inductor.contiguous, made), large)
+        rest = beside(call(aten.mul.Tensor, rest, kernels.LOG2_E), delta)
+    others = (lse if rest is None else rest, delta, beside(counter, delta), grad_query)
+    return Prepared(lse, *map(inductor.contiguous, others))
 
 
 def _zeros(size: Sequence[Any], dtype: torch.dtype, query: Any) -> Any:
@@ -129,24 +112,17 @@ def _zeros(size: Sequence[Any], dtype: torch.dtype, query: Any) -> Any:
     return inductor.call_lowering(aten.full.default, list(size), 0, dtype=dtype, device=device)
 
 
-def _to_base_2(lse: Any, is_empty: Any) -> Any:
+def _shift(lse: Any, factor: float) -> Any:
+    """lse times a factor; +inf for rows that saw nothing."""
     call = inductor.call_lowering
-    return call(aten.where.self, is_empty, INF, call(aten.mul.Tensor, lse, kernels.LOG2_E))
+    scaled = call(aten.mul.Tensor, lse, factor)
+    return call(aten.where.self, call(aten.eq.Scalar, lse, -INF), INF, scaled)
 
 
 def _rest(args: Any) -> Any:
     """What fp32 leaves of a wide lse."""
     fake = BackwardArgs(*inline.fake_operands()).lse
     return inline.lower_formula(lambda lse: [parts_of(lse).rest], [fake], [args.lse])[0]
-
-
-def _largest(lse: Any) -> Any:
-    """The largest magnitude of a finite lse, [1]."""
-    call = inductor.call_lowering
-    size = call(aten.abs.default, lse)
-    finite = call(aten.where.self, call(aten.lt.Scalar, size, INF), size, 0.0)
-    largest = call(aten.amax.default, call(aten.view.default, finite, [-1]), [0], True)
-    return inductor.contiguous(largest)
 
 
 def drop_padding(grad_query: Any, length: Any) -> Any:

@@ -206,11 +206,12 @@ class LatentShare(NamedTuple):
 
 
 class BackwardSources(NamedTuple):
-    """Tensor descriptors that the producer reads."""
+    """Tensor descriptors that the producer reads. rest: what fp32 leaves of lse."""
 
     q: Any
     do: Any
     lse: Any
+    rest: Any
     delta: Any
     k: Any
     v: Any
@@ -222,6 +223,7 @@ class BackwardMemory(NamedTuple):
     q: Any
     do: Any
     lse: Any
+    rest: Any
     delta: Any
     k: Any
     v: Any
@@ -256,10 +258,7 @@ class BackwardResults(NamedTuple):
 
 
 class BackwardLists(NamedTuple):
-    """Pointers to the block lists, to the order of additions, and to the mask's stored bits.
-
-    lse_first, lse_rest, largest_lse: to the parts of an lse that may be large; see open_large.
-    """
+    """Pointers to the block lists, to the order of additions, and to the mask's stored bits."""
 
     counts: Any
     partial: Any
@@ -267,9 +266,6 @@ class BackwardLists(NamedTuple):
     full: Any
     order: Any
     bits: Any
-    lse_first: Any
-    lse_rest: Any
-    largest_lse: Any
 
 
 class BackwardBlocks(NamedTuple):
@@ -286,14 +282,10 @@ class BackwardBlocks(NamedTuple):
 
 
 class BackwardWalk(NamedTuple):
-    """Values that are constant over all steps of a tile and a head.
-
-    mask: from open_mask. large: from open_large.
-    """
+    """Values that are constant over all steps of a tile and a head. mask: from open_mask."""
 
     blocks: Any
     mask: Any
-    large: Any
 
 
 class Order(NamedTuple):
