@@ -121,7 +121,7 @@ def combine_constants(
         OFFSET_DTYPE="tl.int64" if problem.large_output else "tl.int32",
         LN_2=_ln_2(problem, exponents),
         EXP_SCALE=exponents["EXP_SCALE"],
-        WEIGHING=exponents["WEIGHING"],
+        WEIGHING=repr(exponents["WEIGHING"]),
     )
 
 
