@@ -284,7 +284,7 @@ def attend(
     is_mask = block_mask is None or _has_view(block_mask) or _is_mask(block_mask)
     wrong_mask = None if is_mask else type(block_mask).__name__
     blocks, mask_mod, facts = mask_operands(block_mask if is_mask else None)
-    is_wide = wide_lse.is_wanted(score_mod)
+    is_wide = cache is None and wide_lse.is_wanted(score_mod)  # caches have no gradients
     score_mod = noop_score if score_mod is None else score_mod
     two_requests = return_lse and return_aux is not None
     if mistake is None and sinks is not None:

@@ -57,9 +57,7 @@ def _emit(
         for one in (key, value)
     )
     written = inductor.realize([grad_key, grad_value, *joint.sums.values()])
-    saved = [inductor.contiguous(args.lse)]
-    if args.grad_lse is not None:
-        saved.append(inductor.contiguous(args.grad_lse))
+    saved = [inductor.contiguous(one) for one in (args.lse, args.grad_lse) if one is not None]
     seed = lower_seed(args)
     optional = [*seed, *([] if states is None else [states])]
     inputs = [

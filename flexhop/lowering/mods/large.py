@@ -22,7 +22,8 @@ _BY_RANK: tuple[Large, ...] = ("growth", "offset")
 
 # Scores before score_mod that count as ordinary: a choice by their sign is then known.
 _SCORES = ((-64.0, 0.0), (0.0, 64.0))
-_POSITION = 2**16  # positions that do
+# Sizes that do: farther keys are pushed down by more, but they are not the largest of their row.
+_SIZES = {"b": 64, "h": 64, "q": 2**14, "k": 2**14}
 _LARGE = 2.0**17  # of 24 bits, 7 are left behind the point
 
 
@@ -45,7 +46,7 @@ def large_scores(graph: fx.GraphModule) -> Large:
 def _large_between(found: Analysis, ends: tuple[float, float]) -> Large:
     """The same, for scores between two numbers."""
     mod = found.mod
-    inputs = plain_inputs(mod, dict.fromkeys(("b", "h", "q", "k"), _POSITION))
+    inputs = plain_inputs(mod, _SIZES)
     inputs["score"] = Interval(*ends, torch.float32, False, ends)
     values = evaluate(mod, inputs)
     if not (isinstance(mod.result, fx.Node) and _is_large(values[mod.result])):

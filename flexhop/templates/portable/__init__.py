@@ -14,7 +14,7 @@ _BY_KEY = ("portable/query_blocks", *BLOCKS)
 _ATTEND = ("portable/attend", "portable/keys", "portable/products", *_BY_QUERY)
 _BENT = ("mods/mod_push", "mods/mod_bend")
 _CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
-_GRAD = ("portable/grad_tile", "portable/products")
+_GRAD = ("portable/grad_tile", "portable/lse", "portable/products")
 _PIECES = ("portable/wide/pieces",)
 _WIDE_ATTEND = ("portable/wide/attend", "portable/wide/sums", *_PIECES)
 KERNELS = {
@@ -29,10 +29,10 @@ KERNELS = {
     "head_lists": ("portable/head_lists", *LISTS),
     "decode_combine": ("portable/decode_combine", "portable/weights"),
     "jvp_grad_query": (
-        "portable/jvp_grad_query", "portable/push_grad_tile", *_BY_QUERY, *_BENT,
+        "portable/jvp_grad_query", "portable/push_grad_tile", "portable/lse", *_BY_QUERY, *_BENT,
     ),
     "jvp_grad_key_value": (
-        "portable/jvp_grad_key_value", "portable/push_grad_tile", *_BY_KEY, *_BENT,
+        "portable/jvp_grad_key_value", "portable/push_grad_tile", "portable/lse", *_BY_KEY, *_BENT,
     ),
     "grad_query": ("portable/grad_query", *_GRAD, *_BY_QUERY, "mods/mod_grads"),
     "grad_key_value": (

@@ -54,4 +54,6 @@ def test_kind(kind: str, mod: Callable[..., Any]):
 def test_a_number_of_the_query_may_swallow_scores():
     """A line of slope 0 was no line at all: it cancels, but not if scores are lost beside it."""
     assert key_line(graph_of(lambda s, b, h, q, k, t: s + t[q])) is None
+    steps = graph_of(lambda s, b, h, q, k, t: s + torch.where(q // 16 == k // 16, t[h], 0.0))
+    assert key_line(steps) is None
     assert key_line(graph_of(lambda s, b, h, q, k, t: s + q * 0.1)) is not None

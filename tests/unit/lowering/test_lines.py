@@ -41,7 +41,7 @@ LINES = {
     "by_batch": lambda s, b, h, q, k: s + TABLE[b] * k - TABLE[h] * (q - k),
     "computed": lambda s, b, h, q, k: s + torch.exp2(-((h + 1) * 8.0 / 16)) * (k - q),
     "bias_beside_it": lambda s, b, h, q, k: (s + torch.sin(q.float())) + 0.5 * k - TABLE[h],
-    "level": lambda s, b, h, q, k: s + TABLE[h],
+    "level": lambda s, b, h, q, k: s + 0.25 * h,
     "on_both_sides": lambda s, b, h, q, k: s + TABLE[h] * k - 0.25 * k,
 }
 
@@ -112,7 +112,7 @@ BENDS = {
     "step": lambda s, b, h, q, k: torch.where(q - k < 12, s, s - 4.0),
     "step_beside_a_slope": lambda s, b, h, q, k: s + (q - k >= 12) * TABLE[h] - 0.25 * k,
     "step_of_a_slope": lambda s, b, h, q, k: s + (k > 20).float() * TABLE[h] * k,
-    "same_tile": lambda s, b, h, q, k: s + torch.where(q // 16 == k // 16, TABLE[h], 0.0),
+    "same_tile": lambda s, b, h, q, k: s + torch.where(q // 16 == k // 16, 0.5 * h, 0.0),
     "other_tile": lambda s, b, h, q, k: s + torch.where(q // 16 != k // 16, -1.0 * k, 0.5 * k),
     "both": lambda s, b, h, q, k: torch.where((k < 20) | ~(q < k + 7), s, s - k * 0.5),
     "nested": lambda s, b, h, q, k: s + torch.where(
