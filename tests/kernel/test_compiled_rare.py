@@ -93,6 +93,27 @@ def test_a_score_of_keys_alone_with_dropout():
     assert compiled(generate_code(call, *operands(1, 2, 70, 32))) == 1
 
 
+def test_a_score_that_is_a_number_under_a_mask_that_reads_by_distance():
+    """Weights have the layout of an operand, which a branch around the mask could not give."""
+    near = torch.arange(-299, 300) % 5 > 0
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return near[q_idx - kv_idx + 299] & ((h % 2 == 0) | (kv_idx % 3 == 0))
+
+    mask = flexhop.create_block_mask(mask_mod, None, 14, 1, 200, "cpu")
+
+    def call(query, key, value):
+        return flexhop.flex_attention(
+            query, key, value, lambda s, b, h, q, k: torch.zeros_like(s), mask, scale=1.0,
+            enable_gqa=True, dropout_p=0.5, dropout_seed=torch.zeros(2, dtype=torch.int64),
+            kernel_options=flexhop.KernelOptions(short_queries="forward"),
+        )  # fmt: skip
+
+    query = torch.zeros(2, 14, 1, 48, dtype=torch.bfloat16)
+    key, value = (torch.zeros(2, 2, 200, 48, dtype=torch.bfloat16) for _ in range(2))
+    assert compiled(generate_code(call, query, key, value)) >= 1
+
+
 def test_a_captured_size_that_is_known_by_now():
     """A difference of two lengths that are one and the same is a number, not a symbol."""
 

@@ -169,6 +169,10 @@ def has_mask_loop(kernel: Kernel, problem: Problem) -> bool:
         # Products by multiply-adds give the branch the layout of an operand, which spills: a step
         # with a mask of words at 64 columns has 4,405 instructions on sm_90, 1,443 in a loop.
         return kernel == "forward" and is_exact(problem) and mods.mask_pair_bytes > 0
+    if kernel == "forward" and mods.has_score_mod and not mods.reads_score:
+        # Weights are made in the layout of an operand, as nothing comes before them. The branch
+        # would have to convert to it what a mask reads, which Triton cannot compile.
+        return True
     is_copied = rows in ("keys", "short keys")
     if kernel == "forward":
         is_copied = rows in ("keys", "queries") or (is_copied and not _has_wide_heads(problem))
