@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from flexhop.analysis import Analysis, Interval, copied, evaluate, plain_inputs
 from flexhop.lowering.mods.analysed import SCORE, analyse_kernel, per_graph
 from flexhop.lowering.problem import Large
 
-_BY_RANK: tuple[Large, ...] = ("growth", "offset")
 
 # Scores before score_mod that count as ordinary: a choice by their sign is then known.
 _SCORES = ((-64.0, 0.0), (0.0, 64.0))
@@ -31,8 +31,8 @@ _LARGE = 2.0**17  # of 24 bits, 7 are left behind the point
 def large_scores(graph: fx.GraphModule) -> Large:
     """Whether a score_mod may return scores that are large though its argument is not.
 
-    Numbers of captured tensors may be large. A score of -inf has a
-    weight of 0 in any case, so it does not count.
+    Numbers of captured tensors may be large. A score of -inf has a weight of 0 in any case, so it
+    does not count.
 
     Args:
         graph: a score_mod in the form that kernels compute.
@@ -40,7 +40,7 @@ def large_scores(graph: fx.GraphModule) -> Large:
     finite = _without_infinity(graph)
     found = analyse_kernel(finite, SCORE)
     kinds = {_large_between(found, ends) for ends in _SCORES}
-    return next((kind for kind in _BY_RANK if kind in kinds), "no")
+    return "growth" if "growth" in kinds else "offset" if "offset" in kinds else "no"
 
 
 def _large_between(found: Analysis, ends: tuple[float, float]) -> Large:
@@ -63,7 +63,7 @@ def _without_infinity(graph: fx.GraphModule) -> fx.GraphModule:
     """The graph with 0 in place of -inf."""
     module, _ = copied(graph)
     for node in module.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, _finite)
+        node.args = map_aggregate(node.args, _finite)
     module.recompile()
     return module
 
