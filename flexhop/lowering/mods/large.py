@@ -19,7 +19,6 @@ from flexhop.analysis import Analysis, Interval, copied, evaluate, plain_inputs
 from flexhop.lowering.mods.analysed import SCORE, analyse_kernel, per_graph
 from flexhop.lowering.problem import Large
 
-
 # Scores before score_mod that count as ordinary: a choice by their sign is then known.
 _SCORES = ((-64.0, 0.0), (0.0, 64.0))
 # Sizes that do: farther keys are pushed down by more, but they are not the largest of their row.
