@@ -343,13 +343,12 @@ def grad_rows(
     rows = _score_rows(args, grids, chunk)
     dtype = rows.raw.dtype
     grad_out = chunk.pick(args.grad_out).to(dtype)
-    # From the saved lse, as in the kernels: the softmax is not computed again.
-    lse = _finite(chunk.pick(args.lse))[..., None]
-    if wide_lse.OPTION in args.options:
-        lse, rest = wide_lse.parts_of(lse)
+    if dtype == torch.float64:  # in which lse cannot be wide
+        weights, total, _ = softmax_rows(rows.modified)
+        weights = weights / total[..., None]
+    else:  # from the saved lse, as in the kernels
+        lse, rest = wide_lse.parts_of(_finite(chunk.pick(args.lse))[..., None])
         weights = torch.exp(rows.modified - lse - rest)
-    else:
-        weights = torch.exp(rows.modified - lse)
     delta = (grad_out * chunk.pick(args.out).to(dtype)).sum(-1)
     if args.grad_lse is not None:
         delta = delta - chunk.pick(args.grad_lse).to(dtype)
