@@ -89,7 +89,7 @@ def _lower_forward(
 
     def formula(args: Any, rows: int | None) -> Tensors:
         dtype = accumulate_dtype(args.query.dtype)
-        lse = torch.float64 if args.options.get(wide_lse.OPTION) else dtype
+        lse = wide_lse.dtype_of(args.options, dtype)
         results = (((args.value.size(3),), args.query.dtype), ((), lse), ((), dtype))
         work = Rowwise(step, results[: 2 + returns_max])
         ordered, lengths = in_order(args)

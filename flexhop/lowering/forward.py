@@ -15,15 +15,10 @@ from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.caps import foldable_scale, has_caps
 from flexhop.lowering.mods.lower import ModBuffers, lower_mods, read_joint
-from flexhop.lowering.operands import (
-    lse_dtype,
-    read_problem,
-    seed_input,
-    show_problem,
-    user_options,
-)
+from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.lowering.portable import splits
 from flexhop.lowering.problem import Problem
+from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.options import KernelOptions
 
@@ -92,7 +87,8 @@ def _make_output(args: AttentionArgs | CachedArgs, problem: Problem) -> Output:
     layout = inductor.fixed_layout(
         device, query.get_dtype(), size, inductor.as_expressions(out_meta.stride())
     )
-    written = [inductor.empty(size[:3], None, lse_dtype(args.options), device)]
+    lse_dtype = wide_lse.dtype_of(args.options, torch.float32)
+    written = [inductor.empty(size[:3], None, lse_dtype, device)]
     if problem.returns_max:
         max_size = inductor.as_expressions(max_meta.shape)
         written.append(inductor.empty(max_size, None, torch.float32, device))

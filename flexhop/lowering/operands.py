@@ -254,11 +254,6 @@ def block_inputs(
     return inductor.realize(lists)
 
 
-def lse_dtype(options: dict[str, Any]) -> torch.dtype:
-    """The dtype of lse; options: the operator's."""
-    return torch.float64 if options.get(wide_lse.OPTION) else torch.float32
-
-
 def seed_input(args: AttentionArgs | BackwardArgs) -> list[Any]:
     """The seed of dropout, if there is one."""
     return [inductor.alone(seed) for seed in args.dropout_seed]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flexhop.compat.compilation import forms_of, once
@@ -33,7 +32,7 @@ def fake_results(args: AttentionArgs | CachedArgs) -> Results:
     batch, heads, length, _ = args.query.shape
     out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
     dtype = accumulate_dtype(args.query.dtype)
-    wide = torch.float64 if args.options.get(wide_lse.OPTION) else dtype
+    wide = wide_lse.dtype_of(args.options, dtype)
     lse = args.query.new_empty((batch, heads, length), dtype=wide)
     size = (batch, heads, length) if args.options.get("return_max") else 0
     max_scores = args.query.new_empty(size, dtype=dtype)

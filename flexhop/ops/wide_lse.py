@@ -9,6 +9,7 @@ number next to it plus the rest in a unit so small that the sum still rounds to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,15 @@ def is_wanted(score_mod: Any) -> bool:
     return score_mod is not None and torch.is_grad_enabled()
 
 
+def dtype_of(options: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse; options: the operator's, dtype: of sums."""
+    return torch.float64 if options.get(OPTION) else dtype
+
+
 def joined(shift: Tensor, log: Tensor) -> Tensor:
     """Shift + log as one wide number; both fp32."""
     first = shift + log
     rest = (shift.double() - first.double()) + log.double()
-    rest = torch.where(first.isfinite(), rest, 0.0)
     return torch.where(first.isfinite(), first.double() + rest * _unit(first), first.double())
 
 

@@ -24,7 +24,8 @@ from flexhop.lowering.cpu.operands import (
     states_of,
     strided,
 )
-from flexhop.lowering.operands import index_sizes, lse_dtype
+from flexhop.lowering.operands import index_sizes
+from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
 from flexhop.ops.cached_eager import ordered_args
 from flexhop.templates import header
@@ -73,7 +74,7 @@ def _emit(args: AttentionArgs, mods: Mods, states: Any, lengths: Any) -> tuple[A
     out_meta, _, max_meta = inductor.output_meta()
     size = [*query.get_size()[:3], value.get_size()[3]]
     layout, strides = layout_of(query, size, out_meta)
-    lse = inductor.empty(size[:3], None, lse_dtype(args.options), device)
+    lse = inductor.empty(size[:3], None, wide_lse.dtype_of(args.options, dtype), device)
     largest = inductor.empty(inductor.as_expressions(max_meta.shape), None, dtype, device)
     returns_max = bool(args.options.get("return_max"))
     written = inductor.realize([lse, largest][: 1 + returns_max])
