@@ -108,8 +108,11 @@ def _with_more(r: random.Random, plan: Plan, newer: Any) -> Plan:
     learned = tuple(n for s in more for n in newer.SCORES[s].learned if r.random() < 0.6)
     hiding = [name for name in plan.scores if name in HIDING]
     others = [name for name in plan.scores if name not in HIDING]
+    # Autograd may keep the results of others, so that nobody may write to them.
+    first = [name for name in more if name in made.IN_PLACE]
+    others += [name for name in more if name not in first]
     return dataclasses.replace(
-        plan, masks=(*plan.masks, *more_masks), scores=(*others, *more, *hiding),
+        plan, masks=(*plan.masks, *more_masks), scores=(*first, *others, *hiding),
         learned=(*plan.learned, *learned), by_batch=plan.by_batch or "ends_of_batch" in more_masks,
         by_head=plan.by_head or bool(users.BY_HEAD & {*more_masks}),
     )  # fmt: skip

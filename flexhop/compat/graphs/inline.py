@@ -17,6 +17,7 @@ from torch._inductor.lowering import process_subgraph_nodes
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexhop.compat.kernels.inductor import empty
 from flexhop.compat.operators import hop
@@ -153,7 +154,12 @@ def trace_fresh(function: Callable[..., Any], likes: Sequence[Any]) -> Any:
             else t
             for t in likes
         ]
-    graph = trace(function, fresh)
+
+    def written(*values: Any) -> Any:
+        with _DenseTangents():
+            return function(*values)
+
+    graph = trace(written, fresh)
     if _writes(graph):
         graph = trace(torch.func.functionalize(graph), fresh)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
@@ -161,6 +167,25 @@ def trace_fresh(function: Callable[..., Any], likes: Sequence[Any]) -> Any:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+class _DenseTangents(TorchDispatchMode):
+    """Memory for tangents that can be written to.
+
+    Forward mode within forward mode multiplies by tangents that are 0, and gives the result's
+    tangent the layout of the result, which is an expanded 0.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Intercept the allocation."""
+        if func is aten._new_zeros_with_same_feature_meta.default and not kwargs:
+            tangent, result = args
+            return aten.full.default(
+                list(result.shape), 0, dtype=tangent.dtype, device=tangent.device
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _writes(graph: torch.fx.GraphModule) -> bool:

@@ -173,12 +173,22 @@ class _Moving:
                 self.outer[node] = whole[node.args[1]]  # pyright: ignore[reportArgumentType, reportCallIssue]
                 return self.outer[node]
         args, kwargs = map_arg((node.args, node.kwargs), self._before)
-        value = self._create(node.op, node.target, args, kwargs)
-        example = _example(node)
-        if node in self.without_grad and isinstance(example, Tensor):
-            value = self._create("call_method", "detach", (value,), {})
-        self.outer[node] = value
-        return value
+        stops = self._no_grad() if node in self.without_grad else contextlib.nullcontext()
+        with stops:
+            self.outer[node] = self._create(node.op, node.target, args, kwargs)
+        return self.outer[node]
+
+    @contextlib.contextmanager
+    def _no_grad(self) -> Iterator[None]:
+        """Switch gradients off around nodes. `detach` would stop forward mode as well."""
+        before = torch.is_grad_enabled()
+        self._switch(False)
+        with torch.no_grad():
+            yield
+        self._switch(before)
+
+    def _switch(self, value: bool) -> None:
+        self.tx.output.create_node("call_function", torch._C._set_grad_enabled, (value,), {})
 
     def _create(self, op: str, target: Any, args: Any, kwargs: Any) -> Any:
         proxy = self.tx.output.create_proxy(op, target, args=args, kwargs=kwargs)

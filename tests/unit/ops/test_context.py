@@ -208,19 +208,30 @@ def test_every_derivative_refuses_a_function_with_its_own_backward(kernels, way)
             run(*inputs)
 
 
-def test_forward_mode_goes_through_no_grad_inside_a_mod():
-    """As PyTorch's does; also if the mod reads what needs a gradient."""
+@pytest.mark.parametrize("made", [False, True])
+def test_forward_mode_goes_through_no_grad_inside_a_mod(made):
+    """As PyTorch's does; also if the mod reads what needs a gradient.
+
+    made: what stands inside is computed before the call.
+    """
     table = torch.randn(4, dtype=torch.float64, requires_grad=True)
     query, key, value = (t.double() for t in operands())
 
-    def mod(score, b, h, q_idx, kv_idx):
-        with torch.no_grad():
-            factor = score.sin()
-        return score * factor + table[h]
+    def push(query, table):
+        def mod(score, b, h, q_idx, kv_idx):
+            with torch.no_grad():
+                factor = table.cumsum(0)[kv_idx % 4] if made else score.sin()
+            return score * factor + table[h]
 
-    def push(query):
-        attend = lambda query: flexhop.flex_attention(query, key, value, mod)  # noqa: E731
-        return torch.func.jvp(attend, (query,), (query.cos(),))[1]
+        return flexhop.flex_attention(query, key, value, mod)
 
-    found = torch.compile(push, backend="aot_eager", fullgraph=True)(query)
-    torch.testing.assert_close(found, push(query))
+    def pushed(*inputs):
+        return torch.func.jvp(push, inputs, tuple(t.cos() for t in inputs))[1]
+
+    def gradient(*inputs):
+        loss = lambda *x: push(*x).sin().sum()  # noqa: E731
+        return torch.func.grad(loss, (0, 1))(*inputs)
+
+    for run in (pushed, gradient):
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(query, table)
+        torch.testing.assert_close(found, run(query, table))
