@@ -26,7 +26,7 @@ _INSTRUCTIONS: dict[str, float] = {
     "gelu_backward": 25, "tanh_approx": 4, "scaled_tanh": 5,
     "expm1": 8, "log1p": 9, "softplus": 15, "log_sigmoid_forward": 16, "logaddexp": 20,
     "mish": 30, "atan": 13, "atan2": 21, "asin": 13, "acos": 16, "sinh": 11, "cosh": 4,
-    "asinh": 14, "acosh": 7, "atanh": 12, "hypot": 11, "erfinv": 40, "erfc": 8, "sin": 14,
+    "asinh": 14, "acosh": 7, "atanh": 12, "hypot": 11, "erfinv": 40, "erfc": 11, "sin": 14,
     "cos": 14, "tan": 16, "pow": 20, "lgamma": 130, "digamma": 130, "floor_divide": 20,
     "remainder": 20, "fmod": 20, "__mod__": 20, "__floordiv__": 20,
 }  # fmt: skip

@@ -36,8 +36,12 @@ _ERF = (1.62790823, 0.918375969, 0.148938268, -0.0297984611, 0.00299644331)
 # 1 / pi is rounded.
 _SIN = (-0.166665494, 0.00833122246, -0.000197178786, 2.46321565e-06)
 _COS = (-0.499999881, 0.0416662991, -0.00138853607, 2.46537911e-05, -2.47238546e-07)
-# Least error of erfc(x) = 2**(-x q(x)), relative up to 3, where it is 2**-15.
-_ERFC = (1.62776833, 0.919200477, 0.147460754, -0.028782415, 0.00276225941)
+# erfc(x) = 2**(-x q(x)), off by 2**-22, and up to 3, where it is 2**-15, by 2**-13 of itself. Beyond
+# 6, where it is 2**-55, q(6) serves: this polynomial falls there.
+_ERFC = (
+    1.62792528, 0.918167889, 0.149661809, -0.0307623595,
+    0.0034733035, -2.47669741e-05, -2.56164731e-05,
+)  # fmt: skip
 # log2(1 + f) = f q(f) for f from -1/4 to 1/2.
 _LOG2 = (
     1.44269526, -0.72135061, 0.480846852, -0.360338926,
@@ -97,11 +101,12 @@ _TANH = f"""
 """
 
 
-def _erfc_of_size(coefficients: tuple[float, ...]) -> str:
-    """erfc(|$1|) in `far`, and |$1| in `size`."""
+def _erfc_of_size(coefficients: tuple[float, ...], argument: str = "size") -> str:
+    """erfc(|$1|) in `far`, and |$1| in `size`; the polynomial is that of `argument`."""
     return f"""
     abs.f32 size, $1;
-    {steps("far", "size", coefficients)}
+    {"" if argument == "size" else f"min.NaN.f32 {argument}, size, {number(6.0)};"}
+    {steps("far", argument, coefficients)}
     mul.f32 far, far, size;
     neg.f32 far, far;
     ex2.approx.ftz.f32 far, far;
@@ -119,7 +124,7 @@ _ERF_TEXT = f"""
     selp.f32 $0, near, far, is_near;
 """
 _ERFC_TEXT = f"""
-    {_erfc_of_size(_ERFC)}
+    {_erfc_of_size(_ERFC, "other")}
     sub.f32 other, {number(2.0)}, far;
     setp.lt.f32 is_negative, $1, {number(0.0)};
     selp.f32 $0, other, far, is_negative;
