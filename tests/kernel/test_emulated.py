@@ -33,6 +33,10 @@ def alibi(c):
     return lambda s, b, h, q, k: s + c.slopes[h] * (k - q)
 
 
+def gelu(c):
+    return lambda s, b, h, q, k: torch.nn.functional.gelu(s)
+
+
 def by_distance(c):
     return lambda s, b, h, q, k: s * torch.sigmoid(s) + c.table[h, q - k + 200]
 
@@ -46,6 +50,13 @@ CASES = [
     Case("documents", mask=per_batch_documents, per_batch=True, dtype=torch.float16,
          captures=lambda s, r: {"ids": r.documents(4, s.batch, s.q_len)},
          shape=Shape(2, 1, 1, 150, 150, 128, 128), options=EXACT),
+    # Gradients in one loop, in which a mask is asked in some steps; or else has bits.
+    Case("heads", score=gelu, mask=lambda c: lambda b, h, q, k: (k < 128) | ((k + h) % 3 == 0),
+         per_head=True, dtype=torch.bfloat16, shape=Shape(1, 2, 1, 200, 300, 64, 64),
+         options=EXACT),
+    Case("batches", score=gelu, mask=per_batch_documents, per_batch=True, dtype=torch.bfloat16,
+         captures=lambda s, r: {"ids": r.documents(2, s.batch, s.q_len)},
+         shape=Shape(2, 1, 1, 300, 300, 128, 128), options=HOPPER),
     # Mods that read tables; a width that is no power of two; more keys than queries.
     Case("table", score=by_distance, mask=lambda c: lambda b, h, q, k: (q * 7 + k * 3) % 5 != 0,
          captures=lambda s, r: {"table": r.normal(s.heads, 450)}, dtype=torch.bfloat16,

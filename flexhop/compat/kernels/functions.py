@@ -36,8 +36,8 @@ _ERF = (1.62790823, 0.918375969, 0.148938268, -0.0297984611, 0.00299644331)
 # 1 / pi is rounded.
 _SIN = (-0.166665494, 0.00833122246, -0.000197178786, 2.46321565e-06)
 _COS = (-0.499999881, 0.0416662991, -0.00138853607, 2.46537911e-05, -2.47238546e-07)
-# erfc(x) = 2**(-x q(x)), off by 2**-22, and up to 3, where it is 2**-15, by 2**-13 of itself. Beyond
-# 6, where it is 2**-55, q(6) serves: this polynomial falls there.
+# erfc(x) = 2**(-x q(x)), off by 2**-22, and up to 3, where it is 2**-15, by 2**-13 of itself.
+# Beyond 6, where it is 2**-55, q(6) serves: this polynomial falls there.
 _ERFC = (
     1.62792528, 0.918167889, 0.149661809, -0.0307623595,
     0.0034733035, -2.47669741e-05, -2.56164731e-05,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
+from flexhop.lowering.hopper.loops import gradients_share_loop
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -104,6 +105,7 @@ class HopperBackwardConstants(SharedConstants):
     KV_HEADS: int
     HEADS_PER_SECTION: int
     IS_DETERMINISTIC: bool
+    ONE_LOOP: bool
     HAS_ADDERS: bool
     HAS_SCORE_GRAD: bool
     STASH_SCORES: bool
@@ -308,6 +310,7 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         KV_HEADS=problem.kv_heads,
         HEADS_PER_SECTION=_heads_per_section(problem),
         IS_DETERMINISTIC=problem.is_deterministic,
+        ONE_LOOP=gradients_share_loop(problem, bits.of_keys(problem)),
         HAS_ADDERS=_has_adders(problem, tile),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         STASH_SCORES=_stashes_scores(problem, tile),

@@ -1,9 +1,10 @@
-"""Whether all steps of a tile of the Hopper forward kernel share one loop.
+"""Whether all steps of a tile of a Hopper kernel share one loop.
 
-The first step, steps with a mask and steps without are three loops; or one loop, in which the
-mask and the product with the weights before stand in branches. One loop has two copies of a step
-instead of six, which compile in 60 to 80 % of the time. Which form runs faster depends on the
-call: docs/lab/first_call.md has the measurements.
+In the forward kernel, the first step, steps with a mask and steps without are three loops; or one
+loop, in which the mask and the product with the weights before stand in branches. One loop has two
+copies of a step instead of six, which compile in 60 to 80 % of the time. Which form runs faster
+depends on the call: docs/lab/first_call.md has the measurements, and docs/lab/hopper.md those of
+the backward kernel.
 """
 
 from __future__ import annotations
@@ -70,6 +71,29 @@ def _mixes(problem: Problem, stored: StoredBits) -> bool:
     return problem.mods.mask_cost > _FEWEST_OF_LONG_MASK
 
 
+def gradients_share_loop(problem: Problem, stored: StoredBits) -> bool:
+    """Whether steps with a mask and steps without share a loop of the backward kernel.
+
+    Multiprocessors share a cache of instructions. If they work on different loops at a time, as
+    under masks that differ by head, batch or document, long loops do not fit: `gelu` and every
+    third key of odd heads took 4.1 ms in two loops and 2.9 in one, without a mask 2.7.
+
+    Args:
+        problem: the call's problem.
+        stored: the bits that the kernel reads.
+    """
+    blocks, mods = problem.blocks, problem.mods
+    if blocks is None or not blocks.has_full or problem.has_spans or not mods.has_mask_mod:
+        return False
+    if mods.score_cost + problem.grad.grad_cost < _FEWEST_OF_GRADIENTS:
+        return False
+    if stored.blocks:
+        is_narrow = wider(problem) <= _LARGEST_WIDTH_WITH_BITS
+        return stored.holds_all and is_narrow and reads_ids(problem, stored)
+    # What a mask computes once per key, or reads, a branch computes and reads in each step.
+    return (blocks.per_head or blocks.per_batch) and not mods.mask_reads_per_element
+
+
 def is_table(mods: ModFacts) -> bool:
     """Whether score_mod reads a table by distance."""
     return mods.has_distances and mods.reads_per_element
@@ -81,6 +105,12 @@ def _long_score(mods: ModFacts) -> Iterator[str]:
         yield "score_mod reads captured tensors"
     elif mods.score_cost > (_MOST_OF_TABLES if is_table(mods) else _MOST):
         yield f"score_mod takes about {mods.score_cost:.0f} instructions per score"
+
+
+# Least instructions per score of a score_mod and its derivative together whose gradients gain from
+# one loop. A soft cap has 35 and gained up to a fifth; `silu` has 18 and gained nothing.
+_FEWEST_OF_GRADIENTS = 20.0
+_LARGEST_WIDTH_WITH_BITS = 128  # documents with `gelu` lost 5 % at 192 columns
 
 
 def _long_mask(problem: Problem, tile: HopperTile, stored: StoredBits) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Which calls of the Hopper forward kernel have one loop for all steps, and why not the others."""
+"""Which calls of the Hopper kernels have one loop for all steps, and why not the others."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from flexhop.lowering.hopper import forward
+from flexhop.lowering.hopper import backward, forward
 from flexhop.lowering.hopper.loops import separate_loops
 from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.mods.lower import read_mods
@@ -121,6 +121,31 @@ def test_three_loops_where_one_is_slower_or_spills(facts, why):
     width = facts.get("head_dim", 128)
     found = reasons(width, {name: value for name, value in facts.items() if name != "head_dim"})
     assert why in found
+
+
+LONG_GRAD = LONG | {"grad_cost": 16.0}
+BATCHES = {"blocks": MaskBlocks(128, 128, True, per_batch=True), "has_mask_mod": True}
+HEADS = BATCHES | {"blocks": MaskBlocks(128, 128, True, per_head=True)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_one"),
+    [
+        (HEADS, True),
+        (BATCHES, True),
+        (STORED, True),
+        (HEADS | {"grad_cost": 4.0}, False),
+        (HEADS | {"mask_reads_per_element": True}, False),
+        (CAUSAL, False),
+        (STORED | {"mask_reads": False}, False),
+        (STORED | {"value_head_dim": 192}, False),
+        (SOME, False),
+        (HEADS | {"blocks": MaskBlocks(128, 128, False, per_head=True)}, False),
+    ],
+)
+def test_gradients_share_a_loop_if_multiprocessors_would_work_on_different_ones(facts, is_one):
+    call = problem(90, 128, **LONG_GRAD | facts)
+    assert backward.constants(call, backward.table_tile(call)).ONE_LOOP == is_one
 
 
 GATES, FACTOR = torch.ones(2, 2), torch.tensor(2.0)
