@@ -257,6 +257,11 @@ SCORES = [
     Case("hidden_pairs", score=lambda c: lambda s, b, h, q, k: s + c.low[q, k],
          captures=lambda s, r: {"low": -1e9 * (r.flags(s.q_len, s.kv_len) | r.flags(s.q_len, 1))},
          shape=ODD, dtype=BF16, stock=False),
+    Case("hidden_line",
+         score=lambda c: lambda s, b, h, q, k: (
+             s + c.slopes[h] * (k - q) + torch.where((k <= q) & (q >= 20), 0.0, -1e30)
+         ),
+         captures=lambda s, r: {"slopes": r.uniform(s.heads)}, shape=ODD, dtype=BF16, stock=False),
     Case("grown", score=plain(lambda s, b, h, q, k: torch.sinh(6 * s)), shape=ODD, dtype=BF16,
          stock=False),
     Case("score_causal", score=plain(lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)),

@@ -112,7 +112,7 @@ class ModFacts(NamedTuple):
     has_distances: whether score_mod computes q_idx - kv_idx and adds no line. score_uses_keys:
     whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
     longest_row: most numbers that score_mod computes, or adds up, at once.
-    large_scores: whether it may return scores far above 2**16, and why (lowering/mods/large.py).
+    large_scores: whether it may return scores far above 2**15, and why (lowering/mods/large.py).
     """
 
     has_score_mod: bool

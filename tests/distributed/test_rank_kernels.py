@@ -15,6 +15,7 @@ from flexhop.distributed.views import make_view
 from flexhop.mods import noop_score
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call
+from tests.needs import needs_hopper
 
 LENGTH, HEADS, KEY_HEADS = 4096, 32, 8
 # What may differ: sizes that only the schedule of tiles reads, and where the band lies.
@@ -88,6 +89,7 @@ def assert_same(one, found):
         assert {**part, **{name: whole[name] for name in SIZES & whole.keys()}} == whole
 
 
+@needs_hopper
 @pytest.mark.parametrize(("score", "rank"), [("none", 0), ("none", 1), ("alibi", 1)])
 def test_a_window_stays_a_band(score, rank):
     found = of_rank("window", score, rank, layout="contiguous", method="blocks")
@@ -100,6 +102,7 @@ def test_a_window_stays_a_band(score, rank):
         assert part["BAND_END"] == (1 if rank == 0 else 1 + 768)
 
 
+@needs_hopper
 @pytest.mark.parametrize(
     ("mask", "choice"),
     [

@@ -22,7 +22,7 @@ from torch import fx
 from flexhop.analysis import Writer, copied, dtype_of, is_conversion, limits_of, name_of, sum_of
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph, per_graph
 from flexhop.lowering.mods.graphs import convert, returning
-from flexhop.lowering.mods.large import large_scores
+from flexhop.lowering.mods.large import adds_large, large_scores
 from flexhop.lowering.mods.sides import NotDecided, Sides
 
 aten = torch.ops.aten
@@ -58,7 +58,8 @@ def key_line(score: fx.GraphModule) -> Line | None:
     except (_NoLine, NotDecided):
         return None
     # Added to all scores of a row, a number cancels: unless it is so large that it swallows them.
-    if rise == 0 and large_scores(kernel_graph(score, SCORE)) != "no":
+    graph = kernel_graph(score, SCORE)
+    if large_scores(graph) != "no" if rise == 0 else adds_large(graph):
         return None
     slope = returning(slopes.module, rise)
     sides = slopes.sides.number()

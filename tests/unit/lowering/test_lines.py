@@ -93,6 +93,7 @@ NO_LINES = {
     "in_64_bits": lambda s, b, h, q, k: (s + TABLE[h].double() * k).float(),
     "no_score": lambda s, b, h, q, k: 0.5 * k,
     "parity": lambda s, b, h, q, k: s + k.to(torch.int8),
+    "step_of_any_size": lambda s, b, h, q, k: s + (q - k >= 12) * TABLE[h] - 0.25 * k,
 }
 
 
@@ -110,7 +111,7 @@ BENDS = {
     "two": lambda s, b, h, q, k: s + (q - k).abs() + (k - 9).abs(),
     "chosen": lambda s, b, h, q, k: torch.where(k > q, s, s + k),
     "step": lambda s, b, h, q, k: torch.where(q - k < 12, s, s - 4.0),
-    "step_beside_a_slope": lambda s, b, h, q, k: s + (q - k >= 12) * TABLE[h] - 0.25 * k,
+    "step_beside_a_slope": lambda s, b, h, q, k: s + (q - k >= 12) * 2.5 - 0.25 * k,
     "step_of_a_slope": lambda s, b, h, q, k: s + (k > 20).float() * TABLE[h] * k,
     "same_tile": lambda s, b, h, q, k: s + torch.where(q // 16 == k // 16, 0.5 * h, 0.0),
     "other_tile": lambda s, b, h, q, k: s + torch.where(q // 16 != k // 16, -1.0 * k, 0.5 * k),
