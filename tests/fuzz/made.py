@@ -73,6 +73,11 @@ SCORES: dict[str, Entry] = {
     "made_limit": Entry(
         lambda c: lambda s, b, h, q, k: torch.minimum(s, torch.tensor(1.5, device=q.device))
     ),
+    "product": Entry(
+        lambda c: lambda s, b, h, q, k: torch.stack([s, 1 + c.scales[h], c.scales[k % 4]]).prod(),
+        lambda s, r: {"scales": r.normal(max(4, s.heads))},
+        ("scales",),
+    ),
     "shares": Entry(
         lambda c: lambda s, b, h, q, k: s + c.mixed.softmax(-1)[h, k % 5],
         lambda s, r: {"mixed": r.normal(s.heads, 5)},

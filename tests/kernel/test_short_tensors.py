@@ -43,6 +43,17 @@ def test_short_tensors_in_a_mod_under_symbolic_sizes():
                   dynamic=True)  # fmt: skip
 
 
+@pytest.mark.parametrize("x", [torch.randn(5), torch.randn(40), torch.randn(3, 4),
+                               torch.tensor([2, 3], dtype=torch.int32), torch.tensor(1.5),
+                               torch.tensor([True, False])])  # fmt: skip
+@pytest.mark.parametrize("more", [{}, {"dim": -1}, {"dim": 0, "keepdim": True},
+                                  {"dim": 0, "dtype": torch.float64}])  # fmt: skip
+def test_products_are_those_of_pytorch(x, more):
+    found, expected = vmapped.product(x, **more), torch.prod(x, **more)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_value_at_one_place_of_a_row(accumulate):
     """The gradient of `row[h]` writes to zeros, which no vmap has batched."""

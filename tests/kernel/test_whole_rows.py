@@ -162,6 +162,17 @@ def test_slices_of_rows_of_the_score():
     check_kernels(_operands(), [weights], mod)
 
 
+def test_products_of_rows_of_the_score():
+    """Their derivatives by PyTorch take products of all that come before, even if one is 0."""
+    weights = torch.randn(6).requires_grad_()
+
+    def mod(s, b, h, q, k):
+        row = torch.stack([s, 1 + weights[h], weights[k % 6], (q - k) * 0.1])
+        return row.prod() + (1 + 0.1 * weights).prod(0, keepdim=True)[0] + torch.prod(row[:2], 0)
+
+    check_kernels(_operands(), [weights], mod)
+
+
 def test_what_kernels_compute_is_not_beyond_them():
     points, form = torch.randn(LENGTH, 6), torch.randn(6, 6)
 

@@ -304,6 +304,10 @@ _WITHOUT_RULES = {
     torch.select_scatter: vmapped.select_scatter,
     torch.Tensor.select_scatter: vmapped.select_scatter,
     torch.ops.prims.rev.default: vmapped.flip,
+    **dict.fromkeys(
+        (torch.prod, torch.Tensor.prod, torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int),
+        vmapped.product,
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_FEW = 16  # numbers whose product is written out
 _ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read with
 
 
@@ -223,6 +225,27 @@ def flip(tensor: Tensor, dims: Sequence[int]) -> Tensor:
 
 def _are_batched_with_symbols(tensors: Sequence[Tensor]) -> bool:
     return any(is_batchedtensor(tensor) and _has_symbols(tensor) for tensor in tensors)
+
+
+def product(
+    input: Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """torch.prod of a few numbers, one by one.
+
+    Its own derivative sorts zeros out by products of all that come before, and after.
+    """
+    x = input if dtype is None else input.to(dtype)
+    x = x.flatten() if dim is None else x
+    if x.dim() != 1 or not 0 < x.shape[0] <= _FEW:
+        return torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.int64)  # as torch.prod does
+    found = functools.reduce(torch.mul, x.unbind())
+    return found.unsqueeze(0) if keepdim else found
 
 
 def is_at(position: int | Tensor, length: int, like: Tensor, dim: int) -> Tensor:

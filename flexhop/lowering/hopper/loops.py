@@ -30,6 +30,10 @@ _MOST_OF_MASK = 3.0
 # windows by head have 6.8, and were not compared.
 _FEWEST_OF_LONG_MASK = 7.0
 _LONG_SCORE = 8.0  # at 256 columns, shorter ones ran 2 % slower in one loop
+# Least instructions per score of a score_mod and its derivative together whose gradients gain from
+# one loop. A soft cap has 35 and gained up to a fifth; `silu` has 18 and gained nothing.
+_FEWEST_OF_GRADIENTS = 20.0
+_LARGEST_WIDTH_WITH_BITS = 128  # documents with `gelu` lost 5 % at 192 columns
 
 
 def separate_loops(problem: Problem, tile: HopperTile, stored: StoredBits) -> Iterator[str]:
@@ -105,12 +109,6 @@ def _long_score(mods: ModFacts) -> Iterator[str]:
         yield "score_mod reads captured tensors"
     elif mods.score_cost > (_MOST_OF_TABLES if is_table(mods) else _MOST):
         yield f"score_mod takes about {mods.score_cost:.0f} instructions per score"
-
-
-# Least instructions per score of a score_mod and its derivative together whose gradients gain from
-# one loop. A soft cap has 35 and gained up to a fifth; `silu` has 18 and gained nothing.
-_FEWEST_OF_GRADIENTS = 20.0
-_LARGEST_WIDTH_WITH_BITS = 128  # documents with `gelu` lost 5 % at 192 columns
 
 
 def _long_mask(problem: Problem, tile: HopperTile, stored: StoredBits) -> Iterator[str]:
