@@ -20,6 +20,7 @@ from flexhop.analysis import (
     Analysis,
     Interval,
     copied,
+    dependents,
     dtype_of,
     evaluate,
     is_float,
@@ -34,7 +35,7 @@ aten = torch.ops.aten
 # Scores before score_mod that count as ordinary: a choice by their sign is then known.
 _SCORES = ((-64.0, 0.0), (0.0, 64.0))
 # Sizes that do: farther keys are pushed down by more, but they are not the largest of their row.
-_SIZES = {"b": 64, "h": 64, "q": 2**14, "k": 2**14}
+_SIZES = {"b": 64, "h": 64, "q": 2**12, "k": 2**12}
 # Of 24 bits, 9 are left behind the point. The lowest number of float16 is above this.
 _LARGE = 2.0**15
 _CONVERSIONS = {aten._to_copy, torch.ops.prims.convert_element_type}
@@ -53,8 +54,7 @@ def large_scores(graph: fx.GraphModule) -> Large:
     Args:
         graph: a score_mod in the form that kernels compute.
     """
-    finite = _without_infinity(graph)
-    found = analyse_kernel(finite, SCORE)
+    found = analyse_kernel(_undecided(graph), SCORE)
     kinds = {_large_between(found, ends) for ends in _SCORES}
     return "growth" if "growth" in kinds else "offset" if "offset" in kinds else "no"
 
@@ -150,11 +150,24 @@ def _large_between(found: Analysis, ends: tuple[float, float]) -> Large:
     return "offset"
 
 
-def _without_infinity(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with 0 in place of -inf."""
+def _undecided(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph with 0 in place of -inf, whose comparisons of positions have either result.
+
+    A call may have more tokens than _SIZES says.
+    """
     module, _ = copied(graph)
-    for node in module.graph.nodes:
+    given = module.graph.find_nodes(op="placeholder")
+    moved, scored = dependents(given[3:5]), dependents(given[:1])
+    for node in list(module.graph.nodes):
         node.args = map_aggregate(node.args, _finite)
+        value = node.meta.get("val")
+        is_flag = isinstance(value, torch.Tensor) and value.dtype == torch.bool
+        if not (is_flag and value.dim() == 0 and node in moved and node not in scored):
+            continue
+        with module.graph.inserting_before(node):
+            either = module.graph.call_function(aten.gt.Scalar, (given[1], 0))
+        either.meta = dict(node.meta)
+        node.replace_all_uses_with(either)
     module.recompile()
     return module
 
