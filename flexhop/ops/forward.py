@@ -28,7 +28,7 @@ from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.graphs.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.graphs.subgraphs import hoist_tangents, needs_grad, trace_joint
-from flexhop.ops.graphs.tables import with_tables
+from flexhop.ops.graphs.tables import push_tables, with_tables
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.uncompiled.option import OPTION, run_alone
 
@@ -182,6 +182,8 @@ def _push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> trans
     args = AttentionArgs(*operands)
     check_gradients(args.mask_captures, {})
     moved: Any = AttentionArgs(*hop.like_tree(operands, tangents))
+    if hop.is_tracing(args.query):
+        args, moved = push_tables(args, moved)
     hoisted = hoist_tangents(args.score_mod, args.query, args.score_captures, moved.score_captures)
     args = args._replace(score_mod=hoisted.score_mod, score_captures=hoisted.captures)
     results, changes = push_attention(args, moved._replace(score_captures=hoisted.tangents))
@@ -191,7 +193,15 @@ def _push(operands: tuple[Any, ...], tangents: Sequence[Tensor | None]) -> trans
     return transforms.Pushed((*results, max_scores), (*changes, None))
 
 
-transforms.register_grad(attention, _Attention, _differentiable_inputs)
+def _inputs_of_transform(*operands: Any) -> tuple[Any, ...]:
+    """_differentiable_inputs under torch.func.grad: tables are made at this level."""
+    args = AttentionArgs(*operands)
+    if hop.is_tracing(args.query):
+        args, _ = with_tables(args)
+    return _differentiable_inputs(*args)
+
+
+transforms.register_grad(attention, _Attention, _inputs_of_transform)
 transforms.register_jvp(attention, _push)
 
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from flexhop.compat.mods.signs import TRACEABLE
 from flexhop.compat.operators.opnames import operator_name
 from flexhop.errors import UnsupportedFeatureError
 
-_PLAIN = {"flexhop::tanh_approx": torch.ops.aten.tanh.default}
+
+def _softmax_parts(row: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """What Inductor finds in a softmax: the largest element, and the sum of exponentials."""
+    largest = row.amax(dim, keepdim=True)
+    return largest, (row - largest).exp().sum(dim, keepdim=True)
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "flexhop::tanh_approx": torch.ops.aten.tanh.default,
+    "prims::prepare_softmax_online": _softmax_parts,
+}
 # Operators on positions, which have no derivative.
 _POSITIONS = ("flexhop::bounded",)
 _SPACES = ("aten", "prims")
@@ -23,7 +34,7 @@ def smooth(mod: Any) -> Any:
     """The same mod, made of operators that have derivatives of every order and mode.
 
     A custom operator has at most a gradient; in forward mode, PyTorch silently returns a tangent
-    of 0 for it.
+    of 0 for it, and for what Inductor's search finds in a softmax.
 
     Raises:
         UnsupportedFeatureError: the mod calls a third-party custom operator. If the mod is not a
@@ -31,7 +42,7 @@ def smooth(mod: Any) -> Any:
     """
     if not isinstance(mod, fx.GraphModule):
         return functools.partial(_run_smooth, mod)  # torch.vmap turns graphs into functions
-    replaced = [n for n in mod.graph.nodes if _is_custom(n.target) or n.target in TRACEABLE]
+    replaced = [n for n in mod.graph.nodes if _is_replaced(n.target) or n.target in TRACEABLE]
     if not replaced:
         return mod
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -47,7 +58,7 @@ class _SmoothMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return (_plain(func) if _is_custom(func) else func)(*args, **(kwargs or {}))
+        return (_plain(func) if _is_replaced(func) else func)(*args, **(kwargs or {}))
 
 
 def _run_smooth(mod: Any, *inputs: Any) -> Any:
@@ -64,6 +75,10 @@ def _plain(target: Any) -> Any:
             hint="Write it with PyTorch's own operators instead",
         )
     return _PLAIN[name]
+
+
+def _is_replaced(target: Any) -> bool:
+    return operator_name(target) in _PLAIN or _is_custom(target)
 
 
 def _is_custom(target: Any) -> bool:

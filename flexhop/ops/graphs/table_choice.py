@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
     inputs: of the mod. kernels: of the call. most: entries of a table. is_differentiated: whether
     scores have a gradient. sums_exactly: whether gradients must be the same in every run.
     only_rows: of parts that compute with short rows of numbers, and depend on one position; and if
-    heads do not share the mod, of parts that depend on a distance.
+    heads do not share the mod, of parts that depend on a distance. is_pushed: see `trace_score`.
     """
 
     inputs: tuple[str, ...]
@@ -69,6 +69,7 @@ class Wanted(NamedTuple):
     is_differentiated: bool = False
     sums_exactly: bool = False
     only_rows: bool = False
+    is_pushed: bool = False
 
 
 class Choice:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, dependents, is_float
 from flexhop.compat.compilation import forms_of, once
-from flexhop.compat.operators import hop
+from flexhop.compat.operators import hop, transforms
 from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import AttentionArgs, Capture
 from flexhop.ops.graphs.examples import score_dtype
@@ -54,7 +54,7 @@ class Tabulated(NamedTuple):
     saved: float
 
 
-def tabulate(args: AttentionArgs) -> Tabulated | None:
+def tabulate(args: AttentionArgs, *, is_pushed: bool = False) -> Tabulated | None:
     """Move parts of a call's score_mod into tables if reading them is cheaper; None if none is.
 
     Tables are differentiable functions of the captures. Sizes may be symbols: tables then have as
@@ -63,11 +63,13 @@ def tabulate(args: AttentionArgs) -> Tabulated | None:
     mod, captures = args.score_mod, args.score_captures
     wanted = Wanted(
         INPUTS, kernels_of(args), _most_entries(args), _is_differentiated(args),
-        bool(args.options.get("deterministic")),
+        bool(args.options.get("deterministic")), is_pushed=is_pushed,
     )  # fmt: skip
 
     def choose(sizes: Sizes) -> _Chosen | None:
-        graph = read_at_own_positions(trace_score(mod, args.query, captures), INPUTS)
+        graph = read_at_own_positions(
+            trace_score(mod, args.query, captures, is_pushed=is_pushed), INPUTS
+        )
         return _choose(graph, captures, sizes, wanted)
 
     return _tabulate(args, mod, captures, choose, wanted)
@@ -178,12 +180,51 @@ def _stops(
     return [node for node in stops if node in followed]
 
 
-def with_tables(args: AttentionArgs) -> tuple[AttentionArgs, Tabulated | None]:
+def with_tables(
+    args: AttentionArgs, *, is_pushed: bool = False
+) -> tuple[AttentionArgs, Tabulated | None]:
     """A call whose mods read tables, and those of its score_mod; the same call and None if they
-    save nothing."""
-    score, mask = tabulate(args), tabulate_mask(args)
+    save nothing. is_pushed: see `trace_score`."""
+    score, mask = tabulate(args, is_pushed=is_pushed), tabulate_mask(args)
     if score is not None:
         args = args._replace(score_mod=score.mod, score_captures=score.captures)
     if mask is not None:
         args = args._replace(mask_mod=mask.mod, mask_captures=mask.captures)
     return args, score
+
+
+def push_tables(args: AttentionArgs, moved: AttentionArgs) -> tuple[AttentionArgs, AttentionArgs]:
+    """A call with tables as `with_tables` makes them, and the tangents of its captures.
+
+    moved: tangents of the operands, or None.
+    """
+    given, changes = list(args.score_captures), moved.score_captures
+    along = [i for i, tangent in enumerate(changes) if tangent is not None]
+    fixed = {id(c) for i, c in enumerate(given) if i not in along}
+    found = [args]
+
+    def make(*tensors: Tensor) -> tuple[Tensor, ...]:
+        captures = [*given]
+        for i, tensor in zip(along, tensors, strict=True):
+            captures[i] = tensor
+        args_of_level = args._replace(score_captures=tuple(captures))
+        found[0], _ = with_tables(args_of_level, is_pushed=True)
+        return tuple(c for c in found[0].score_captures if is_made(c))
+
+    def is_made(capture: Any) -> bool:
+        return isinstance(capture, Tensor) and id(capture) not in fixed
+
+    if along:
+        primals, tangents = (tuple(held[i] for i in along) for held in (given, changes))
+        pushed = zip(*transforms.jvp(make, primals, tangents), strict=True)
+    else:
+        pushed = ((made, None) for made in make())
+    pairs = [next(pushed) if is_made(c) else (c, None) for c in found[0].score_captures]
+    captures = tuple(capture for capture, _ in pairs)
+    dots = tuple(
+        dot if is_made(capture) and capture.is_floating_point() else None for capture, dot in pairs
+    )
+    return (
+        found[0]._replace(score_captures=captures),
+        moved._replace(score_captures=dots, mask_captures=(None,) * len(found[0].mask_captures)),
+    )
