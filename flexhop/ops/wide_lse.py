@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.compat.operators import vmapped
+
 OPTION = "wide_lse"  # of the operators
 _UNIT = 2.0**-31
 
@@ -53,5 +55,9 @@ def parts_of(lse: Tensor) -> Parts:
 
 
 def _unit(first: Tensor) -> Tensor:
-    power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
+    if vmapped.is_mapped(first):  # torch.vmap of 2.11 has no rule for bits
+        exponent = torch.frexp(first).exponent - 1
+        power = torch.ldexp(torch.where(first == 0, 0.0, 1.0).double(), exponent)
+    else:
+        power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
     return power.clamp(min=1e-30).double() * _UNIT

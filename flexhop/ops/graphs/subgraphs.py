@@ -53,6 +53,13 @@ def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
     return tuple(isinstance(c, Tensor) and c.requires_grad for c in captures)
 
 
+def may_derive(captures: Sequence[Capture]) -> tuple[bool, ...]:
+    """Which captures may have derivatives, at any level; tangents are passed beside them."""
+    if transforms.is_deriving():
+        return tuple(isinstance(c, Tensor) and c.is_floating_point() for c in captures)
+    return needs_grad(captures)
+
+
 def trace_score(
     score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
     *, is_pushed: bool = False,

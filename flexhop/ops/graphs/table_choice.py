@@ -22,7 +22,7 @@ from flexhop.analysis import (
 )
 from flexhop.ops.args import Capture
 from flexhop.ops.graphs.beyond import is_beyond_kernels, numbers_in
-from flexhop.ops.graphs.subgraphs import needs_grad
+from flexhop.ops.graphs.subgraphs import may_derive
 from flexhop.ops.graphs.table_costs import LEAST_SAVED_TRAINED, Kernels, Training
 from flexhop.ops.graphs.table_entries import (
     Extents,
@@ -85,7 +85,7 @@ class Choice:
         self.saved_by = dict[fx.Node, float]()
         self._looked_at: set[fx.Node] = set()
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
-        needs = needs_grad(captures)
+        needs = may_derive(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
         self.trained = trained | dependents(trained, _passes_gradients)
         heads, kernels = found.forms.seen(found.mod.result).others, wanted.kernels

@@ -28,7 +28,7 @@ from flexhop.ops.graphs.own_positions import (
     read_at_own_positions,
 )
 from flexhop.ops.graphs.pair_tables import choose_pairs
-from flexhop.ops.graphs.subgraphs import INPUTS, needs_grad, trace_mask, trace_score
+from flexhop.ops.graphs.subgraphs import INPUTS, may_derive, trace_mask, trace_score
 from flexhop.ops.graphs.table_choice import LARGEST, Choice, Wanted
 from flexhop.ops.graphs.table_costs import kernels_of
 from flexhop.ops.graphs.table_entries import Extents, Maker, Sizes, Table, sizes_of
@@ -115,7 +115,7 @@ def _tabulate(
     given: dict[str, Any] = dict(zip(INDICES, (*query.shape[:3], args.key.size(2)), strict=True))
     if not all(isinstance(c, (Tensor, int, torch.SymInt)) for c in captures):
         return None
-    needs = needs_grad(captures)
+    needs = may_derive(captures)
     forms = forms_of((*captures, *given.values()))
     key = (tabulate, score_dtype(query), query.device, forms, needs, wanted)
     choice = once(key, mod, lambda: choose(sizes_of(given)))
@@ -172,7 +172,7 @@ def _stops(
 
     The analysis drops other `detach`, which change nothing.
     """
-    given, needs = graph.graph.find_nodes(op="placeholder"), needs_grad(captures)
+    given, needs = graph.graph.find_nodes(op="placeholder"), may_derive(captures)
     roots = {n for n, need in zip(given[len(inputs) :], needs, strict=True) if need}
     roots |= {n for n, name in zip(given, inputs, strict=False) if name == "score"}
     followed = dependents(roots, is_float)

@@ -48,3 +48,16 @@ def test_a_caller_gets_fp32(backend: str):
     assert lse.dtype == torch.float32
     lse[..., 21:].sum().backward()
     assert query.grad is not None and bool(query.grad.isfinite().all())
+
+
+def test_vmap_gives_the_same_numbers():
+    shift = torch.tensor([0.0, 1.5, -7.0, 1e-38, -1e9, 1e30, LOWEST, -LOWEST, -math.inf, math.nan])
+    log = torch.linspace(0.0, 9.0, len(shift))
+    found = wide_lse.joined(shift, log)
+    torch.testing.assert_close(
+        torch.vmap(wide_lse.joined)(shift, log), found, rtol=0, atol=0, equal_nan=True
+    )
+    both = torch.vmap(lambda lse: tuple(wide_lse.parts_of(lse)))(found)
+    torch.testing.assert_close(
+        both, tuple(wide_lse.parts_of(found)), rtol=0, atol=0, equal_nan=True
+    )
