@@ -292,7 +292,8 @@ def _named(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple
     return first, args[1] if len(args) > 1 else options[names[1]]
 
 
-# Functions without a batching rule, or whose rule fails: most are of a few numbers put together.
+# Functions without a batching rule, or whose rule fails, or whose derivative no kernel computes:
+# most are of a few numbers put together.
 _WITHOUT_RULES = {
     torch.special.log_ndtr: vmapped.log_ndtr,
     torch.ops.aten.special_log_ndtr.default: vmapped.log_ndtr,

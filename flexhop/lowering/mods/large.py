@@ -34,6 +34,7 @@ from flexhop.lowering.problem import Large
 aten = torch.ops.aten
 # Scores before score_mod that count as ordinary: a choice by their sign is then known.
 _SCORES = ((-64.0, 0.0), (0.0, 64.0))
+_ALL_SCORES = (-64.0, 64.0)
 # Sizes that do: farther keys are pushed down by more, but they are not the largest of their row.
 _SIZES = {"b": 64, "h": 64, "q": 2**12, "k": 2**12}
 # Of 24 bits, 9 are left behind the point. The lowest number of float16 is above this.
@@ -70,9 +71,7 @@ def adds_large(graph: fx.GraphModule) -> bool:
         graph: a score_mod in the form that kernels compute.
     """
     found = analyse_kernel(graph, SCORE)
-    inputs = plain_inputs(found.mod, _SIZES)
-    inputs["score"] = Interval(-64.0, 64.0, torch.float32, False, (-64.0, 64.0))
-    return _Added(found, evaluate(found.mod, inputs)).is_large(found.mod.result)
+    return _Added(found, _values(found, _ALL_SCORES)).is_large(found.mod.result)
 
 
 class _Added(NamedTuple):
@@ -134,12 +133,16 @@ class _Added(NamedTuple):
         )
 
 
+def _values(found: Analysis, ends: tuple[float, float]) -> dict[fx.Node, Any]:
+    """Intervals of all values, for scores between two numbers."""
+    inputs = plain_inputs(found.mod, _SIZES)
+    inputs["score"] = Interval(*ends, torch.float32, False, ends)
+    return evaluate(found.mod, inputs)
+
+
 def _large_between(found: Analysis, ends: tuple[float, float]) -> Large:
     """The same, for scores between two numbers."""
-    mod = found.mod
-    inputs = plain_inputs(mod, _SIZES)
-    inputs["score"] = Interval(*ends, torch.float32, False, ends)
-    values = evaluate(mod, inputs)
+    mod, values = found.mod, _values(found, ends)
     if not (isinstance(mod.result, fx.Node) and _is_large(values[mod.result])):
         return "no"
     for node in mod.operators:
