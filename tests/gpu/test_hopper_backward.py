@@ -237,6 +237,42 @@ def dense_run(
     return [copy.grad for copy in copies]
 
 
+@pytest.mark.parametrize(
+    ("width", "length", "group", "layout"),
+    [
+        (64, 197, 1, "BHSD"),
+        (64, 512, 1, "BSHD"),
+        (128, 130, 1, "BHSD"),
+        (128, 256, 1, "BSHD"),
+        (80, 200, 2, "BSHD"),
+        (48, 256, 2, "BHSD"),
+    ],
+)
+@pytest.mark.parametrize("learns", [False, True])
+def test_gradients_of_programs_that_own_heads(width, length, group, layout, learns):
+    """Short sequences: 132 key heads, with a learned slope, or with a mask alone."""
+    generator = torch.Generator("cuda").manual_seed(length)
+    tensors = []
+    for heads in (2 * group, 2, 2, 2 * group):
+        sizes = (66, heads, length, width) if layout == "BHSD" else (66, length, heads, width)
+        tensor = torch.randn(sizes, generator=generator, device="cuda").bfloat16()
+        tensors.append(tensor if layout == "BHSD" else tensor.transpose(1, 2))
+    tensors = [t.requires_grad_() for t in tensors[:3]] + tensors[3:]
+    slope = torch.full((), 0.05, device="cuda", requires_grad=learns)
+
+    def alibi(s, b, h, q, k):
+        return s + slope * (k - q)
+
+    mask = flexhop.create_block_mask(causal, None, None, length, length, "cuda")
+    call = torch.compile(attend(mask, alibi if learns else None), fullgraph=True)
+    found, codes = run_and_get_code(gradients, call, tensors)
+    assert any("OWNS_HEADS : tl.constexpr = True" in code for code in codes), "not such a kernel"
+    position = torch.arange(length, device="cuda")
+    judge(found, tensors, position[:, None] >= position, alibi if learns else None)
+    again = gradients(call, tensors)  # the sums were cleared
+    judge(again, tensors, position[:, None] >= position, alibi if learns else None)
+
+
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_lengths_may_change_without_compiling_anew(width: int):
     call = torch.compile(attend(None), fullgraph=True, dynamic=True)

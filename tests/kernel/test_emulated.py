@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.offline import emulate
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Deadlock, Emulator, Memory, Race, Schedule, interpret
@@ -81,6 +82,45 @@ def emulated(case: Case, when: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients(case):
     emulated(case, "random")
+
+
+# A program owns heads: sums of queries in memory of its own, one learned, with odd lengths.
+OWNED = [
+    dataclasses.replace(CASES[0], name="alibi", shape=Shape(2, 4, 2, 193, 193, 64, 64)),
+    Case("dense", dtype=torch.float16, shape=Shape(1, 4, 4, 130, 260, 80, 120), options=HOPPER),
+    dataclasses.replace(CASES[3], name="documents", shape=Shape(2, 3, 3, 300, 300, 64, 64)),
+]
+
+
+@pytest.fixture
+def two_multiprocessors(monkeypatch):
+    gpu = dataclasses.replace(GPUS[9, 0], multiprocessors=2)
+    monkeypatch.setitem(GPUS, (9, 0), gpu)
+
+
+@pytest.mark.parametrize("when", ["late", "random"])
+@pytest.mark.parametrize("case", OWNED, ids=lambda case: case.name)
+@pytest.mark.usefixtures("two_multiprocessors")
+def test_gradients_of_programs_that_own_heads(case, when):
+    emulated(case, when)
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+def test_sums_that_are_read_too_early_are_found(monkeypatch):
+    """The sums of a head's queries are read when all that copies add has arrived."""
+    waits = re.compile(r"wait_for_additions\(\)(\s+mbarrier.arrive\(barriers.query_ready)")
+    run, broken = Emulator.run, []
+
+    def without_wait(emulator, kernel, grid, arguments):
+        if waits.search(kernel.source):
+            kernel = dataclasses.replace(kernel, source=waits.sub(r"pass\1", kernel.source))
+            broken.append(kernel)
+        run(emulator, kernel, grid, arguments)
+
+    monkeypatch.setattr(Emulator, "run", without_wait)
+    with pytest.raises(AssertionError, match="grad_query: error"):
+        emulated(OWNED[1], "late")
+    assert broken
 
 
 def test_gathered_blocks():

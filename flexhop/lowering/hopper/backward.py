@@ -12,31 +12,37 @@ from collections.abc import Iterator
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
 from flexhop.lowering.hopper.loops import gradients_share_loop
+from flexhop.lowering.hopper.schedule import LARGEST_OWN, heads_per_section, owns_heads
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
 _ROWS = 64  # keys per consumer
 _CONSUMERS = 2
 _LARGEST_WIDTH = 256
-# Two accumulators of 64 keys with more columns exceed a consumer's registers. Beyond this width,
-# the consumers share their keys, and each has half of the columns.
-_LARGEST_OWN = 128
 _REST_WIDTH = 64
 # Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
 _COLUMNS = 8
-# Queries from which on the kernel is faster, at 64 columns and at more. It gains in masked tiles,
+# Queries from which on the kernel is faster, at 64 columns and at 128. It gains in masked tiles,
 # and adds to the gradients of learned tables once for each diagonal of a tile.
 _FEWEST = {
+    "": (1025, 384),
+    "a block mask": (960, 256),
+    "a mask that reads tables": (512, 256),
+    "tables read by score_mod": (384, 256),
+    "learned tables by distance": (128, 128),
+}
+# At 64 columns fewer are enough, without and with a mask, if each multiprocessor has many tiles.
+_FEWEST_MANY_TILES, _MANY_TILES = (768, 512), 16
+# If programs own heads. Portable tiles have 64 queries, so three of these hold 192.
+_FEWEST_OWNED = (193, 128)
+# At more columns, and in a fixed order; measured before sections had fewer heads.
+_FEWEST_OTHERS = {
     "": (1025, 960),
     "a block mask": (960, 768),
     "a mask that reads tables": (512, 512),
     "tables read by score_mod": (384, 512),
     "learned tables by distance": (128, 128),
 }
-# At 128 columns fewer are enough for masks if each multiprocessor has many tiles.
-_FEWEST_MANY_QUERIES, _MANY_TILES = 512, 16
-_FEWEST_HEADS = 16
-_FEWEST_WIDE_HEADS = 8
 _COSTLY_GRAD = 60  # instructions per score
 _COSTLY_MASK = 20  # likewise, of a mask_mod that does not become bits, at 64 columns
 # Kernels with up to 344 bytes were faster than the portable ones, those with 392 and more slower.
@@ -107,6 +113,8 @@ class HopperBackwardConstants(SharedConstants):
     IS_DETERMINISTIC: bool
     ONE_LOOP: bool
     HAS_ADDERS: bool
+    OWNS_HEADS: bool
+    STAGES_PIECES: bool
     HAS_SCORE_GRAD: bool
     STASH_SCORES: bool
     HAS_LARGE_SCORES: bool
@@ -170,7 +178,7 @@ def _adds_rows(problem: Problem) -> bool:
     have no sums by distance.
     """
     reads = problem.grad.captured_reads
-    if "query" not in reads or "distance" in reads or width(problem) > _LARGEST_OWN:
+    if "query" not in reads or "distance" in reads or width(problem) > LARGEST_OWN:
         return problem.grad.queries_meet
     is_one = reads.count("query") == 1 and "key" not in reads and not problem.grad.queries_meet
     return width(problem) == 64 or not is_one
@@ -178,7 +186,6 @@ def _adds_rows(problem: Problem) -> bool:
 
 def _fewest_queries(problem: Problem, tiles: int) -> int:
     columns, mods, is_masked = width(problem), problem.mods, problem.blocks is not None
-    has_many = columns == _LARGEST_OWN and tiles >= _MANY_TILES * problem.device.multiprocessors
     if "distance" in problem.grad.captured_reads:
         kind = "learned tables by distance"
     elif mods.reads_per_element:
@@ -187,8 +194,13 @@ def _fewest_queries(problem: Problem, tiles: int) -> int:
         kind = "a mask that reads tables"
     else:
         kind = "a block mask" if is_masked else ""
+    if problem.is_deterministic or columns > LARGEST_OWN:
+        return _FEWEST_OTHERS[kind][columns > 64]
+    if owns_heads(problem):
+        return _FEWEST_OWNED[bool(kind) or columns > 64]
+    has_many = columns == 64 and tiles >= _MANY_TILES * problem.device.multiprocessors
     fewest = _FEWEST[kind][columns > 64]
-    return min(fewest, _FEWEST_MANY_QUERIES) if has_many and is_masked else fewest
+    return min(fewest, _FEWEST_MANY_TILES[bool(kind)]) if has_many else fewest
 
 
 def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
@@ -198,7 +210,7 @@ def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
     """
     has_derivative = problem.mods.has_score_mod and problem.grad.has_score_grad
     needs_registers = has_derivative or problem.has_captured_grads
-    is_measured = needs_registers and width(problem) <= _LARGEST_OWN
+    is_measured = needs_registers and width(problem) <= LARGEST_OWN
     return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
 
 
@@ -216,7 +228,7 @@ def table_tile(problem: Problem) -> HopperGradTile:
     is_plain = not problem.mods.has_score_mod and not reads
     if _fits_halves(problem):
         return HopperGradTile(block_m=64, num_slots=2, rest_width=_REST_WIDTH)
-    if columns > _LARGEST_OWN or _lacks_registers(problem):
+    if columns > LARGEST_OWN or _lacks_registers(problem):
         return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
     if columns == 64:
         return HopperGradTile(block_m=128, num_slots=2) if is_plain else HopperGradTile(64, 4)
@@ -229,8 +241,8 @@ def _fits_halves(problem: Problem) -> bool:
     Scores are then computed by halves of the queries, and 128 keys are a program's instead of 64.
     """
     blocks = problem.blocks
-    is_narrow = problem.head_dim <= _LARGEST_OWN + _REST_WIDTH
-    is_uneven = problem.head_dim > _LARGEST_OWN >= problem.value_head_dim
+    is_narrow = problem.head_dim <= LARGEST_OWN + _REST_WIDTH
+    is_uneven = problem.head_dim > LARGEST_OWN >= problem.value_head_dim
     fits = blocks is None or blocks.kv_size % (_ROWS * _CONSUMERS) == 0
     return is_narrow and is_uneven and fits and not problem.mods.has_score_mod
 
@@ -249,7 +261,7 @@ def _stashes_scores(problem: Problem, tile: HopperGradTile) -> bool:
         problem.mods.has_score_mod
         and problem.grad.grad_reads_score
         and is_cheap
-        and width(problem) == _LARGEST_OWN
+        and width(problem) == LARGEST_OWN
         and not tile.shares_keys
     )
 
@@ -260,7 +272,7 @@ def _lacks_registers(problem: Problem) -> bool:
     At 128 columns the consumers then share the keys, and each has half of the columns.
     """
     keeps = problem.grad.has_score_grad and "distance" in problem.grad.captured_reads
-    return keeps and width(problem) == _LARGEST_OWN
+    return keeps and width(problem) == LARGEST_OWN
 
 
 def width(problem: Problem) -> int:
@@ -270,7 +282,7 @@ def width(problem: Problem) -> int:
 
 def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
     """Upper bound of the shared memory per program, in bytes."""
-    columns = _LARGEST_OWN if tile.rest_width else width(problem)
+    columns = LARGEST_OWN if tile.rest_width else width(problem)
     queries = tile.block_m * (tile.num_slots + tile.num_do_slots)
     rows = columns * (queries + 2 * tile.block_n)
     rows += tile.rest_width * (tile.block_m * tile.num_slots + tile.block_n)
@@ -290,7 +302,7 @@ def _sum_columns(columns: int, tile: HopperGradTile) -> int:
 
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:
     """Constants of the kernel."""
-    columns = _LARGEST_OWN if tile.rest_width else width(problem)
+    columns = LARGEST_OWN if tile.rest_width else width(problem)
     # As in the portable kernels: without a mod in between, the scale is folded into the exponent.
     scales = problem.mods.has_score_mod or problem.scale <= 0
     q_size = block_sizes(problem, tile)[0]
@@ -308,10 +320,12 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         DQ_COLUMNS=_sum_columns(columns, tile),
         SPARSE_Q_BLOCK_SIZE=q_size,
         KV_HEADS=problem.kv_heads,
-        HEADS_PER_SECTION=_heads_per_section(problem),
+        HEADS_PER_SECTION=heads_per_section(problem),
         IS_DETERMINISTIC=problem.is_deterministic,
         ONE_LOOP=gradients_share_loop(problem, bits.of_keys(problem)),
         HAS_ADDERS=_has_adders(problem, tile),
+        OWNS_HEADS=owns_heads(problem),
+        STAGES_PIECES=not tile.shares_keys and not tile.rest_width,
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         STASH_SCORES=_stashes_scores(problem, tile),
         HAS_LARGE_SCORES=problem.has_large_lse,
@@ -326,33 +340,3 @@ def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
     """
     has_registers = not problem.has_captured_grads and not _stashes_scores(problem, tile)
     return problem.is_deterministic or (has_registers and not tile.shares_keys)
-
-
-def _heads_per_section(problem: Problem) -> int:
-    """Key heads per section, whose tiles are scheduled together, those with the most work first.
-
-    As many as fit in the L2 cache with their queries, gradients and accumulators. And at least a
-    few, so that the last long tiles do not run while most multiprocessors idle: fewer for wide
-    heads, where 32 took half as long again, but as many for packed sequences, of which only the
-    active ones must fit.
-
-    If lists need not be those of neighbours, as with blocks chosen at random or by a router, keys
-    that run at a time read queries all over their heads: as many heads as fit in half of the L2
-    cache, because half of it is far from each multiprocessor.
-    """
-    both = problem.head_dim + problem.value_head_dim
-    row = both * problem.itemsize + problem.head_dim * 4
-    per_head = problem.group * problem.query_len * row
-    is_wide = width(problem) > _LARGEST_OWN and not problem.is_packed
-    fewest = _FEWEST_WIDE_HEADS if is_wide else _FEWEST_HEADS
-    fitting = problem.device.l2_bytes // max(1, per_head)
-    heads = max(1, fitting // 2) if _is_scattered(problem) else max(fewest, fitting)
-    return min(heads, max(1, problem.batch * problem.kv_heads))
-
-
-def _is_scattered(problem: Problem) -> bool:
-    """Whether blocks may be anywhere: lists without a mask_mod, or one that looks pairs up."""
-    blocks, mods = problem.blocks, problem.mods
-    if blocks is None or blocks.has_ranges or problem.has_band or problem.is_deterministic:
-        return False
-    return not mods.has_mask_mod or mods.mask_reads_per_element

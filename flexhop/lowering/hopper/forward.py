@@ -100,6 +100,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the portable kernel is probably faster, from measurements; backend overrides it."""
     if kernels.forward_kernel(problem, options) == "decode":
         yield "the decode kernel is faster for so few queries"
+    if max(problem.query_len, problem.key_len) <= ROWS:
+        yield f"tiles would be half empty, since there are at most {ROWS} queries"
     if row_bytes_ahead(problem) and wider(problem) <= _WIDTH_OF_ROWS:
         yield "the portable kernel loads the rows of keys that score_mod reads ahead"
     # Small blocks, several of which make a tile here, were not compared.

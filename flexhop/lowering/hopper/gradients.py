@@ -17,7 +17,7 @@ from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import gluon, inductor
 from flexhop.errors import ModLoweringError
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, output_like
-from flexhop.lowering.hopper import backward, bits
+from flexhop.lowering.hopper import backward, bits, schedule
 from flexhop.lowering.hopper.add_order import emit_order, order_size
 from flexhop.lowering.hopper.emit import emit_kernel, fill_kernel
 from flexhop.lowering.hopper.mask_bits import bits_size, emit_mask_bits
@@ -48,7 +48,8 @@ class Operands(NamedTuple):
     lse: Any  # see Prepared; [B, Hq, rows]: M rounded up
     delta: Any
     grad_out: Any
-    grad_query: Any  # fp32 accumulator
+    grad_query: Any  # fp32 accumulator, see Prepared
+    stored: Any  # the gradient of query, if programs own heads; query if they do not
     grad_value: Any
     counter: Any  # of tiles handed out; if sums have an order, then whose turn each tile is
     order: Any  # order of additions to grad_query; query if there is none
@@ -62,7 +63,8 @@ class Operands(NamedTuple):
 
     def output(self, layout: Any, sums: Sequence[Any]) -> Output:
         """The gradient of key, and the other tensors that the kernel writes."""
-        written = [self.grad_query, self.grad_value, self.counter, *sums]
+        stored = [] if self.stored is self.query else [self.stored]
+        written = [self.grad_query, *stored, self.grad_value, self.counter, *sums]
         return Output(layout, self.key.get_size(), written)
 
 
@@ -117,6 +119,8 @@ class _Gradients:
         )  # fmt: skip
         if grad_key is None:
             return None
+        if operands.stored is not query:
+            return operands.stored, grad_key, operands.grad_value
         # Read after the kernel, or zeros would be scaled.
         added = inductor.ir.TensorBox(operands.grad_query)
         added = drop_padding(added, query.get_size()[2])
@@ -147,7 +151,7 @@ class _Gradients:
             lse = found["lse"]
             absent = {
                 "order": args.query, "words": found["counter"],
-                "rest": lse,
+                "rest": lse, "stored": args.query,
             }  # fmt: skip
             operands = Operands(args.query, key, args.value, **{**absent, **found}, lists=lists)
             constants = backward.constants(call.problem, backward.table_tile(call.problem))
@@ -174,14 +178,18 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     lse, rest, delta, counter, grad_query = prepare(call.problem, args)
     layout = output_like(value, 2).layout
     grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
+    stored = query
+    if schedule.owns_heads(call.problem):
+        layout = output_like(query, 0).layout
+        stored = inductor.empty(layout.size, layout.stride, query.get_dtype(), device)
     lists, order = block_inputs(args, "q", lse, query), query
     if _order_size(call.problem, query, key) is not None:
         order = emit_order(call.problem, (query, key), lists)
-    stored = bits.of_keys(call.problem)
-    words = emit_mask_bits(call, (query, key), lists, stored, by_key=True) or counter
+    mask = bits.of_keys(call.problem)
+    words = emit_mask_bits(call, (query, key), lists, mask, by_key=True) or counter
     return Operands(
-        query, key, value, lse, delta, grad_out, grad_query, grad_value, counter, order, words,
-        rest, lists,
+        query, key, value, lse, delta, grad_out, grad_query, stored, grad_value, counter, order,
+        words, rest, lists,
     )  # fmt: skip
 
 
@@ -204,6 +212,8 @@ def _predict_layouts(call: KernelCall, args: AttentionArgs) -> dict[str, Any]:
     }
     if call.problem.has_large_lse:
         predicted["rest"] = statistic
+    if schedule.owns_heads(call.problem):
+        predicted["stored"] = _like(query)
     order = _order_size(call.problem, query, args.key)
     if order is not None:
         predicted["order"] = inductor.contiguous_layout(device, torch.int32, order)

@@ -13,7 +13,7 @@ import torch
 from flexhop.compat.graphs import inline
 from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import gluon, inductor
-from flexhop.lowering.hopper import backward
+from flexhop.lowering.hopper import backward, schedule
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
@@ -32,7 +32,8 @@ class Prepared(NamedTuple):
 
     lse: in base 2, or in the unit of scores if these may be large. rest: in base 2, what fp32
     leaves of it; lse itself if it cannot be large. counter: zeros, of which the kernel uses the
-    first ones. grad_query: zeros in fp32, perhaps with more rows than there are queries.
+    first ones. grad_query: zeros in fp32, perhaps with more rows than there are queries; if
+    programs own heads, memory for each program, [programs, heads per key head, M, D], not cleared.
     """
 
     lse: Any
@@ -53,9 +54,11 @@ def prepared_sizes(problem: Problem, query: Any) -> Sizes:
     """Sizes of the tensors that the backward graph computes before the kernel."""
     batch, heads, length, width = query.get_size()
     rows = length + gluon.fill_up(length, _block_rows(problem))
-    return Sizes(
-        [batch, heads, rows], [batch, heads, rows if _clears_rows(problem) else length, width]
-    )
+    statistic = [batch, heads, rows]
+    if schedule.owns_heads(problem):
+        programs = problem.device.multiprocessors
+        return Sizes(statistic, [programs, problem.group, length, width])
+    return Sizes(statistic, [batch, heads, rows if _clears_rows(problem) else length, width])
 
 
 def _block_rows(problem: Problem) -> int:
@@ -66,7 +69,7 @@ def _block_rows(problem: Problem) -> int:
 
 def _clears_rows(problem: Problem) -> bool:
     """Whether the kernel that reads the rows of out also clears the gradient of query."""
-    is_square = problem.head_dim == problem.value_head_dim
+    is_square = problem.head_dim == problem.value_head_dim and not schedule.owns_heads(problem)
     return is_square and _block_rows(problem) <= _MOST_ROWS
 
 
@@ -96,7 +99,11 @@ def prepare(problem: Problem, args: Any) -> Prepared:
         delta = call(aten.sub.Tensor, delta, grad_lse)
     delta = inductor.contiguous(delta)
     counter = _zeros(sizes.statistic, torch.int32, query)
-    grad_query = _zeros(sizes.grad_query, torch.float32, query)
+    if schedule.owns_heads(problem):
+        device = inductor.device_of(query)
+        grad_query = inductor.empty(sizes.grad_query, None, torch.float32, device)
+    else:
+        grad_query = _zeros(sizes.grad_query, torch.float32, query)
     if _clears_rows(problem):
         grad_query = beside(grad_query, weighted)
     factor = kernels.LOG2_E if rest is None else 1.0

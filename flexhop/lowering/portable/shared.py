@@ -18,6 +18,7 @@ from flexhop.options import KernelOptions, Tile
 Weighing = Literal["fused", "rows", "scores"]
 LOG2_E = math.log2(math.e)
 _NARROW = 64  # columns
+_FEWEST_IN_SECTION = 8  # key heads
 _KEY_GROUP = 8  # 16 bytes of 16-bit numbers, and what row_bytes_ahead needs
 
 
@@ -219,12 +220,16 @@ def _is_aligned(block: int, tile: int, is_multiple: Any) -> bool:
 
 
 def heads_per_section(problem: Problem) -> int:
-    """Query heads whose keys and values together fill half of the L2 cache.
+    """Query heads whose keys and values together fill an eighth of the L2 cache.
 
-    16 for packed sequences: their tiles are unequal, and a small last section would leave programs
-    idle.
+    Half of it is far from each multiprocessor, and queries and outputs pass through it, too. Keys
+    of short sequences that filled half of it were read from memory again by each tile of queries.
+
+    Some more if they fill less than half of it: tiles under a causal mask are unequal, and a small
+    last section would leave programs idle. 16 for packed sequences, whose tiles differ more.
     """
     per_head = problem.key_len * (problem.head_dim + problem.value_head_dim) * problem.itemsize
-    kv_heads = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
+    half = max(1, problem.device.l2_bytes // 2 // max(1, per_head))
+    kv_heads = max(half // 4, min(half, _FEWEST_IN_SECTION))
     heads = max(kv_heads * problem.group, 16 if problem.is_packed else 0)
     return min(heads, max(1, problem.batch * problem.query_heads))

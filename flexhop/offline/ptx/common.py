@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexhop.offline.ptx.order import Pending, finish_groups
+from flexhop.offline.ptx.order import Pending, finish_groups, read_groups
 from flexhop.offline.ptx.parse import Address, Instruction, Operand, Register, Vector
 from flexhop.offline.ptx.state import Threads
 
@@ -77,7 +77,8 @@ def ends_group(
             if "commit_group" in instruction.opcode:
                 begun[owner].append([])
             else:
-                ended = finish_groups(begun[owner], kept)
+                is_read = instruction.opcode.endswith(".read")
+                ended = (read_groups if is_read else finish_groups)(begun[owner], kept)
                 if machine.races is not None:
                     for pending in ended:
                         machine.races.finish(pending.ops)

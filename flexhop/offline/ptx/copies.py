@@ -9,7 +9,7 @@ import numpy as np
 
 from flexhop.offline.ptx.memory import GlobalMemory, SharedMemory
 
-__all__ = ["CHUNK", "Box", "TensorMap", "add_box", "load_box", "store_box", "swizzle"]
+__all__ = ["CHUNK", "Box", "Leaving", "TensorMap", "load_box", "swizzle"]
 
 # By the element types of a tensor map.
 _ELEMENTS: dict[int, Any] = {
@@ -151,19 +151,31 @@ def load_box(box: Box) -> None:
     box.shared.chunks[box.chunks()] = values.view(np.uint64).reshape(-1, 2)
 
 
-def store_box(box: Box) -> None:
-    """From shared memory; elements outside of the tensor are left out."""
-    box.tensor.check()
-    memory, places = box.outside("store")
-    if places.size:
-        memory[places] = box.read()
+class Leaving:
+    """A box that leaves shared memory: first it is read, and at some time later it arrives.
 
+    Args:
+        box: the copy. Elements outside of the tensor are left out.
+        adds: whether it is added to what is there.
+    """
 
-def add_box(box: Box) -> None:
-    """Like store_box, but adds."""
-    box.tensor.check()
-    if box.tensor.dtype != np.float32:
-        raise NotImplementedError("the emulator adds boxes of fp32 alone")
-    memory, places = box.outside("atomic")
-    if places.size:
-        memory[places] += box.read()
+    def __init__(self, box: Box, *, adds: bool) -> None:
+        box.tensor.check()
+        if adds and box.tensor.dtype != np.float32:
+            raise NotImplementedError("the emulator adds boxes of fp32 alone")
+        self._box, self._adds = box, adds
+        self._values: np.ndarray | None = None
+
+    def read(self) -> None:
+        """Read it, unless it was read."""
+        if self._values is None:
+            self._values = self._box.read()
+
+    def arrive(self) -> None:
+        """Write it to global memory, or add it."""
+        memory, places = self._box.outside("atomic" if self._adds else "store")
+        self.read()
+        if places.size and self._adds:
+            memory[places] += self._values
+        elif places.size:
+            memory[places] = self._values

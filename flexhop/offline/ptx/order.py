@@ -9,7 +9,15 @@ from typing import Literal, NamedTuple
 
 from flexhop.offline.ptx.races import Op
 
-__all__ = ["ANY_ORDER", "Asynchronous", "Pending", "Schedule", "When", "finish_groups"]
+__all__ = [
+    "ANY_ORDER",
+    "Asynchronous",
+    "Pending",
+    "Schedule",
+    "When",
+    "finish_groups",
+    "read_groups",
+]
 
 _SHARE = 0.3  # of what was begun, each time that something may happen
 
@@ -39,11 +47,14 @@ class Pending:
     Args:
         run: does it.
         ops: what is noted of it, to find races.
+        read: reads what it needs of shared memory, which may then be overwritten; None: it has no
+            such part.
         done: whether it was done.
     """
 
     run: Callable[[], None]
     ops: Sequence[Op] = ()
+    read: Callable[[], None] | None = None
     done: bool = False
 
     def finish(self) -> None:
@@ -65,9 +76,14 @@ class Asynchronous:
         self._random = random.Random(schedule.seed)
         self._pending: list[Pending] = []
 
-    def start(self, run: Callable[[], None], ops: Sequence[Op] = ()) -> Pending:
+    def start(
+        self,
+        run: Callable[[], None],
+        ops: Sequence[Op] = (),
+        read: Callable[[], None] | None = None,
+    ) -> Pending:
         """Begin work."""
-        one = Pending(run, ops)
+        one = Pending(run, ops, read)
         if self.when == "early" or (self.when == "random" and self._random.random() < _SHARE):
             one.finish()
         else:
@@ -87,6 +103,17 @@ class Asynchronous:
         number = self._random.randrange(len(self._pending)) if self.when == "random" else 0
         self._pending[number].finish()
         return True
+
+
+def read_groups(groups: list[list[Pending]], kept: int) -> list[Pending]:
+    """Let all but the last `kept` closed groups read what they need; those that had not."""
+    number = max(len(groups) - 1 - kept, 0)
+    read = [one for group in groups[:number] for one in group if one.read is not None]
+    for pending in read:
+        if pending.read is not None and not pending.done:
+            pending.read()
+        pending.read = None
+    return read
 
 
 def finish_groups(groups: list[list[Pending]], kept: int) -> list[Pending]:

@@ -17,7 +17,7 @@ from flexhop.offline.ptx.common import (
     simple,
     unsigned,
 )
-from flexhop.offline.ptx.copies import CHUNK, Box, TensorMap, add_box, load_box, store_box
+from flexhop.offline.ptx.copies import CHUNK, Box, Leaving, TensorMap, load_box
 from flexhop.offline.ptx.groups import SIZES, Wait
 from flexhop.offline.ptx.memory import bytes_of
 from flexhop.offline.ptx.order import Pending
@@ -130,7 +130,7 @@ def _bulk_copy(instruction: Instruction, machine: Machine) -> Found:
     maps, places = addresses_of(tensor, machine), addresses_of(shared, machine)
     reads = [registers.reader(one, "s32") for one in tensor.coordinates.parts]
     barrier = addresses_of(more[0], machine) if is_load else None
-    give = add_box if instruction.opcode.startswith("cp.reduce") else store_box
+    adds = instruction.opcode.startswith("cp.reduce")
 
     def run(threads: Threads) -> None:
         for thread in registers.threads[threads].tolist():
@@ -140,7 +140,8 @@ def _bulk_copy(instruction: Instruction, machine: Machine) -> Found:
             box = Box(tensor_map, start, machine.memory, machine.shared, address)
             op = _note_box(machine, thread, box, barrier)
             if barrier is None:
-                pending = machine.later.start(partial(give, box), [op] if op else [])
+                leaving = Leaving(box, adds=adds)
+                pending = machine.later.start(leaving.arrive, [op] if op else [], leaving.read)
                 machine.stores.setdefault(thread, [[]])[-1].append(pending)
             else:
                 machine.later.start(partial(_deliver, machine, box, int(barrier(one)[0]), op))

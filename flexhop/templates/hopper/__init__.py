@@ -26,7 +26,8 @@ KERNELS = {
         "hopper/backward/kernel", "hopper/backward/produce", "hopper/backward/consume",
         "hopper/backward/step", "hopper/backward/wide", "hopper/backward/halves",
         "hopper/backward/score",
-        "hopper/backward/store", "hopper/backward/tile", "hopper/backward/turns",
+        "hopper/backward/store", "hopper/backward/query", "hopper/backward/tile",
+        "hopper/backward/turns",
         "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),
 }  # fmt: skip

@@ -236,7 +236,8 @@ class BackwardBarriers(NamedTuple):
     """What is there to be read, and what has been read and may be overwritten.
 
     ready, free: for queries, then one for output gradients that have their own slots. sums_ready,
-    sums_free: for dq, for the warps that add it to memory.
+    sums_free: for dq, for the warps that add it to memory. query_ready: for the sums of a head's
+    queries, if a program owns heads.
     """
 
     kv_ready: Any
@@ -247,14 +248,20 @@ class BackwardBarriers(NamedTuple):
     tile_free: Any
     sums_ready: Any
     sums_free: Any
+    query_ready: Any
 
 
 class BackwardResults(NamedTuple):
-    """Tensor descriptors of the gradients."""
+    """Tensor descriptors of the gradients; dq: of the sums of queries.
+
+    sums, query: if a program owns heads, pointers to these sums, and to the gradient of query.
+    """
 
     dq: Any
     dk: Any
     dv: Any
+    sums: Any
+    query: Any
 
 
 class BackwardLists(NamedTuple):

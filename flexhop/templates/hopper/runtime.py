@@ -88,13 +88,16 @@ def _as_scores(memory: Any, _semantic: Any = None) -> Any:
 
 
 @builtin
-def as_parts(memory: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+def as_parts(
+    memory: Any, shape: Any, layout: Any, dtype: Any = None, _semantic: Any = None
+) -> Any:
     """Shared memory as parts of 16 bits per element, [parts, *one], one behind the other."""
     # Constants of a kernel are wrapped, one by one or all together.
     # A tuple of Triton 3.6 takes any name for a field, so it is not asked for one.
     given = shape.value if isinstance(shape, gl.constexpr) else shape
     sizes = [size.value if isinstance(size, gl.constexpr) else size for size in given]
-    return _semantic.memdesc_reinterpret(memory, memory.dtype, sizes, layout)
+    element = dtype.value if isinstance(dtype, gl.constexpr) else dtype
+    return _semantic.memdesc_reinterpret(memory, element or memory.dtype, sizes, layout)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import torch
 from flexhop.errors import OptionConflictError
 from flexhop.lowering.dialect import Direction, candidates, plan
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import bits, tiles, versions
+from flexhop.lowering.hopper import bits, schedule, tiles, versions
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.problem import Cache, GradFacts, MaskBlocks, ModFacts, Problem
@@ -345,16 +345,24 @@ ROWS = "the portable kernels sum in registers what a query adds to captured tens
             "its 32 tiles of keys do not keep 132 multiprocessors busy",
         ),
         (
-            {"batch": 16, "query_len": 512},
+            {"batch": 15, "query_len": 900},
             "below 1025 queries its setup and post-processing dominate",
         ),
         (
-            {"batch": 16, "query_len": 512, "head_dim": 128},
-            "below 960 queries its setup and post-processing dominate",
+            {"batch": 12, "query_len": 300, "head_dim": 128},
+            "below 384 queries its setup and post-processing dominate",
         ),
         (
-            {"batch": 64, "query_len": 511, "head_dim": 128, "blocks": MaskBlocks(128, 128, True)},
-            "below 512 queries its setup and post-processing dominate",
+            {"batch": 12, "query_len": 255, "head_dim": 128, "blocks": MaskBlocks(128, 128, True)},
+            "below 256 queries its setup and post-processing dominate",
+        ),
+        (
+            {"batch": 16, "query_len": 192},
+            "below 193 queries its setup and post-processing dominate",
+        ),
+        (
+            {"batch": 64, "query_len": 959, "head_dim": 128, "is_deterministic": True},
+            "below 960 queries its setup and post-processing dominate",
         ),
         (
             {"has_score_mod": True, "grad_cost": 86.0},
@@ -386,10 +394,10 @@ BLOCKS = MaskBlocks(128, 128, True)
 @pytest.mark.parametrize(
     ("facts", "narrow", "wide"),
     [
-        ({}, 1025, 960),
-        ({"blocks": BLOCKS}, 960, 768),
-        ({"blocks": BLOCKS, "has_mask_mod": True, "mask_reads": True}, 512, 512),
-        ({"has_score_mod": True, "reads_per_element": True}, 384, 512),
+        ({}, 1025, 384),
+        ({"blocks": BLOCKS}, 960, 256),
+        ({"blocks": BLOCKS, "has_mask_mod": True, "mask_reads": True}, 512, 256),
+        ({"has_score_mod": True, "reads_per_element": True}, 384, 256),
         (
             {
                 "has_score_mod": True, "reads_per_element": True, "captured_reads": ("distance",),
@@ -407,13 +415,46 @@ def test_from_how_many_queries_on_the_backward_kernel_is_faster(facts, narrow, w
 
 
 def test_many_tiles_of_few_queries_have_the_backward_kernel():
-    """At 128 columns: 512 tokens were 1.1 times as fast, with 31 tiles per multiprocessor."""
-    sizes = {"batch": 64, "query_heads": 16, "kv_heads": 16, "query_len": 512, "key_len": 512}
-    facts = {"head_dim": 128, "value_head_dim": 128, "blocks": BLOCKS}
-    assert choose_backward(problem(**sizes, **facts), AUTO) == ("hopper", "")
-    few = problem(**sizes | {"batch": 16}, **facts)
-    assert choose_backward(few, AUTO)[0] == "triton"
-    assert choose_backward(problem(**sizes), AUTO)[0] == "triton"
+    """At 64 columns, with some 30 tiles per multiprocessor."""
+    sizes = {"batch": 64, "query_heads": 32, "kv_heads": 16, "key_len": 1024}
+    for facts, fewest in (({}, 768), ({"blocks": BLOCKS}, 512)):
+        calls = [problem(**sizes, **facts, query_len=n) for n in (fewest, fewest - 1)]
+        assert [choose_backward(call, AUTO)[0] for call in calls] == ["hopper", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "owns"),
+    [
+        ({}, True),
+        ({"query_len": 640}, True),
+        ({"query_len": 660}, False),  # sums of all programs exceed their share of the cache
+        ({"head_dim": 128, "value_head_dim": 128}, False),
+        ({"head_dim": 128, "value_head_dim": 128, "query_len": 256}, True),
+        ({"query_heads": 32}, False),
+        ({"query_heads": 32, "query_len": 128}, True),
+        ({"batch": 18}, False),  # 144 heads: the second round would keep 12 of 132 programs busy
+        ({"batch": 17 * 16}, True),
+        ({"is_deterministic": True}, False),
+        ({"kv_batch_shared": True}, False),
+        ({"head_dim": 256, "query_len": 64}, False),
+    ],
+)
+def test_programs_own_heads_of_short_sequences(facts, owns):
+    sizes = {"batch": 64, "query_heads": 8, "kv_heads": 8, "query_len": 512, "key_len": 512}
+    call = problem(**sizes | facts)
+    constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
+    assert schedule.owns_heads(call) == constants.OWNS_HEADS == owns
+    if owns:
+        assert constants.HEADS_PER_SECTION == 1  # tiles of a head follow each other
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_hopper"), [(64, 64, False), (65, 64, True), (64, 65, True)]
+)
+def test_up_to_64_tokens_have_the_portable_forward_kernel(queries, keys, is_hopper):
+    """49 tokens took 0.116 ms instead of 0.055: half of each tile was empty."""
+    call = problem(batch=512, query_len=queries, key_len=keys)
+    assert (choose_forward(call, AUTO)[0] == "hopper") == is_hopper
 
 
 def test_an_unknown_triton_has_the_portable_backward_kernels(monkeypatch):
@@ -503,11 +544,11 @@ def test_the_work_of_the_backward_kernel_is_five_products():
 
 
 @pytest.mark.parametrize(("width", "fewest"), [(128, 16), (256, 8)])
-def test_sections_of_the_backward_kernel_have_a_few_heads_or_fill_the_cache(width, fewest):
+def test_sections_of_the_backward_kernel_have_a_few_heads_or_an_eighth_of_the_cache(width, fewest):
     facts = {"head_dim": width, "value_head_dim": width, "batch": 16, "kv_heads": 8}
-    fitting = problem().device.l2_bytes // (1024 * 1024 * width // 128)
-    for length, heads in ((8192, fewest), (1024, fitting)):
-        call = problem(**facts, query_len=length, key_len=length)
+    fitting = problem().device.l2_bytes // 8 // (128 * 1024 * width // 128)
+    for length, heads in ((8192, fewest), (128, fitting)):
+        call = problem(**facts, query_len=length, key_len=length, is_deterministic=True)
         constants = hopper_grad.constants(call, hopper_grad.table_tile(call))
         assert constants.HEADS_PER_SECTION == heads
 

@@ -130,7 +130,16 @@ def test_groups():
     assert (found["Q_HEADS"], found["GQA_GROUP"]) == (12, 6)
 
 
-def test_sections_hold_whole_groups_and_fit_half_of_the_cache():
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [(128, 200), (512, 50), (1024, 25), (4096, 8), (16384, 6)]
+)
+def test_sections_have_an_eighth_of_the_cache_or_a_few_heads_in_half_of_it(tokens, heads):
+    """A key head of 128 tokens has 32 KiB of keys and values."""
+    call = problem(batch=64, query_len=tokens, key_len=tokens)
+    assert kernels.heads_per_section(call) == heads
+
+
+def test_sections_hold_whole_groups():
     small = problem(query_heads=8, kv_heads=2, query_len=128, key_len=128)
     assert kernels.constants("forward", small, PLAIN, Tile(64, 64))["HEADS_PER_SECTION"] == 16
     long = problem(query_heads=8, kv_heads=2, key_len=1 << 20)
