@@ -236,8 +236,8 @@ class BackwardBarriers(NamedTuple):
     """What is there to be read, and what has been read and may be overwritten.
 
     ready, free: for queries, then one for output gradients that have their own slots. sums_ready,
-    sums_free: for dq, for the warps that add it to memory. query_ready: for the sums of a head's
-    queries, if a program owns heads.
+    sums_free: for dq, for the warps that add it to memory. query_ready, query_free: for the sums
+    of a head's queries in memory, if a program owns heads.
     """
 
     kv_ready: Any
@@ -249,6 +249,7 @@ class BackwardBarriers(NamedTuple):
     sums_ready: Any
     sums_free: Any
     query_ready: Any
+    query_free: Any
 
 
 class BackwardResults(NamedTuple):
