@@ -325,11 +325,19 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         ONE_LOOP=gradients_share_loop(problem, bits.of_keys(problem)),
         HAS_ADDERS=_has_adders(problem, tile),
         OWNS_HEADS=owns_heads(problem),
-        STAGES_PIECES=not tile.shares_keys and not tile.rest_width,
+        STAGES_PIECES=_stages_pieces(problem, tile),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         STASH_SCORES=_stashes_scores(problem, tile),
         HAS_LARGE_SCORES=problem.has_large_lse,
     )  # fmt: skip
+
+
+def _stages_pieces(problem: Problem, tile: HopperGradTile) -> bool:
+    """Whether gradients of keys and values leave through other memory than theirs.
+
+    Sums for captured tensors leave no registers for it: it took two more spills in a step.
+    """
+    return not (tile.shares_keys or tile.rest_width or problem.has_captured_grads)
 
 
 def _has_adders(problem: Problem, tile: HopperGradTile) -> bool:
