@@ -41,8 +41,11 @@ def dtype_of(options: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
 def joined(shift: Tensor, log: Tensor) -> Tensor:
     """Shift + log as one wide number; both fp32."""
     first = shift + log
-    rest = (shift.double() - first.double()) + log.double()
-    return torch.where(first.isfinite(), first.double() + rest * _unit(first), first.double())
+    # Without derivatives, which all are first's: a unit of 2**96 would cancel, and they with it.
+    known = first.detach()
+    rest = (shift.detach().double() - known.double()) + log.detach().double()
+    small = torch.where(known.isfinite(), rest * _unit(known), 0.0)
+    return first.double() + small
 
 
 def parts_of(lse: Tensor) -> Parts:

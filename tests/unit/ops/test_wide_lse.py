@@ -61,3 +61,15 @@ def test_vmap_gives_the_same_numbers():
     torch.testing.assert_close(
         both, tuple(wide_lse.parts_of(found)), rtol=0, atol=0, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9, -1e20, -3.3e38])
+def test_gradients_of_a_large_lse_are_weights(number: float):
+    query, key, value = (torch.randn(1, 1, 4, 8) for _ in range(3))
+    bias = torch.full((4,), number, requires_grad=True)
+    lse_alone = flexhop.AuxRequest(lse=True)
+    _, aux = flexhop.flex_attention(
+        query, key, value, lambda s, b, h, q, k: s * 0 + bias[k], return_aux=lse_alone
+    )
+    (found,) = torch.autograd.grad(aux.lse.sum(), bias)
+    assert torch.allclose(found, torch.ones(4))  # of 4 rows, each with weights of 1/4
