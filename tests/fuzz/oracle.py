@@ -265,11 +265,17 @@ def kept_weights(problem: Problem, part: Segment) -> Tensor:
     return kept[:, :, part.rows, part.keys]
 
 
+def log_add(lse: Tensor, sink: Tensor) -> Tensor:
+    """torch.logaddexp, whose second derivatives are NaN if one number is -3.4e38."""
+    largest = torch.maximum(lse, sink).detach()
+    return largest + torch.log(torch.exp(lse - largest) + torch.exp(sink - largest))
+
+
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     if sinks is None:
         return out, lse
     sink = sinks.to(lse.dtype)[:, None]
-    total = torch.logaddexp(lse, sink)
+    total = log_add(lse, sink)
     return (out * torch.exp(lse - total)[..., None].to(lse.dtype)).to(out.dtype), total
 
 
