@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,6 +31,18 @@ def device(architecture: int) -> Device:
         l2_bytes=gpu.l2_cache,
         name=gpu.name,
     )
+
+
+@contextlib.contextmanager
+def few_multiprocessors(architecture: int = 90) -> Iterator[None]:
+    """An absent GPU has two, which small problems keep busy.
+
+    Programs of the Hopper backward kernel then own heads.
+    """
+    capability = divmod(architecture, 10)
+    gpu = dataclasses.replace(GPUS[capability], multiprocessors=2)
+    with mock.patch.dict(GPUS, {capability: gpu}):
+        yield
 
 
 def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem:

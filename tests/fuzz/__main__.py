@@ -19,17 +19,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 
-from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.errors import FlexhopError, KernelFallbackWarning
 from flexhop.offline.emulate import Emulator, Schedule, When
 from tests.fuzz.checks import check_results, compile_offline
 from tests.fuzz.draw import SEEDS, draw, for_hopper
 from tests.fuzz.plan import Plan, simpler
 from tests.fuzz.settings import compile_quickly
+from tests.problems import few_multiprocessors
 
 BACKENDS = {
     "eager": "eager", "traced": "aot_eager", "compiled": "inductor", "interpreted": "interpreter",
@@ -94,19 +93,9 @@ def check(args: argparse.Namespace, seed: int, plan: Plan) -> str:
         how = {"emulator": emulator, "capability": divmod(architecture, 10)}
     if (BACKENDS[args.mode] == "interpreter" or args.small) and plan.dtype == torch.float64:
         plan = dataclasses.replace(plan, dtype=torch.float32)  # which has kernels
-    few = 2 if args.mode == "emulated" and seed % 2 else None
-    with _multiprocessors(divmod(architecture, 10), few):
+    is_small_gpu = args.mode == "emulated" and seed % 2
+    with few_multiprocessors(architecture) if is_small_gpu else contextlib.nullcontext():
         return check_results(plan, seed, args.device, BACKENDS[args.mode], **how)
-
-
-@contextlib.contextmanager
-def _multiprocessors(capability: tuple[int, int], number: int | None) -> Iterator[None]:
-    """An emulated GPU with so few multiprocessors that small problems keep them busy: programs of
-    the Hopper backward kernel then own heads. None: as many as it has."""
-    gpu = GPUS[capability]
-    few = dataclasses.replace(gpu, multiprocessors=number or gpu.multiprocessors)
-    with mock.patch.dict(GPUS, {capability: few}):
-        yield
 
 
 def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.offline import emulate
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Deadlock, Emulator, Memory, Race, Schedule, interpret
@@ -24,6 +23,7 @@ from tests.case_inputs import Case, Shape, make_call, make_inputs, make_loss
 from tests.cases import per_batch_documents
 from tests.judging import Outcome, assert_case
 from tests.needs import needs_hopper
+from tests.problems import few_multiprocessors
 
 pytestmark = needs_hopper
 HOPPER = KernelOptions(backend="hopper")
@@ -96,9 +96,9 @@ OWNED = [
 
 
 @pytest.fixture
-def two_multiprocessors(monkeypatch):
-    gpu = dataclasses.replace(GPUS[9, 0], multiprocessors=2)
-    monkeypatch.setitem(GPUS, (9, 0), gpu)
+def two_multiprocessors():
+    with few_multiprocessors():
+        yield
 
 
 @pytest.mark.parametrize("when", ["late", "random"])

@@ -91,7 +91,10 @@ def _as_scores(memory: Any, _semantic: Any = None) -> Any:
 def as_parts(
     memory: Any, shape: Any, layout: Any, dtype: Any = None, _semantic: Any = None
 ) -> Any:
-    """Shared memory as parts of 16 bits per element, [parts, *one], one behind the other."""
+    """Shared memory as parts of 16 bits per element, [parts, *one], one behind the other.
+
+    dtype: of the parts; None: that of the memory.
+    """
     # Constants of a kernel are wrapped, one by one or all together.
     # A tuple of Triton 3.6 takes any name for a field, so it is not asked for one.
     given = shape.value if isinstance(shape, gl.constexpr) else shape
