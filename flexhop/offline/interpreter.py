@@ -194,6 +194,7 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
     yield builder, "get_bf16", lambda self, value: _narrow(np.array([value], np.float32))
     yield builder, "create_fp_to_fp", _convert_float(builder.create_fp_to_fp)
     yield builder, "create_dot", _dot(builder.create_dot)
+    yield builder, "create_splat", _splat
     for name in ("binary_op", "unary_op", "ternary_op"):
         yield builder, name, _on_values(getattr(builder, name))
     for name in ("create_fma", "create_rsqrt"):
@@ -296,6 +297,12 @@ def _dot(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return dot
+
+
+def _splat(self: Any, result: Any, number: TensorHandle) -> TensorHandle:
+    """A block of one number. Triton takes the truth of a comparison of floats for a float."""
+    value = number.data.reshape(-1)[0]
+    return TensorHandle(np.full(result.shape, value, number.data.dtype), number.dtype.scalar)
 
 
 def _truncate(data: np.ndarray) -> np.ndarray:

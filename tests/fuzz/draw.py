@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz import made, masks, scores, users
+from tests.fuzz import later, made, masks, scores, users
 from tests.fuzz.masks import BY_BATCH, BY_HEAD
 from tests.fuzz.plan import Around, Derivative, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
@@ -67,6 +67,8 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         plan = _with_more(random.Random(f"made {seed}"), plan, made)
     if seed >= users.FIRST:
         plan = _with_more(random.Random(f"users {seed}"), plan, users)
+    if seed >= later.FIRST:
+        plan = _with_more(random.Random(f"later {seed}"), plan, later)
     plan = dataclasses.replace(plan, **_of_family(r, plan))
     if seed >= SHARING:
         plan = dataclasses.replace(plan, layouts=_shared(random.Random(f"shared {seed}"), plan))

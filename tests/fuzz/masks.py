@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz import made, users
+from tests.fuzz import later, made, users
 from tests.fuzz.functions import Entry, span
 
 POSITIONS: dict[str, Entry] = {
@@ -220,7 +220,7 @@ CAPTURES: dict[str, Entry] = {
 }  # fmt: skip
 
 OLDER = POSITIONS | CAPTURES
-MASKS = OLDER | made.MASKS | users.MASKS
+MASKS = OLDER | made.MASKS | users.MASKS | later.MASKS
 BY_BATCH = frozenset(
     {
         "lengths",

@@ -14,6 +14,7 @@ import torch
 from torch._inductor import config, ir
 from torch._inductor.exc import SubgraphLoweringException
 from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -94,7 +95,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
     # A mod has one output, a joint graph several.
     outputs = lowering.graph_outputs
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-    return [_scalar_buffer(output) for output in outputs]
+    return [_scalar_buffer(_single(output)) for output in outputs]
 
 
 @contextlib.contextmanager
@@ -130,6 +131,11 @@ def _deepen_stack(steps: int) -> None:
 def _boxed(value: Any) -> Any:
     """A lowered input as Inductor's rules want it, or a view would not broadcast."""
     return ir.TensorBox(value) if isinstance(value, (ir.StorageBox, ir.BaseView)) else value
+
+
+def _single(output: Any) -> Any:
+    """A result as kernels go on with it: what a mod computes in fp64, they round to fp32."""
+    return to_dtype(output, torch.float32) if output.get_dtype() == torch.float64 else output
 
 
 def _scalar_buffer(output: Any) -> Any:

@@ -105,6 +105,26 @@ def _put(row: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
     return _pointwise(row, dtype, load, sizes)
 
 
+def _scatter(row: Any, dim: int, places: Any, values: Any) -> Any:
+    """A row with other values at some places, as gradients of `row.max(0).values` need it."""
+    sizes, dim = list(row.get_size()), dim % max(1, len(row.get_size()))
+    if not sizes:  # a row of one number has one place
+        return to_dtype(values, row.get_dtype())
+    (count,) = V.graph.sizevars.guard_int_seq([places.get_size()[dim]])
+    before_at, place_at = row.make_loader(), places.make_loader()
+    value_at = to_dtype(values, row.get_dtype()).make_loader()
+
+    def load(index: Sequence[Any]) -> Any:
+        chosen, here = before_at(index), ops.index_expr(index[dim], torch.int32)
+        for number in range(count):
+            at = [*index[:dim], sympy.Integer(number), *index[dim + 1 :]]
+            is_here = ops.eq(here, ops.to_dtype(place_at(at), torch.int32))
+            chosen = ops.where(is_here, value_at(at), chosen)
+        return chosen
+
+    return _pointwise(row, row.get_dtype(), load, sizes)
+
+
 def _pointwise(like: Any, dtype: torch.dtype, load: Any, ranges: Sequence[Any]) -> Any:
     return ir.Pointwise.create(
         device=like.get_device(), dtype=dtype, inner_fn=load, ranges=list(ranges)
@@ -147,6 +167,7 @@ SHORT_ROWS = {
     aten.cat.default: _concatenate,
     aten.index_put_.default: _put,
     aten.index_put.default: _put,
+    aten.scatter.src: _scatter,
     aten.var.correction: functools.partial(_variance, with_mean=False),
     aten.var_mean.correction: functools.partial(_variance, with_mean=True),
     torch.ops.prims.prepare_softmax_online.default: _softmax,

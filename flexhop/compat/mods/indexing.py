@@ -298,6 +298,7 @@ _WITHOUT_RULES = {
     torch.special.log_ndtr: vmapped.log_ndtr,
     torch.ops.aten.special_log_ndtr.default: vmapped.log_ndtr,
     torch.nn.functional.kl_div: vmapped.kl_div,
+    **dict.fromkeys((torch.ldexp, torch.Tensor.ldexp, torch.ops.aten.ldexp.Tensor), vmapped.ldexp),
     torch.ops.aten.cat.default: vmapped.concatenate,
     torch.ops.aten.index_put_.default: vmapped.put,
     torch.ops.aten.index_put.default: vmapped.put,

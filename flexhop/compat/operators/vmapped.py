@@ -144,6 +144,12 @@ def log_ndtr(x: Tensor) -> Tensor:
     return torch.where(x < 1, tail, torch.log1p(-torch.erfc(above) / 2))
 
 
+def ldexp(input: Tensor, other: Tensor) -> Tensor:
+    """`torch.ldexp`, whose own derivative is 0 for negative integers (2.11 to 2.15): its power of
+    two is an integer."""
+    return input * torch.exp2(other.to(torch.promote_types(input.dtype, torch.float32)))
+
+
 def kl_div(input: Tensor, target: Tensor, *more: Any, **options: Any) -> Tensor:
     """`torch.nn.functional.kl_div` under any number of vmaps; see `log_ndtr`."""
     names = ("size_average", "reduce", "reduction", "log_target")

@@ -13,6 +13,7 @@ from flexhop.analysis import INDICES, Analysis, analyse, with_magnitudes
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.mods.packed_distances import without_bounded
+from flexhop.lowering.mods.single import in_single
 from flexhop.ops.graphs.own_positions import read_at_own_positions
 
 SCORE = ("score", *INDICES)
@@ -44,7 +45,7 @@ def _kernel_graph(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphMod
 
 
 def _in_form(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
-    plain = without_bounded(read_at_own_positions(graph, inputs), inputs)
+    plain = in_single(without_bounded(read_at_own_positions(graph, inputs), inputs), inputs)
     return with_magnitudes(plain, analyse_kernel(plain, inputs))
 
 

@@ -24,17 +24,21 @@ def _softmax_parts(row: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 _PLAIN: dict[str, Callable[..., Any]] = {
     "flexhop::tanh_approx": torch.ops.aten.tanh.default,
     "prims::prepare_softmax_online": _softmax_parts,
+    "prims::convert_element_type": Tensor.to,
+    "prims::rev": torch.flip,
+    "prims::fma": lambda a, b, c: a * b + c,
+    "prims::fmin": torch.fmin,
+    "prims::fmax": torch.fmax,
 }
 # Operators on positions, which have no derivative.
-_POSITIONS = ("flexhop::bounded",)
-_SPACES = ("aten", "prims")
+_POSITIONS = ("flexhop::bounded", "prims::iota")
 
 
 def smooth(mod: Any) -> Any:
     """The same mod, made of operators that have derivatives of every order and mode.
 
-    A custom operator has at most a gradient; in forward mode, PyTorch silently returns a tangent
-    of 0 for it, and for what Inductor's search finds in a softmax.
+    A custom operator has at most a gradient. In forward mode, PyTorch silently returns a tangent
+    of 0 for it, and for the primitives into which Inductor takes conversions and `flip` apart.
 
     Raises:
         UnsupportedFeatureError: the mod calls a third-party custom operator. If the mod is not a
@@ -82,7 +86,5 @@ def _is_replaced(target: Any) -> bool:
 
 
 def _is_custom(target: Any) -> bool:
-    space = operator_name(target).partition("::")[0]
-    return (
-        bool(space) and space not in _SPACES and not operator_name(target).startswith(_POSITIONS)
-    )
+    name = operator_name(target)
+    return bool(name) and not name.startswith(("aten::", *_POSITIONS))
