@@ -1,4 +1,4 @@
-"""Mods of tests/fuzz/later.py, alone, in interpreted kernels: each was wrong or did not compile."""
+"""Mods of tests/fuzz/later.py, alone, in interpreted kernels: each was wrong or refused."""
 
 from __future__ import annotations
 
