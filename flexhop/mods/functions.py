@@ -155,6 +155,8 @@ def is_score_mod(mod: Callable[..., Any]) -> bool:
     Raises:
         ModArityError: it is neither, or cannot be told apart, as with `*args`.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _required_by_code(mod) == 5
     signature = _signature(mod)
     required = _required(signature) if signature is not None else 0
     if signature is None or required not in (4, 5) or not _takes(signature, required):
@@ -165,6 +167,17 @@ def is_score_mod(mod: Callable[..., Any]) -> bool:
             found="unknown" if signature is None else str(signature),
         )
     return required == 5
+
+
+def _required_by_code(mod: Any) -> int:
+    """How many arguments a mod requires, for Dynamo: it makes no signature of a function that was
+    defined in what it traces, and reports a call with too many arguments itself."""
+    if isinstance(mod, functools.partial):
+        return _required_by_code(mod.func) - len(mod.args) - len(mod.keywords)
+    if not hasattr(mod, "__code__"):
+        mod = mod.__call__
+    count = mod.__code__.co_argcount - len(mod.__defaults__ or ())
+    return count - 1 if inspect.ismethod(mod) else count
 
 
 def _signature(mod: Callable[..., Any]) -> inspect.Signature | None:

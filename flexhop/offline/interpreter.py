@@ -195,6 +195,7 @@ def _repairs() -> Iterator[tuple[Any, str, Any]]:
     yield builder, "create_fp_to_fp", _convert_float(builder.create_fp_to_fp)
     yield builder, "create_dot", _dot(builder.create_dot)
     yield builder, "create_splat", _splat
+    yield builder, "get_all_ones_value", _all_ones
     for name in ("binary_op", "unary_op", "ternary_op"):
         yield builder, name, _on_values(getattr(builder, name))
     for name in ("create_fma", "create_rsqrt"):
@@ -297,6 +298,12 @@ def _dot(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return dot
+
+
+def _all_ones(self: Any, type: Any) -> TensorHandle:
+    """A number of ones. Triton asks NumPy for -1, which unsigned types refuse."""
+    zero: Any = np.zeros(1, interpreter._get_np_dtype(type))
+    return TensorHandle(~zero, type.scalar)
 
 
 def _splat(self: Any, result: Any, number: TensorHandle) -> TensorHandle:

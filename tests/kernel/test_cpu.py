@@ -414,3 +414,24 @@ def test_a_tensor_that_a_mod_makes_of_a_dynamic_number(path: str):
     for count in (3, 4):
         found, wanted = compiled(*inputs, count), attend(*inputs, count)
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_integers_of_positions_wrap_around():
+    """Inductor goes on in 64 bits with what is an expression of loop variables."""
+    inputs = operands((2, 2, 37, 16), (2, 2, 41, 16))
+    scaled = torch.randn(2, requires_grad=True)
+
+    def hashed(i: Tensor, j: Tensor) -> Tensor:
+        return (i * 123456789 + j * 987654321) % 11
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * scaled[h] + 0.1 * hashed(i, j)
+
+    mask = flexhop.create_block_mask(
+        lambda b, h, i, j: hashed(i, j) < 7, None, None, 37, 41, "cpu"
+    )
+    assert_compiled_agrees(
+        lambda q, k, v: flexhop.flex_attention(q, k, v, mod, mask, return_aux=WANTED),
+        inputs,
+        scaled,
+    )

@@ -408,3 +408,36 @@ def test_sizes_that_are_no_ints(sizes):
 def test_without_a_gpu_pytorch_says_so():
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA enabled|NVIDIA|CUDA GPUs"):
         create_block_mask(causal, None, None, 8, 8, device="cuda")
+
+
+def _near(b, h, q_idx, kv_idx, width=3):
+    return q_idx - kv_idx < width
+
+
+class _Causal:
+    """A mask, and a score_mod, as methods."""
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    def score(self, score, b, h, q_idx, kv_idx):
+        return score.masked_fill(q_idx < kv_idx, float("-inf"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: causal,
+        lambda: _near,
+        lambda: lambda s, b, h, q_idx, kv_idx: s.masked_fill(q_idx < kv_idx, float("-inf")),
+        lambda: functools.partial(lambda width, b, h, q_idx, kv_idx: q_idx < kv_idx + width, 3),
+        lambda: flexhop.and_masks(causal, lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 5),
+        lambda: _Causal(),
+        lambda: _Causal().score,
+    ],
+    ids=["mask", "default", "score", "partial", "both", "object", "method"],
+)
+def test_dense_masks_are_made_inside_of_compiled_functions(make):
+    """Also of functions that are defined there."""
+    made = lambda: create_mask(make(), 2, 3, 9, 11, "cpu")  # noqa: E731
+    assert torch.equal(torch.compile(made, fullgraph=True, backend="eager")(), made())

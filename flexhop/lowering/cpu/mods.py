@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.analysis import INDICES
+from flexhop.analysis import INDICES, dtype_of
 from flexhop.compat.kernels import cpp_kernel, inductor, pointwise, short_rows
 from flexhop.compat.kernels.cpp_kernel import Printer, Stored
 from flexhop.compat.kernels.inductor import ops
-from flexhop.lowering.mods.analysed import SCORE, kernel_graph
+from flexhop.lowering.mods.analysed import SCORE, analyse_kernel, kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.lower import (
     INDEX_NAMES,
@@ -34,18 +34,21 @@ _INDICES: dict[str, str] = dict(
 )
 SIZES = (cpp_kernel.integer("place_rows"), cpp_kernel.integer("place_columns"))
 STEP = cpp_kernel.integer("place_step")
+_LARGEST = 2**31 - 1  # of an integer of 32 bits
 
 
 class Mods(NamedTuple):
     """The functions of a call, lowered: scalar buffers; None if they change or hide nothing.
 
-    score_captures, mask_captures: what they capture, with storage.
+    score_captures, mask_captures: what they capture, with storage. may_wrap: whether an integer of
+    theirs may leave its 32 bits.
     """
 
     score: Any
     mask: Any
     score_captures: Sequence[Any]
     mask_captures: Sequence[Any]
+    may_wrap: bool
 
     @property
     def captures(self) -> list[Any]:
@@ -84,7 +87,18 @@ def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None =
     if not is_all_true(mask_graph):
         safe = wrap_reads(mask_graph, INDICES, position_sizes(sizes))
         (mask,) = lower(safe, [*indices, *captures[1]], "mask_mod")
-    return Mods(score, mask, *captures)
+    may_wrap = _may_wrap(score_graph, SCORE) or _may_wrap(mask_graph, INDICES)
+    return Mods(score, mask, captures[0], captures[1], may_wrap)
+
+
+def _may_wrap(graph: torch.fx.GraphModule, inputs: tuple[str, ...]) -> bool:
+    """Whether an integer that is computed may be any of its 32 bits."""
+    found = analyse_kernel(graph, inputs)
+    return any(
+        dtype_of(node) == torch.int32 and found[node].high >= _LARGEST
+        for node in graph.graph.nodes
+        if node.op == "call_function" and node.target is not torch.ops.aten.index.Tensor
+    )
 
 
 def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:
@@ -128,7 +142,9 @@ def inputs_of(mods: Mods, *, by_key: bool, **others: str) -> dict[str, Callable[
     def position(name: str) -> Any:
         q_idx, kv_idx = reversed(cpp_kernel.here()) if by_key else cpp_kernel.here()
         along = {"q_idx": q_idx, "kv_idx": kv_idx}.get(name, 0)
-        return ops.index_expr(cpp_kernel.integer(_INDICES[name]) + along, torch.int32)
+        place = ops.index_expr(cpp_kernel.integer(_INDICES[name]) + along, torch.int32)
+        # Inductor would go on in 64 bits with what is an expression of places, and never wrap.
+        return ops.bitwise_or(place, ops.constant(0, torch.int32)) if mods.may_wrap else place
 
     pointers = {"score": "buf_score", **others}
     made = {name: functools.partial(read, pointer) for name, pointer in pointers.items()}

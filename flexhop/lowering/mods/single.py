@@ -104,7 +104,10 @@ def _adds_double(node: fx.Node, of_score: Iterable[fx.Node]) -> bool:
 
 def _settle(node: fx.Node) -> None:
     """Note the dtype that a node has now; drop it if it converts to the dtype that it gets."""
+    target: Any = node.target
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    node.meta["val"] = node.target(*args, **kwargs)
-    if is_conversion(node) and dtype_of(node.args[0]) == dtype_of(node):
-        node.replace_all_uses_with(node.args[0])
+    node.meta["val"] = target(*args, **kwargs)
+    if is_conversion(node):
+        (source,) = node.all_input_nodes
+        if dtype_of(source) == dtype_of(node):
+            node.replace_all_uses_with(source)
