@@ -30,6 +30,7 @@ from benchmarks.report import cell, geometric_mean, row
 from benchmarks.timing import Stopwatch, interleaved, medians
 from benchmarks.turns import last_words
 from tests.case_inputs import Random, Shape
+from tests.fuzz import later
 from tests.fuzz.functions import chain_scores, combine_masks
 from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
@@ -41,6 +42,7 @@ WORK = 3e11  # operations of a dense forward pass, about half a millisecond on a
 LIBRARIES: dict[str, ModuleType] = {"flexhop": flexhop, "in-tree": intree}
 PORTABLE = "portable"  # flexhop without its Hopper kernels
 DIRECTIONS = ("fwd", "bwd")
+LATER = 710_000  # the smallest number of a problem that may have functions of tests/fuzz/later.py
 STARTED, DONE = "started ", "done "
 
 
@@ -70,8 +72,13 @@ class Drawn:
 def draw(number: int, shrunk: int = 1) -> Drawn:
     """The problem of a number; on a CPU its lengths are divided."""
     r = random.Random(f"speed {number}")
-    mask_names = tuple(r.sample(sorted(MASKS), r.choice([0, 1, 1, 1, 2])))
-    names = r.sample(sorted(SCORES), r.choice([0, 1, 1, 1, 2] if mask_names else [1, 1, 2]))
+    # Problems keep their numbers.
+    masks, names = (
+        sorted(name for name in known if number >= LATER or name not in newer)
+        for known, newer in ((MASKS, later.MASKS), (SCORES, later.SCORES))
+    )
+    mask_names = tuple(r.sample(masks, r.choice([0, 1, 1, 1, 2])))
+    names = r.sample(names, r.choice([0, 1, 1, 1, 2] if mask_names else [1, 1, 2]))
     ignoring = [name for name in names if name in IGNORING][:1]
     names = [name for name in names if name not in IGNORING]
     scores = (*ignoring, *sorted(names, key=lambda name: name in HIDING))

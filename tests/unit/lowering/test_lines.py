@@ -43,6 +43,7 @@ LINES = {
     "bias_beside_it": lambda s, b, h, q, k: (s + torch.sin(q.float())) + 0.5 * k - TABLE[h],
     "level": lambda s, b, h, q, k: s + 0.25 * h,
     "on_both_sides": lambda s, b, h, q, k: s + TABLE[h] * k - 0.25 * k,
+    "in_64_bits": lambda s, b, h, q, k: (s + TABLE[h].double() * k).float(),
 }
 
 
@@ -90,7 +91,6 @@ NO_LINES = {
     "bounded_score": lambda s, b, h, q, k: s.clamp(min=-3) + k,
     "one_over": lambda s, b, h, q, k: s + 1.0 / (k + 1),
     "in_16_bits": lambda s, b, h, q, k: s + TABLE.bfloat16()[h] * (k - q),
-    "in_64_bits": lambda s, b, h, q, k: (s + TABLE[h].double() * k).float(),
     "no_score": lambda s, b, h, q, k: 0.5 * k,
     "parity": lambda s, b, h, q, k: s + k.to(torch.int8),
     "step_of_any_size": lambda s, b, h, q, k: s + (q - k >= 12) * TABLE[h] - 0.25 * k,
