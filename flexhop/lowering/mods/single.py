@@ -2,7 +2,8 @@
 
 PyTorch promotes `score + table[h]` to fp64 if the table is. The score is a number of fp32, and its
 result becomes one, so what depends on it may be fp32 as well. What does not depend on it stays as
-it is: the difference of two times would be lost.
+it is: the difference of two times would be lost. So stays a score that the mod itself converts to
+fp64, and what may exceed the range of fp32, as an exponential does: kernels round the result.
 """
 
 from __future__ import annotations
@@ -13,28 +14,48 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.analysis import constant_of, copied, dependents, dtype_of, is_conversion, name_of
+from flexhop.analysis import (
+    constant_of,
+    copied,
+    dependents,
+    dtype_of,
+    is_conversion,
+    is_float,
+    name_of,
+)
 from flexhop.lowering.mods.graphs import convert
 
 _SUMS = frozenset({"add", "sub", "rsub", "addcmul", "addcdiv"})
 # Rounding their operands first is as exact as rounding their result.
 _PRODUCTS = frozenset({"mul", "div", "neg", "abs"})
+# Their results are about as large as an operand.
+_BOUNDED = _SUMS | _PRODUCTS | {
+    "where", "masked_fill", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "relu",
+    "sign", "sgn", "tanh", "sigmoid", "zeros_like", "ones_like", "full_like",
+}  # fmt: skip
 
 
 def in_single(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
     """The same function, which computes in fp32 what depends on the score or its gradient.
 
-    Not if it adds more than one number of fp64 to a score: they may cancel.
+    Not if fp64 was asked for, or is needed: if it adds more than one number of fp64 to a score,
+    they may cancel.
 
     Args:
         graph: (*inputs, *captures) -> value or values; not changed.
         inputs: names of its first inputs, as in `analyse`.
     """
     given = graph.graph.find_nodes(op="placeholder")
-    roots = [node for node, name in zip(given, inputs, strict=False) if name in ("score", "grad")]
-    of_score = {node for node in dependents(roots) if node.op == "call_function"}
+    roots = dict(zip(inputs, given, strict=False))
+    of_grad, of_score = (
+        {roots[name], *dependents([roots[name]])} if name in roots else set()
+        for name in ("grad", "score")
+    )
+    of_score = {node for node in of_score | of_grad if node.op == "call_function"}
     doubles = [node for node in graph.graph.nodes if node in of_score and _is_double(node)]
-    if not doubles or sum(_adds_double(node, of_score) for node in doubles) > 1:
+    if not doubles or not all(_may_be_single(node, of_grad) for node in doubles):
+        return graph
+    if sum(_adds_double(node, of_score) for node in doubles) > 1:
         return graph
     module, copies = copied(graph)
     single = _Single(copies, of_score)
@@ -88,6 +109,15 @@ class _Single:
 
 def _is_double(node: Any) -> bool:
     return isinstance(node, fx.Node) and dtype_of(node) == torch.float64
+
+
+def _may_be_single(node: fx.Node, of_grad: set[fx.Node]) -> bool:
+    """Whether an operator in fp64 has about the same result in fp32, and the mod did not ask for
+    fp64: autograd converts gradients, and mods convert scores."""
+    if is_conversion(node):
+        (source,) = node.all_input_nodes
+        return source in of_grad or not is_float(source)
+    return name_of(node) in _BOUNDED
 
 
 def _others(node: fx.Node, of_score: Iterable[fx.Node]) -> list[fx.Node]:

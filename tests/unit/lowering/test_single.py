@@ -40,11 +40,10 @@ def single(mod, *captures):
         (lambda s, b, h, q, k, t: t[h, q - k] * s, 1),
         (lambda s, b, h, q, k, t: torch.tanh(s + t[h, q]) * t[h, 0], 2),
         (lambda s, b, h, q, k, t: s - t[h, 0] * (q - k).abs(), 1),
-        (lambda s, b, h, q, k, t: 2 * torch.tanh(s.double() / 2), 0),
-        (lambda s, b, h, q, k, t: torch.where(q >= k, s.double(), -1e30), 1),
+        (lambda s, b, h, q, k, t: torch.where(q >= k, s * t[h, 0], -1e30), 2),
         (lambda s, b, h, q, k, t: s + (s > 0).double(), 0),
     ],
-    ids=["table", "factor", "twice", "slope", "score", "choice", "flag"],
+    ids=["table", "factor", "twice", "slope", "choice", "flag"],
 )
 def test_what_depends_on_the_score_is_fp32(mod, left):
     table = torch.randn(4, 64, dtype=torch.float64)
@@ -59,6 +58,19 @@ def test_differences_of_what_is_read_stay_in_fp64():
     _, found = single(lambda s, b, h, q, k, t: s - (t[q] - t[k]).abs(), times)
     assert doubles(found) == 3
     graph, found = single(lambda s, b, h, q, k, t: s - t[q] + t[k], times)
+    assert found is graph
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k, t: 2 * torch.tanh(s.double() / 2),
+        lambda s, b, h, q, k, t: torch.log1p(torch.exp(s * t[h, q] * 1000)),
+    ],
+    ids=["asked", "large"],
+)
+def test_what_asks_for_fp64_or_needs_its_range_stays(mod):
+    graph, found = single(mod, torch.rand(4, 64, dtype=torch.float64))
     assert found is graph
 
 
