@@ -63,12 +63,9 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         lse=r.random() < 0.4, max_scores=r.random() < 0.15, sinks=r.random() < 0.1,
         dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
-    if seed >= made.FIRST:  # problems keep their numbers
-        plan = _with_more(random.Random(f"made {seed}"), plan, made)
-    if seed >= users.FIRST:
-        plan = _with_more(random.Random(f"users {seed}"), plan, users)
-    if seed >= later.FIRST:
-        plan = _with_more(random.Random(f"later {seed}"), plan, later)
+    for name, newer in (("made", made), ("users", users), ("later", later)):
+        if seed >= newer.FIRST:  # problems keep their numbers
+            plan = _with_more(random.Random(f"{name} {seed}"), plan, newer)
     plan = dataclasses.replace(plan, **_of_family(r, plan))
     if seed >= SHARING:
         plan = dataclasses.replace(plan, layouts=_shared(random.Random(f"shared {seed}"), plan))

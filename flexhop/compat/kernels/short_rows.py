@@ -107,9 +107,10 @@ def _put(row: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 
 def _scatter(row: Any, dim: int, places: Any, values: Any) -> Any:
     """A row with other values at some places, as gradients of `row.max(0).values` need it."""
-    sizes, dim = list(row.get_size()), dim % max(1, len(row.get_size()))
+    sizes = list(row.get_size())
     if not sizes:  # a row of one number has one place
         return to_dtype(values, row.get_dtype())
+    dim %= len(sizes)
     (count,) = V.graph.sizevars.guard_int_seq([places.get_size()[dim]])
     before_at, place_at = row.make_loader(), places.make_loader()
     value_at = to_dtype(values, row.get_dtype()).make_loader()

@@ -22,6 +22,7 @@ from flexhop.analysis import (
     is_conversion,
     is_float,
     name_of,
+    settled,
 )
 from flexhop.lowering.mods.graphs import convert
 
@@ -45,6 +46,8 @@ def in_single(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
         graph: (*inputs, *captures) -> value or values; not changed.
         inputs: names of its first inputs, as in `analyse`.
     """
+    if not any(map(_is_double, graph.graph.nodes)):
+        return graph
     given = graph.graph.find_nodes(op="placeholder")
     roots = dict(zip(inputs, given, strict=False))
     of_grad, of_score = (
@@ -63,9 +66,7 @@ def in_single(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
         single.become(node)
     for node in (copies[node] for node in graph.graph.nodes if node in of_score):
         _settle(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+    return settled(module, graph)
 
 
 class _Single:
