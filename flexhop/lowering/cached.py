@@ -24,7 +24,6 @@ from flexhop.lowering.mods.lower import lower_mods, read_mods
 from flexhop.lowering.operands import (
     Sizes,
     bulk_obstacle,
-    index_sizes,
     is_view_of,
     make_problem,
     show_problem,
@@ -32,7 +31,7 @@ from flexhop.lowering.operands import (
 )
 from flexhop.lowering.problem import Cache, Device, ModFacts, Problem, read_device
 from flexhop.mods.keys import noop_key
-from flexhop.ops.args import CachedArgs
+from flexhop.ops.args import CachedArgs, index_sizes
 from flexhop.ops.graphs.examples import index_examples
 from flexhop.ops.graphs.subgraphs import trace_key
 

@@ -298,10 +298,3 @@ def _sized(buffer: Any) -> torch.Tensor:
     return torch.empty_strided(
         sizes, strides, dtype=buffer.get_dtype(), device=buffer.get_device()
     )
-
-
-def index_sizes(args: CachedArgs) -> tuple[Any, Any, Any, Any]:
-    """[B, Hq, M, N] of a call whose operands are tensors."""
-    batch, heads, length, _ = args.query.shape
-    keys: Any = args.key.size(2)
-    return batch, heads, length, keys * args.pages[0].size(1) if args.pages else keys

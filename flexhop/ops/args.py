@@ -191,6 +191,17 @@ def read_blocks(
     return BlockTensors(*args.blocks)
 
 
+def index_sizes(args: Any) -> tuple[Any, Any, Any, Any]:
+    """Numbers of batches, query heads, queries and keys of an operator's operands.
+
+    They may be symbols. With pages, keys are those that the table has room for.
+    """
+    batch, heads, length, _ = args.query.shape
+    keys: Any = args.key.size(2)
+    pages = getattr(args, "pages", ())
+    return batch, heads, length, keys * pages[0].size(1) if pages else keys
+
+
 class Site(NamedTuple):
     """One read of a captured tensor that needs a gradient."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop
 from flexhop.compat.operators.autocast import cast
 from flexhop.errors import VmapError
-from flexhop.ops.args import CachedArgs, CachedDoor
+from flexhop.ops.args import CachedArgs, CachedDoor, index_sizes
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.graphs.examples import index_examples, key_examples, score_dtype, score_examples
 from flexhop.ops.graphs.subgraphs import needs_grad
+from flexhop.ops.graphs.tables import with_tables
 from flexhop.ops.uncompiled.option import OPTION, run_alone
 
 MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
@@ -76,12 +78,15 @@ def cast_cached(dtype: torch.dtype, operands: tuple[Any, ...]) -> CachedArgs:
 hop.register_autocast(cached_attention, cast_cached)
 
 
-@cached_attention.py_autograd_impl
+@hop.register_autograd(cached_attention)
 def _autograd(*operands: Any) -> Any:
     if torch.is_grad_enabled() and any(needs_grad(hop.pytree.tree_leaves(operands))):
         raise gradient_refusal()
+    args = CachedArgs(*operands)
+    if hop.is_tracing(args.query):
+        args, _ = with_tables(args)
     with hop.below_autograd():
-        return cached_attention(*operands)
+        return cached_attention(*args)
 
 
 hop.register_refusal(cached_attention, "Grad", gradient_refusal)
@@ -96,11 +101,7 @@ hop.register_refusal(
 def _count(*operands: Any, **_: Any) -> int:
     """Two matrix products over all keys that the pages hold."""
     args = CachedArgs(*operands)
-    batch, heads, length, width = args.query.shape
-    keys = args.key.size(2)
-    if args.pages:
-        keys *= args.pages[0].size(1)
-    return 2 * batch * heads * length * keys * (width + args.value.size(3))
+    return 2 * math.prod(index_sizes(args)) * (args.query.size(3) + args.value.size(3))
 
 
 hop.register_flops(cached_attention, _count)

@@ -25,7 +25,7 @@ from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable.owners import adders
 from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
 from flexhop.lowering.tangents import describe_second
-from flexhop.ops.args import AttentionArgs, CachedArgs, unpack_sites
+from flexhop.ops.args import AttentionArgs, CachedArgs, index_sizes, unpack_sites
 from flexhop.ops.graphs.subgraphs import (
     Joint,
     needs_grad,
@@ -81,11 +81,11 @@ def survey(
     Raises:
         FlexhopError: as compiling the call would raise.
     """
-    if isinstance(args, CachedArgs):
-        return _survey_cached(args, device, value_is_key)
     mode = getattr(args.query, "fake_mode", contextlib.nullcontext())
     with mode, assumed(device.capability):
         args, tables = with_tables(args)
+    if isinstance(args, CachedArgs):
+        return _survey_cached(args, device, tables, value_is_key)
     score = trace_score(args.score_mod, args.query, args.score_captures)
     mask = trace_mask(args.mask_mod, args.query, args.mask_captures)
     joint = None
@@ -93,7 +93,7 @@ def survey(
         joint = trace_joint(args.score_mod, args.query, args.score_captures)
     cap_scale = foldable_scale(args, has_texts=args.query.dtype.itemsize == 2)
     mods = read_mods(decompose(score), decompose(mask), cap_scale=cap_scale)
-    sizes = (*args.query.shape[:3], args.key.shape[2])
+    sizes = index_sizes(args)
     grad = UNREAD
     if joint is not None:
         graph = decompose(joint.joint)
@@ -113,7 +113,7 @@ def survey(
 
 
 def rehearse(
-    args: AttentionArgs, mods: tuple[torch.fx.GraphModule, torch.fx.GraphModule],
+    args: AttentionArgs | CachedArgs, mods: tuple[torch.fx.GraphModule, torch.fx.GraphModule],
     joint: Joint | None, sizes: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Lower the mods of a call, which finds what no kernel computes.
@@ -131,7 +131,9 @@ def rehearse(
             lower_joint(device, decompose(joint.joint), given, sites, sizes)
 
 
-def _survey_cached(args: CachedArgs, device: Device, value_is_key: bool) -> Survey:
+def _survey_cached(
+    args: CachedArgs, device: Device, tables: Tabulated | None, value_is_key: bool
+) -> Survey:
     args = args._replace(
         key_mod=decompose(trace_key(args.key_mod, args.query, args.key_captures)),
         value_mod=decompose(trace_key(args.value_mod, args.query, args.value_captures)),
@@ -145,8 +147,9 @@ def _survey_cached(args: CachedArgs, device: Device, value_is_key: bool) -> Surv
     plans = ()
     if problem.dtype != torch.float64:
         plans = plan("forward", problem, options)
+        rehearse(args, (score, mask), None, index_sizes(args))
     failures = known_failures(problem)
-    return Survey(problem, options, score, mask, None, plans, failures=failures)
+    return Survey(problem, options, score, mask, None, plans, tables, failures)
 
 
 def find_device(query: Tensor, capability: tuple[int, int] | None) -> Device:

@@ -325,12 +325,13 @@ def _notes(args: AttentionArgs | CachedArgs, found: Any, mask: Mask | None) -> l
             "Captured tensors are operands: new values of the same shape do not recompile."
         )
     if found.tables is not None:
-        sizes = ", ".join(str(list(size)) for size in found.tables.sizes)
+        sizes, saved = found.tables.sizes, round(found.tables.saved)
         notes.append(
             "Parts of score_mod that depend on few values are precomputed, before the kernels, "
-            f"as tables of {sizes}. Reading them saves about {found.tables.saved:.0f} "
-            "instructions per score."
-        )
+            f"as tables of {', '.join(str(list(size)) for size in sizes)}. "
+            + (f"Reading them saves about {saved} instructions per score." if saved > 0 else
+               "Kernels cannot compute them.")
+        )  # fmt: skip
     if found.joint is None:
         notes.append("No operand requires a gradient, so no backward kernel would run.")
     elif found.joint.sites:

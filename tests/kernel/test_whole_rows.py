@@ -9,6 +9,9 @@ import flexhop.offline.interpret
 from flexhop.errors import ModLoweringError
 from flexhop.ops.graphs.beyond import is_beyond_kernels
 from flexhop.ops.graphs.subgraphs import trace_score
+from tests.case_inputs import Shape
+from tests.fuzz.checks import check_results
+from tests.fuzz.plan import Plan
 from tests.learned import check_kernels
 
 HEADS, LENGTH = 2, 20
@@ -105,6 +108,36 @@ def test_masks_of_rows():
     )
     expected = scores.softmax(-1) @ tensors[2]
     torch.testing.assert_close(found.result, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["paged", "cached"])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_calls_that_read_a_cache(family, queries):
+    """They have a kernel if the call that trained has one."""
+    pages = {"keys": (40, 33), "page": 16} if family == "paged" else {"stored": torch.int8}
+    plan = Plan(
+        family=family, shape=Shape(2, 4, 2, queries, 48, 16, 16), train="", dynamic=queries > 1,
+        scores=("ordered", "summed_steps"), masks=("causal",), key_mod="head", **pages,
+    )  # fmt: skip
+    assert not check_results(plan, 3, backend="interpreter")
+
+
+def test_a_mask_of_rows_over_a_cache():
+    torch.manual_seed(15)
+    words, factors = torch.randn(2, HEADS, 4), torch.rand(HEADS) + 0.5
+
+    def mask_mod(b, h, q, k):
+        return words[b, h].sort().values[k % 4] > -0.5
+
+    def attend(q, k, v):
+        return flexhop.flex_attention(
+            q, k, v, block_mask=mask, k_mod=flexhop.mods.dequantize(factors)
+        )
+
+    query, key = torch.randn(2, HEADS, 1, 16), torch.randn(2, HEADS, 48, 16)
+    mask = flexhop.create_block_mask(mask_mod, 2, HEADS, 1, 48, "cpu", BLOCK_SIZE=16)
+    found = flexhop.offline.interpret.interpret(attend, query, key, key)
+    torch.testing.assert_close(found.result, attend(query, key, key))
 
 
 def test_infinite_derivatives_of_rows_that_no_score_reads():

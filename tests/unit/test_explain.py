@@ -355,6 +355,29 @@ def test_what_no_kernel_computes_is_refused_as_by_the_compiler(name):
         flexhop.explain(*tensors, REFUSED[name], capability=(9, 0))
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_same_is_refused_of_a_call_that_reads_a_cache(name):
+    tensors = [torch.zeros(1, 2, 64, 32)] * 3
+    halve = flexhop.mods.dequantize(0.5)
+    with pytest.raises(ModLoweringError, match="score_mod cannot be compiled"):
+        flexhop.explain(*tensors, REFUSED[name], k_mod=halve, capability=(9, 0))
+
+
+def test_a_call_that_reads_a_cache_has_the_tables_that_it_needs():
+    """Others would take longer to make than a step of decoding saves by reading them."""
+    steps, buckets = torch.rand(2, 6), torch.rand(64)
+
+    def mod(s, b, h, q, k):
+        return s + steps[h].cumsum(0)[(q - k).abs() % 6] + buckets[(q - k + 64).log2().int()].exp()
+
+    tensors = [torch.zeros(1, 2, 64, 32)] * 3
+    report = flexhop.explain(*tensors, mod, capability=(9, 0))
+    cached = flexhop.explain(*tensors, mod, k_mod=flexhop.mods.dequantize(0.5), capability=(9, 0))
+    sizes = [[note for note in of.notes if "as tables of" in note] for of in (report, cached)]
+    assert "[2, 6], [127]" in sizes[0][0]
+    assert "as tables of [2, 6]. Kernels cannot compute them." in sizes[1][0]
+
+
 def test_a_mask_that_no_kernel_computes_is_refused():
     def mask_mod(b, h, q, k):
         return (LONG[q] * LONG[k]).sum() > 0

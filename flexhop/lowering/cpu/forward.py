@@ -24,9 +24,8 @@ from flexhop.lowering.cpu.operands import (
     states_of,
     strided,
 )
-from flexhop.lowering.operands import index_sizes
 from flexhop.ops import wide_lse
-from flexhop.ops.args import AttentionArgs, CachedArgs, operands_of
+from flexhop.ops.args import AttentionArgs, CachedArgs, index_sizes, operands_of
 from flexhop.ops.cached_eager import ordered_args
 from flexhop.templates import header
 

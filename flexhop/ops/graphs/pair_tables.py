@@ -30,7 +30,8 @@ _LEAST_SAVED = 6.0
 
 def choose_pairs(choice: Choice) -> None:
     """Replace chosen tables, and what is left for each score, by tables of pairs that pay off."""
-    if choice.wanted.only_rows or choice.queries < _FEWEST_QUERIES:
+    wanted = choice.wanted
+    if wanted.only_rows or wanted.only_needed or choice.queries < _FEWEST_QUERIES:
         return
     by_node = {table.node: table for table in choice.tables}
     ordered = {node for node, table in by_node.items() if not _is_scattered(choice, table)}

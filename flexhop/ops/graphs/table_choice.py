@@ -32,6 +32,7 @@ from flexhop.ops.graphs.table_entries import (
     is_needed,
     is_search,
     is_subtracted,
+    takes_many_reads,
 )
 
 LARGEST = 2**26  # most entries of a table
@@ -60,7 +61,8 @@ class Wanted(NamedTuple):
     inputs: of the mod. kernels: of the call. most: entries of a table. is_differentiated: whether
     scores have a gradient. sums_exactly: whether gradients must be the same in every run.
     only_rows: of parts that compute with short rows of numbers, and depend on one position; and if
-    heads do not share the mod, of parts that depend on a distance. is_pushed: see `trace_score`.
+    heads do not share the mod, of parts that depend on a distance. only_needed: of parts that no
+    kernel computes. is_pushed: see `trace_score`.
     """
 
     inputs: tuple[str, ...]
@@ -69,6 +71,7 @@ class Wanted(NamedTuple):
     is_differentiated: bool = False
     sums_exactly: bool = False
     only_rows: bool = False
+    only_needed: bool = False
     is_pushed: bool = False
 
 
@@ -142,11 +145,11 @@ class Choice:
         table = self._table_of(node)
         if table is None:
             return True
-        needed = is_needed(table) or self._needs_parts_beyond(table)
+        needed = self._needs(table) or (takes_many_reads(table) and not self.wanted.only_needed)
         if not needed and paths_below(node) > _MOST_PATHS:
             return False
         saved, least = self._saved(table)
-        if not needed and saved < least:
+        if not needed and (saved < least or self.wanted.only_needed):
             return True
         is_result = node is self.found.mod.result
         is_negative = not is_result and is_subtracted(node)
@@ -154,8 +157,10 @@ class Choice:
         self.saved_by[node] = saved
         return False
 
-    def _needs_parts_beyond(self, table: Table) -> bool:
-        """Whether a kernel cannot compute a part, which is no table of its own, or no smaller."""
+    def _needs(self, table: Table) -> bool:
+        """Whether a kernel cannot compute a table, or a part that is no smaller table itself."""
+        if is_needed(table):
+            return True
         parts = [part for part in reached(table.node) if is_beyond_kernels(part)]
         is_of_one = not any(isinstance(axis, Coordinate) for axis in table.axes)
         return any(is_of_one or self._rows_of(part) is None for part in parts)
@@ -203,8 +208,9 @@ class Choice:
         table = Table(node, (*others, *coordinates), self.may_spoil(node))
         if table.may_spoil and positions:
             return None
+        numbers = self.entries(table) * numbers_in(node)
         most = min(self.wanted.most, self.scores // _SCORES_PER_ENTRY)
-        return table if self.entries(table) * numbers_in(node) <= most else None
+        return table if numbers <= most or (numbers <= LARGEST and self._needs(table)) else None
 
     def _rows_of(self, node: fx.Node) -> Table | None:
         """The table of a row that no kernel computes: of all batches, heads, or positions."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from flexhop.analysis import Analysis, Coordinate, elements_of, instructions_of, reached
 from flexhop.compat.target import capability_of
-from flexhop.ops.args import AttentionArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.graphs.table_entries import Table
 
 LEAST_SAVED_TRAINED = 1.5  # instructions per score and kernel
@@ -47,7 +47,7 @@ _JOINED, _JOINED_AT_128 = Kernels(2, 0.0, 0.0, 1.0, True), Kernels(2, 0.0, 0.0, 
 _APART = Kernels(3, 4.0, 28.0, 8.0, False)  # these add up to 55 for a table by distance
 
 
-def kernels_of(args: AttentionArgs) -> Kernels:
+def kernels_of(args: AttentionArgs | CachedArgs) -> Kernels:
     """The kernels that probably serve a call."""
     capability = capability_of(args.query.device)
     width = max(args.query.size(-1), args.value.size(-1))

@@ -282,16 +282,21 @@ def is_row(node: fx.Node) -> bool:
 
 
 def is_needed(table: Table) -> bool:
-    """Whether a kernel could not compute a table's node, or only in many reads, one after another.
+    """Whether a kernel could not compute a table's node: rows would need too many registers."""
+    rows = filter(is_row, _parts(table))
+    return any(elements_of(row) > LONGEST_ROW for row in rows)
 
-    Rows would need more numbers than there are registers. What the index needs is read either way.
-    """
+
+def takes_many_reads(table: Table) -> bool:
+    """Whether a kernel could compute a table's node only in many reads, one after another."""
+    return _reads(_parts(table)) > _MOST_READS
+
+
+def _parts(table: Table) -> Collection[fx.Node]:
+    """The nodes that a table's node needs. What the index needs is read either way."""
     axes = (axis for axis in table.axes if isinstance(axis, Coordinate))
     kept = {atom for axis in axes for atom, _ in axis.terms}
-    parts = reached(table.node, lambda n: [x for x in n.all_input_nodes if x not in kept])
-    if any(elements_of(part) > LONGEST_ROW for part in parts if is_row(part)):
-        return True
-    return _reads(parts) > _MOST_READS
+    return reached(table.node, lambda n: [x for x in n.all_input_nodes if x not in kept])
 
 
 def is_search(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +19,7 @@ from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, dependents,
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.sizes import hint_of
-from flexhop.ops.args import AttentionArgs, Capture
+from flexhop.ops.args import AttentionArgs, CachedArgs, Capture, index_sizes
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import (
     may_have_positions,
@@ -54,16 +54,21 @@ class Tabulated(NamedTuple):
     saved: float
 
 
-def tabulate(args: AttentionArgs, *, is_pushed: bool = False) -> Tabulated | None:
+Call = TypeVar("Call", bound=AttentionArgs | CachedArgs)
+
+
+def tabulate(args: AttentionArgs | CachedArgs, *, is_pushed: bool = False) -> Tabulated | None:
     """Move parts of a call's score_mod into tables if reading them is cheaper; None if none is.
 
     Tables are differentiable functions of the captures. Sizes may be symbols: tables then have as
-    many entries as the call needs, and this compilation's sizes decide whether they pay off.
+    many entries as the call needs, and this compilation's sizes decide whether they pay off. A
+    call that reads a cache has only those without which there would be no kernel.
     """
     mod, captures = args.score_mod, args.score_captures
     wanted = Wanted(
         INPUTS, kernels_of(args), _most_entries(args), _is_differentiated(args),
-        bool(args.options.get("deterministic")), is_pushed=is_pushed,
+        bool(args.options.get("deterministic")), only_needed=isinstance(args, CachedArgs),
+        is_pushed=is_pushed,
     )  # fmt: skip
 
     def choose(sizes: Sizes) -> _Chosen | None:
@@ -75,7 +80,7 @@ def tabulate(args: AttentionArgs, *, is_pushed: bool = False) -> Tabulated | Non
     return _tabulate(args, mod, captures, choose, wanted)
 
 
-def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
+def tabulate_mask(args: AttentionArgs | CachedArgs) -> Tabulated | None:
     """The same of a mask_mod: tables of what depends on a key alone, in packed sequences.
 
     Other masks become bits or ranges, which read nothing per key, unless they compute with short
@@ -86,7 +91,8 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     if not (may_have_positions(mod) or may_search(mod) or may_see_head(mod)):
         return None
 
-    wanted = Wanted(INDICES, kernels_of(args), _most_entries(args))
+    only_needed = isinstance(args, CachedArgs)
+    wanted = Wanted(INDICES, kernels_of(args), _most_entries(args), only_needed=only_needed)
 
     def choose(sizes: Sizes) -> _Chosen | None:
         graph = trace_mask(mod, args.query, captures)
@@ -96,23 +102,23 @@ def tabulate_mask(args: AttentionArgs) -> Tabulated | None:
     return _tabulate(args, mod, captures, choose, wanted)
 
 
-def _most_entries(args: AttentionArgs) -> int:
+def _most_entries(args: AttentionArgs | CachedArgs) -> int:
     """A table may take no more memory than the operands."""
     taken = (math.prod(map(hint_of, x.shape)) * x.dtype.itemsize for x in args[:3])
     return min(LARGEST, sum(taken) // _ENTRY)
 
 
-def _is_differentiated(args: AttentionArgs) -> bool:
+def _is_differentiated(args: AttentionArgs | CachedArgs) -> bool:
     """Whether scores have a gradient."""
     return args.query.requires_grad or args.key.requires_grad
 
 
 def _tabulate(
-    args: AttentionArgs, mod: Any, captures: Sequence[Any],
+    args: AttentionArgs | CachedArgs, mod: Any, captures: Sequence[Any],
     choose: Callable[[Sizes], _Chosen | None], wanted: Wanted,
 ) -> Tabulated | None:  # fmt: skip
     query = args.query
-    given: dict[str, Any] = dict(zip(INDICES, (*query.shape[:3], args.key.size(2)), strict=True))
+    given: dict[str, Any] = dict(zip(INDICES, index_sizes(args), strict=True))
     if not all(isinstance(c, (Tensor, int, torch.SymInt)) for c in captures):
         return None
     needs = may_derive(captures)
@@ -180,9 +186,7 @@ def _stops(
     return [node for node in stops if node in followed]
 
 
-def with_tables(
-    args: AttentionArgs, *, is_pushed: bool = False
-) -> tuple[AttentionArgs, Tabulated | None]:
+def with_tables(args: Call, *, is_pushed: bool = False) -> tuple[Call, Tabulated | None]:
     """A call whose mods read tables, and those of its score_mod; the same call and None if they
     save nothing. is_pushed: see `trace_score`."""
     score, mask = tabulate(args, is_pushed=is_pushed), tabulate_mask(args)

@@ -19,6 +19,7 @@ from flexhop.ops.args import (
     BlockTensors,
     CachedArgs,
     RangeTensors,
+    index_sizes,
     learned_captures,
     operands_of,
     read_blocks,
@@ -50,8 +51,7 @@ class Sample(NamedTuple):
 
 def key_length(args: Any) -> int:
     """N; with pages, what the table has room for."""
-    pages = getattr(args, "pages", ())
-    return int(args.key.size(2)) * (int(pages[0].size(1)) if pages else 1)
+    return int(index_sizes(args)[3])
 
 
 def some_places(length: int, count: int, generator: torch.Generator) -> Tensor:
