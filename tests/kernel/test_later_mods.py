@@ -41,6 +41,14 @@ def test_other_derivatives(name, derivative):
     assert not check_results(plan_of(name, derivative=derivative), 5, backend="interpreter")
 
 
+def test_second_derivatives_of_a_row_that_is_a_view_of_a_sum():
+    """Its tangent is a view of a 0, which PyTorch makes on another device."""
+    plan = plan_of(
+        "prelu", scores=("captured_numbers", "prelu"), dynamic=True, derivative="second"
+    )
+    assert not check_results(plan, 5, backend="interpreter")
+
+
 @needs_hopper
 @pytest.mark.parametrize("name", ["double_table", "double_slopes"])
 def test_hopper_kernels(name):

@@ -122,6 +122,21 @@ def test_calls_that_read_a_cache(family, queries):
     assert not check_results(plan, 3, backend="interpreter")
 
 
+@pytest.mark.parametrize("k_mod", [None, flexhop.mods.dequantize(0.5)])
+def test_few_queries(k_mod):
+    """A table by distance has as many entries as there are scores, but there is no other way."""
+    torch.manual_seed(16)
+    steps = torch.randn(HEADS, 60, 5)
+
+    def attend(q, k, v):
+        mod = lambda s, b, h, q, k: s + steps[h, q - k + 50].sort().values[2]  # noqa: E731
+        return flexhop.flex_attention(q, k, v, mod, k_mod=k_mod)
+
+    query, key = torch.randn(1, HEADS, 1, 16), torch.randn(1, HEADS, 50, 16)
+    found = flexhop.offline.interpret.interpret(attend, query, key, key)
+    torch.testing.assert_close(found.result, attend(query, key, key))
+
+
 def test_a_mask_of_rows_over_a_cache():
     torch.manual_seed(15)
     words, factors = torch.randn(2, HEADS, 4), torch.rand(HEADS) + 0.5

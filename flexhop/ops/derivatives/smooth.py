@@ -21,6 +21,11 @@ def _softmax_parts(row: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return largest, (row - largest).exp().sum(dim, keepdim=True)
 
 
+def _reshaped(row: Tensor, size: list[int]) -> Tensor:
+    """A copy: within forward mode, a view of a tangent that is 0 gets the device "meta"."""
+    return torch.ops.aten._unsafe_view.default(row.contiguous(), size)
+
+
 _PLAIN: dict[str, Callable[..., Any]] = {
     "flexhop::tanh_approx": torch.ops.aten.tanh.default,
     "prims::prepare_softmax_online": _softmax_parts,
@@ -29,6 +34,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "prims::fma": lambda a, b, c: a * b + c,
     "prims::fmin": torch.fmin,
     "prims::fmax": torch.fmax,
+    "aten::reshape": _reshaped,
+    "aten::view": _reshaped,
 }
 # Operators on positions, which have no derivative.
 _POSITIONS = ("flexhop::bounded", "prims::iota")

@@ -159,11 +159,14 @@ class Choice:
 
     def _needs(self, table: Table) -> bool:
         """Whether a kernel cannot compute a table, or a part that is no smaller table itself."""
-        if is_needed(table):
-            return True
-        parts = [part for part in reached(table.node) if is_beyond_kernels(part)]
         is_of_one = not any(isinstance(axis, Coordinate) for axis in table.axes)
-        return any(is_of_one or self._rows_of(part) is None for part in parts)
+        parts = _parts_beyond(table.node)
+        return is_needed(table) or any(is_of_one or self._rows_of(part) is None for part in parts)
+
+    def _is_the_only(self, node: fx.Node) -> bool:
+        """Whether no kernel computes a part of a node, and no row of it is a table itself."""
+        rows = (n for n in _parts_beyond(node) if isinstance(n.meta.get("val"), Tensor))
+        return any(self._rows_of(row) is None for row in rows)
 
     def _saved(self, table: Table) -> tuple[float, float]:
         """Instructions per score that a table saves, and how many it has to save."""
@@ -210,7 +213,9 @@ class Choice:
             return None
         numbers = self.entries(table) * numbers_in(node)
         most = min(self.wanted.most, self.scores // _SCORES_PER_ENTRY)
-        return table if numbers <= most or (numbers <= LARGEST and self._needs(table)) else None
+        if numbers > most and self._is_the_only(node):
+            most = LARGEST
+        return table if numbers <= most else None
 
     def _rows_of(self, node: fx.Node) -> Table | None:
         """The table of a row that no kernel computes: of all batches, heads, or positions."""
@@ -259,6 +264,11 @@ def reached_beside(root: fx.Node, tables: Mapping[fx.Node, Table]) -> Collection
         return [atom for axis in places for atom, _ in axis.terms]
 
     return reached(root, sources)
+
+
+def _parts_beyond(node: fx.Node) -> list[fx.Node]:
+    """What a node needs and no kernel computes."""
+    return [part for part in reached(node) if is_beyond_kernels(part)]
 
 
 def _passes_gradients(node: fx.Node) -> bool:
