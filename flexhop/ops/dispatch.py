@@ -16,6 +16,7 @@ from torch import Tensor
 import flexhop
 from flexhop import errors
 from flexhop.compat.mods.errors import refused
+from flexhop.compat.mods.frozen import frozen
 from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.private import private
 from flexhop.compat.mods.wrapped import has_checkpoint_policy
@@ -129,7 +130,7 @@ def _run_cached_eagerly(
     for kind, mod in named.items():
         check_captures(args.query, kind, closed_over(mod))
     _warn_once()
-    score, mask, key, value = (_checked(mod, kind) for kind, mod in named.items())
+    score, mask, key, value = (_checked(mod, kind, private(mod)) for kind, mod in named.items())
     args = args._replace(
         score_mod=score, mask_mod=mask, key_mod=key, value_mod=value, scale=scale, options=options
     )
@@ -154,23 +155,42 @@ def _run_eagerly(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tenso
     if call.sum_groups and torch.is_grad_enabled():
         summed = with_summed_gradients(args.score_mod, args.query, call.sum_groups)
         args = args._replace(score_mod=summed)
+    score, mask = _Kept(args.score_mod), _Kept(args.mask_mod)
     args = args._replace(
         scale=scale, options=options,
-        score_mod=_checked(args.score_mod, "score_mod"),
-        mask_mod=_checked(args.mask_mod, "mask_mod"),
+        score_mod=_checked(args.score_mod, "score_mod", score),
+        mask_mod=_checked(args.mask_mod, "mask_mod", mask),
     )  # fmt: skip
     with without_autocast(args.query.device.type):  # the definition is exact
         out, lse, max_scores = attend(args)
+    score.keep()
+    mask.keep()
     return ordered(out, args.query), lse, max_scores
 
 
-def _checked(mod: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
-    """The mod, with checks of its result and of what it does."""
+class _Kept:
+    """A mod; from `keep` on, for backward, as it was when this was made."""
+
+    def __init__(self, mod: Callable[..., Tensor]) -> None:
+        self._run = private(mod)
+        self._kept = private(frozen(mod)) if torch.is_grad_enabled() else self._run
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self._run(*inputs)
+
+    def keep(self) -> None:
+        """End the forward pass."""
+        self._run = self._kept
+
+
+def _checked(
+    mod: Callable[..., Tensor], kind: str, run: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Run the mod, with checks of its result and of what it does."""
     name = getattr(mod, "__name__", type(mod).__name__)
     held = [tensor for tensor in closed_over(mod) if not tensor.is_inference()]
     # A version counts writes to a tensor and its views. Inference tensors have none.
     versions = [tensor._version for tensor in held]
-    run = private(mod)
 
     @functools.wraps(mod, updated=())
     def call_and_check(*inputs: Tensor) -> Tensor:

@@ -40,23 +40,31 @@ class Held:
             self._done[id(value)] = (value, self._map(value))
         return self._done[id(value)][1]
 
+    def is_same(self, values: Any, others: Any) -> bool:
+        """Whether a copy would hold the same values, so that none is needed."""
+        return all(value is other for value, other in zip(values, others, strict=True))
+
+    def globals_of(self, function: types.FunctionType) -> dict[str, Any]:
+        """The globals of a copied function."""
+        return function.__globals__
+
     def _map(self, value: Any) -> Any:
         if type(value) in (tuple, list):
             parts = [self.map(part) for part in value]
-            return value if _same(parts, value) else type(value)(parts)
+            return value if self.is_same(parts, value) else type(value)(parts)
         if type(value) is dict:
             parts = {key: self.map(part) for key, part in value.items()}
-            return value if _same(parts.values(), value.values()) else parts
+            return value if self.is_same(parts.values(), value.values()) else parts
         if isinstance(value, types.FunctionType):
             return self._map_function(value)
         if isinstance(value, types.MethodType):
             parts = (value.__func__, value.__self__)
             mapped = [self.map(part) for part in parts]
-            return value if _same(mapped, parts) else types.MethodType(*mapped)
+            return value if self.is_same(mapped, parts) else types.MethodType(*mapped)
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
             mapped = [self.map(part) for part in parts]
-            return value if _same(mapped, parts) else functools.partial(
+            return value if self.is_same(mapped, parts) else functools.partial(
                 mapped[0], *mapped[1], **mapped[2]
             )  # fmt: skip
         return self._map_object(value)
@@ -66,13 +74,13 @@ class Held:
         filled = [cell.cell_contents for cell in cells if is_filled(cell)]
         held = (*filled, function.__defaults__, function.__kwdefaults__)
         mapped = [self.map(value) for value in held]
-        if _same(mapped, held):
+        if self.is_same(mapped, held):
             return function
         *values, defaults, keywords = mapped
         rest = iter(values)
         closure = tuple(types.CellType(next(rest)) if is_filled(cell) else cell for cell in cells)
         made = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, defaults, closure
+            function.__code__, self.globals_of(function), function.__name__, defaults, closure
         )
         for name in functools.WRAPPER_ASSIGNMENTS:
             setattr(made, name, getattr(function, name))
@@ -85,7 +93,7 @@ class Held:
         if not held or isinstance(value, (type, types.ModuleType)) or not self._enters(value):
             return value
         mapped = {name: self.map(part) for name, part in held.items()}
-        if _same(mapped.values(), held.values()):
+        if self.is_same(mapped.values(), held.values()):
             return value
         made = copy.copy(value)
         made.__dict__.update(mapped)
@@ -99,7 +107,3 @@ def is_filled(cell: types.CellType) -> bool:
     except ValueError:  # a name that is assigned later
         return False
     return True
-
-
-def _same(values: Any, others: Any) -> bool:
-    return all(value is other for value, other in zip(values, others, strict=True))
