@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexhop import errors
 from flexhop.attention import attend
+from flexhop.errors.words import shape_text
 from flexhop.masks import causal
 from flexhop.mods.functions import ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_wrong_type
@@ -221,7 +222,7 @@ def _rank_mistake(operands: Operands) -> Mistake | None:
     batches = [_numbers(t.shape[:-3]) for t in operands] if operands[0].dim() > 4 else []
     for sizes in zip(*batches, strict=True):
         if len({size for size in sizes if size != 1}) > 1:
-            query, key, value = map(str, batches)
+            query, key, value = map(shape_text, batches)
             return note_mistake(
                 errors.BatchError, query_batch=query, key_batch=key, value_batch=value
             )
@@ -251,12 +252,12 @@ def _mask_mistake(
     sizes = (*(outer or query.shape[:1]), query.size(1), query.size(2), key.size(2))
     own = tuple(attn_mask.shape)
     fits = len(own) <= len(sizes) and all(
-        [size in (1, full) for size, full in zip(own[::-1], sizes[::-1], strict=False)]
+        [size == 1 or size == full for size, full in zip(own[::-1], sizes[::-1], strict=False)]
     )
     if fits:
         return None
     return _mask_error(
-        f"has shape {_numbers(own)}", f"must broadcast to {_numbers(sizes)}, which are batch, "
+        f"has shape {shape_text(own)}", f"must broadcast to {shape_text(sizes)}, which are batch, "
         "heads, queries and keys",
     )  # fmt: skip
 

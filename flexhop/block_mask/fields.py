@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.compat.pytree import attribute_key
 from flexhop.errors import BlockMaskFieldError, BlockSizeError
+from flexhop.errors.words import shape_text
 from flexhop.mods.functions import MaskMod
 
 PAIRS = (
@@ -209,8 +210,8 @@ def _check_pair(fields: MaskFields, counts_name: str, indices_name: str) -> None
     if counts.shape != indices.shape[:-1]:
         raise BlockMaskFieldError(
             field=counts_name,
-            reason=f"its shape {tuple(counts.shape)} must be that of {indices_name}, "
-            f"{tuple(indices.shape)}, without the last dimension",
+            reason=f"its shape {shape_text(counts.shape)} must be that of {indices_name}, "
+            f"{shape_text(indices.shape)}, without the last dimension",
         )
 
 

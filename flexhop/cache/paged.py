@@ -22,6 +22,7 @@ from flexhop.errors import (
     PagesExhaustedError,
     UnmappedPositionError,
 )
+from flexhop.errors.words import shape_text
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 
 
@@ -309,12 +310,12 @@ class PagedAttention:
             expected = (batch, cache.size(1), steps, cache.size(3))
             if tuple(value.shape) != expected or tuple(input_pos.shape) != (batch, steps):
                 raise CacheShapeError(
-                    argument=f"{name}_val", found=f"has shape {list(value.shape)}",
-                    expected=f"batch_idx, input_pos and {name}_cache imply {list(expected)}",
+                    argument=f"{name}_val", found=f"has shape {shape_text(value.shape)}",
+                    expected=f"batch_idx, input_pos and {name}_cache imply {shape_text(expected)}",
                 )  # fmt: skip
             if cache.size(0) != 1 or cache.size(2) != tokens:
                 raise CacheShapeError(
-                    argument=f"{name}_cache", found=f"has shape {list(cache.shape)}",
+                    argument=f"{name}_cache", found=f"has shape {shape_text(cache.shape)}",
                     expected=f"{self.n_pages} pages need batch 1 and {tokens} tokens",
                 )  # fmt: skip
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.errors.words import shape_text
+
 
 class PageTable(NamedTuple):
     """Which pages of a KV cache hold which keys of each sequence.
@@ -50,7 +52,7 @@ def cache_mistake(cache: Tensor, page_size: int) -> str:
         return f"has {cache.dim()} dimensions"
     is_flat = cache.size(0) == 1 and cache.size(2) % page_size == 0
     if cache.size(2) != page_size and not is_flat:
-        return f"has shape {list(cache.shape)}"
+        return f"has shape {shape_text(cache.shape)}"
     return "has no pages" if cache.size(0) == 0 or cache.size(2) == 0 else ""
 
 
@@ -65,12 +67,12 @@ def table_mistake(table: PageTable, query: Tensor) -> tuple[str, str]:
         if tensor.dtype != torch.int32:
             return f"has {name} of {tensor.dtype}", f"they must be {expected}"
         if tensor.dim() != rank or tensor.size(0) != batch:
-            return f"has {name} of shape {list(tensor.shape)}", f"they must be {expected}"
+            return f"has {name} of shape {shape_text(tensor.shape)}", f"they must be {expected}"
         if tensor.device != query.device:
             return f"has {name} on {tensor.device}", f"query is on {query.device}"
     if table.pages.size(1) == 0:
         return (
-            f"has pages of shape {list(table.pages.shape)}",
+            f"has pages of shape {shape_text(table.pages.shape)}",
             "each sequence needs at least one column",
         )
     return "", ""

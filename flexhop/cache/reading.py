@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexhop import errors
 from flexhop.cache.pages import PageTable, cache_mistake, in_pages, table_mistake, value_mistake
+from flexhop.errors.words import shape_text
 from flexhop.mods.keys import Dequantize, KeyMod, noop_key, same_number
 from flexhop.ops.call import Mistake, note_mistake
 
@@ -108,7 +109,7 @@ def _scale_mistake(
     if list(mod.scale.shape) == expected:
         return None
     return _mistake(
-        f"the scale of {name}", f"has shape {list(mod.scale.shape)}", f"must have {expected}"
+        f"the scale of {name}", f"has shape {shape_text(mod.scale.shape)}", f"must have {expected}"
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexhop.errors.words import shape_text
 from flexhop.flash.options import argument_mistake, unsupported
 from flexhop.ops.call import Mistake, note_rank
 
@@ -100,10 +101,10 @@ def _sizes(call: CacheCall) -> Mistake | None:
         rank = 2 if name == "block_table" else 1
         if tensor.dim() != rank or tensor.size(0) != batch:
             expected = f"must have {rank} dimensions, the first of size {batch}, q's batch"
-            return argument_mistake(name, f"has shape {tuple(tensor.shape)}", expected)
+            return argument_mistake(name, f"has shape {shape_text(tensor.shape)}", expected)
     if call.k_cache.shape[:3] != call.v_cache.shape[:3]:
-        found = f"has shape {tuple(call.v_cache.shape)}"
-        return argument_mistake("v_cache", found, f"k_cache has {tuple(call.k_cache.shape)}")
+        found = f"has shape {shape_text(call.v_cache.shape)}"
+        return argument_mistake("v_cache", found, f"k_cache has {shape_text(call.k_cache.shape)}")
     is_shared = call.block_table is not None or call.cache_batch_idx is not None
     if not is_shared and call.k_cache.size(0) != batch:
         found = f"has {call.k_cache.size(0)} rows"
@@ -127,7 +128,9 @@ def _new_tokens(call: CacheCall) -> Mistake | None:
         expected = (batch, count, cache.size(2), cache.size(3))
         if tuple(tensor.shape) != expected:
             return argument_mistake(
-                name, f"has shape {tuple(tensor.shape)}", f"must have {expected}"
+                name,
+                f"has shape {shape_text(tensor.shape)}",
+                f"must have {shape_text(expected)}",
             )
     return None
 
@@ -144,7 +147,7 @@ def _rotary(call: CacheCall) -> Mistake | None:
             "rotary_cos", "was given", "k and v are None: there is nothing to append"
         )
     if cos.dim() != 2 or cos.shape != sin.shape:
-        found = f"have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        found = f"have shapes {shape_text(cos.shape)} and {shape_text(sin.shape)}"
         return argument_mistake("rotary_cos and rotary_sin", found, "must both be [N, R / 2]")
     if 2 * cos.size(1) > call.q.size(3):
         found = f"rotates {2 * cos.size(1)} columns"

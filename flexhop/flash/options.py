@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexhop import errors, mods
 from flexhop.attention import attend
+from flexhop.errors.words import shape_text
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.ops.dropout_seed import Dropout, dropout_seed
@@ -94,7 +95,7 @@ def _slopes_mistake(slopes: Tensor | None, heads: int, sequences: int) -> Mistak
         return argument_mistake("alibi_slopes", f"is {slopes.dtype}", "must be floating-point")
     fits = slopes.dim() in (1, 2) and slopes.size(-1) == heads
     if not fits or (slopes.dim() == 2 and slopes.size(0) != sequences):
-        found = f"has shape {tuple(slopes.shape)}"
+        found = f"has shape {shape_text(slopes.shape)}"
         expected = f"must be [{heads}] or [{sequences}, {heads}]: heads, or sequences and heads"
         return argument_mistake("alibi_slopes", found, expected)
     return None

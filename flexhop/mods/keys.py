@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexhop.errors import ModArgumentError
+from flexhop.errors.words import shape_text
 
 if TYPE_CHECKING:
     from flexhop.cache.pages import PageTable
@@ -93,7 +94,7 @@ def dequantize(scale: Tensor | float, page_table: PageTable | None = None) -> De
     if scale.dim() not in (0, 1, 3) or (page_table is not None and scale.dim() != 3):
         allowed = "[], [Hkv] or [B, Hkv, N]"
         raise ModArgumentError(
-            mod="dequantize", argument="the shape of scale", value=list(scale.shape),
+            mod="dequantize", argument="the shape of scale", value=shape_text(scale.shape),
             allowed=allowed if page_table is None else "[P, Hkv, page_size]",
         )  # fmt: skip
     if not scale.is_floating_point():

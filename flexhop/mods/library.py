@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexhop.errors import ModArgumentError
+from flexhop.errors.words import shape_text
 from flexhop.mods.functions import ScoreMod
 from flexhop.mods.tanh import tanh_approx
 
@@ -103,7 +104,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
         raise ModArgumentError(
             mod="relative_bias",
             argument="the shape of table",
-            value=list(table.shape),
+            value=shape_text(table.shape),
             allowed="[Hq, 2R + 1] or [2R + 1]",
         )
     reach = table.size(-1) // 2

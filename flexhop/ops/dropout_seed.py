@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors
+from flexhop.errors.words import shape_text
 from flexhop.ops.call import PROBABILITIES, Mistake, note_mistake
 from flexhop.ops.dropout import draw_seed, is_kept
 
@@ -48,7 +49,7 @@ class Dropout(NamedTuple):
         is_pair = seed.dim() == 1 and seed.size(0) == 2
         if is_pair and seed.dtype == torch.int64 and seed.device == query.device:
             return None
-        found = f"{seed.dtype} of shape {list(seed.shape)} on {seed.device}"
+        found = f"{seed.dtype} of shape {shape_text(seed.shape)} on {seed.device}"
         return _seed_mistake(found, wanted)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flexhop import errors
+from flexhop.errors.words import shape_text
 from flexhop.ops.call import Mistake, note_mistake
 
 
@@ -62,7 +63,7 @@ def sinks_mistake(sinks: Any, query: Tensor) -> Mistake | None:
         fits = sinks.dim() == 1 and sinks.size(0) == query.size(1)
         if fits and sinks.is_floating_point() and sinks.device == query.device:
             return None
-        found = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
+        found = f"{sinks.dtype} of shape {shape_text(sinks.shape)} on {sinks.device}"
     else:
         found = type(sinks).__name__
     return note_mistake(errors.OptionValueError, name="sinks", value=found, allowed=wanted)

@@ -205,15 +205,15 @@ def bad_calls():
         "dtype": ({"k": new.float()}, "k is torch.float32, but q is torch.float64"),
         "device": ({"cache_leftpad": torch.zeros(3, dtype=int32, device="meta")}, "is on meta"),
         "index_dtype": ({"cache_seqlens": torch.ones(3)}, "must be int32 or int64"),
-        "index_shape": ({"cache_seqlens": torch.ones(2, dtype=int32)}, "has shape (2,)"),
-        "rows": ({"k_cache": normal(4, LENGTH, 2, DIM)}, "v_cache has shape (3, 300, 2, 16)"),
+        "index_shape": ({"cache_seqlens": torch.ones(2, dtype=int32)}, "has shape [2]"),
+        "rows": ({"k_cache": normal(4, LENGTH, 2, DIM)}, "v_cache has shape [3, 300, 2, 16]"),
         "batch": (
             {name: normal(4, LENGTH, 2, DIM) for name in ("k_cache", "v_cache")},
             "pass cache_batch_idx",
         ),
         "pair": ({"v": None}, "v is None, but k was given"),
         "place": ({"cache_seqlens": None}, "where k and v go in the cache"),
-        "new_shape": ({"k": new[:, :, :1]}, "k has shape (3, 1, 1, 16)"),
+        "new_shape": ({"k": new[:, :, :1]}, "k has shape [3, 1, 1, 16]"),
         "rotary_pair": ({"rotary_cos": cos}, "rotary_sin is None"),
         "rotary_alone": (
             {"rotary_cos": cos, "rotary_sin": cos, "k": None, "v": None}, "k and v are None",

@@ -132,7 +132,7 @@ def bad_calls():
         "type": ({"attn_mask": "causal"}, errors.AttentionMaskError, "attn_mask is a str"),
         "shape": (
             {"attn_mask": mask.mT}, errors.AttentionMaskError,
-            r"has shape \(50, 37\), but must broadcast to \(2, 4, 37, 50\)",
+            r"has shape \[50, 37\], but must broadcast to \[2, 4, 37, 50\]",
         ),
     }  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_other_operands_are_refused():
     wide = torch.randn(2, 3, 2, 8, 8)
     with pytest.raises(errors.RankError, match="value must have 5 dimensions, but has 4"):
         attention(wide, wide, wide[0])
-    with pytest.raises(errors.BatchError, match=r"query has \(2, 3\), key has \(2, 2\)"):
+    with pytest.raises(errors.BatchError, match=r"query has \[2, 3\], key has \[2, 2\]"):
         attention(wide, wide[:, :2], wide)
     with pytest.raises(errors.OptionValueError, match="query value 'NoneType'"):
         attention(None, wide, wide)

@@ -43,6 +43,7 @@ __all__ = [
     "register_constant",
     "register_grad",
     "register_jvp",
+    "reshaped",
     "without_tangents",
     "write_zeros",
 ]
@@ -260,6 +261,11 @@ def dual_results(push: Push, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Results with tangents, of operands that have some and need no gradient."""
     primals, tangents = _split(operands)
     return _duals(push(primals, tangents))
+
+
+def reshaped(row: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A copy of other sizes: 2.11 to 2.15 make a view of a tangent that is 0 on device "meta"."""
+    return torch.ops.aten._unsafe_view.default(row.contiguous(), sizes)
 
 
 def write_zeros(graph: torch.fx.GraphModule) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from flexhop.compat.mods.signs import TRACEABLE
+from flexhop.compat.operators import transforms
 from flexhop.compat.operators.opnames import operator_name
 from flexhop.errors import UnsupportedFeatureError
 
@@ -21,11 +22,6 @@ def _softmax_parts(row: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return largest, (row - largest).exp().sum(dim, keepdim=True)
 
 
-def _reshaped(row: Tensor, size: list[int]) -> Tensor:
-    """A copy: within forward mode, a view of a tangent that is 0 gets the device "meta"."""
-    return torch.ops.aten._unsafe_view.default(row.contiguous(), size)
-
-
 _PLAIN: dict[str, Callable[..., Any]] = {
     "flexhop::tanh_approx": torch.ops.aten.tanh.default,
     "prims::prepare_softmax_online": _softmax_parts,
@@ -34,8 +30,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "prims::fma": lambda a, b, c: a * b + c,
     "prims::fmin": torch.fmin,
     "prims::fmax": torch.fmax,
-    "aten::reshape": _reshaped,
-    "aten::view": _reshaped,
+    "aten::reshape": transforms.reshaped,
+    "aten::view": transforms.reshaped,
 }
 # Operators on positions, which have no derivative.
 _POSITIONS = ("flexhop::bounded", "prims::iota")

@@ -1,0 +1,18 @@
+"""Words of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["shape_text"]
+
+
+def shape_text(sizes: Iterable[Any]) -> str:
+    """Sizes as in "[2, 4, 128]".
+
+    Under dynamic shapes, Dynamo of torch 2.11 to 2.15 cannot format a tuple of sizes, but each
+    size.
+    """
+    text = ", ".join([f"{int(size)}" for size in sizes])
+    return f"[{text}]"
