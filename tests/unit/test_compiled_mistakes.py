@@ -22,8 +22,6 @@ def paged(q, k, v, rows):
     table = flexhop.PageTable(pages, 16, torch.zeros(rows, dtype=torch.int32))
     key, value = (t.flatten(0, 1)[None] for t in (k, v))
     return flexhop.flex_attention(q, key, value, page_table=table)
-        q, k.flatten(0, 1)[None], v.flatten(0, 1)[None], page_table=table
-    )
 
 
 MISTAKES = {
