@@ -304,6 +304,9 @@ class CaptureMutationError(FlexhopError, RuntimeError):
     message = "{mod} writes to a captured tensor at {location}; compute a new value instead."
 
 
+CaptureChangedError = checks.CaptureChangedError
+
+
 class UnknownOptionError(FlexhopError, TypeError, ValueError):
     """An option that does not exist."""
 

@@ -1,4 +1,4 @@
-"""What FLEXHOP_VERIFY found; flexhop.errors exports these classes too."""
+"""What checks of results and captured tensors find; flexhop.errors exports these classes too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ class WrongResultError(FlexhopError, AssertionError):
     """FLEXHOP_VERIFY found a wrong result, and FLEXHOP_STRICT is set."""
 
     message = "FLEXHOP_VERIFY found a wrong result. {check}."
+
+
+class CaptureChangedError(FlexhopError, RuntimeError):
+    """A captured tensor that was written to between forward and backward, without compilation."""
+
+    message = (
+        "A tensor that {mod} captured was written to before backward, which computes the scores "
+        "again. Capture a clone of it."
+    )
 
 
 class WrongResultWarning(FlexhopWarning):

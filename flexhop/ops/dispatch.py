@@ -194,6 +194,8 @@ def _checked(
 
     @functools.wraps(mod, updated=())
     def call_and_check(*inputs: Tensor) -> Tensor:
+        if [tensor._version for tensor in held] != versions:
+            raise errors.CaptureChangedError(mod=f"{kind} {name!r}")
         try:
             result = run(*inputs)
         except Exception as error:

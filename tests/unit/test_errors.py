@@ -268,6 +268,13 @@ ERRORS = [
         "none. Capture tensor.detach(), or add the tensor to the score in score_mod.",
     ),
     (
+        errors.CaptureChangedError,
+        {"mod": "score_mod 'bias'"},
+        (RuntimeError,),
+        "A tensor that score_mod 'bias' captured was written to before backward, which computes "
+        "the scores again. Capture a clone of it.",
+    ),
+    (
         errors.CaptureMutationError,
         {"mod": "score_mod", "location": "train.py:7"},
         (RuntimeError,),

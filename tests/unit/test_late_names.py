@@ -106,6 +106,16 @@ def test_a_mod_runs_in_the_forward_pass_as_it_is():
     assert seen == 1
 
 
+def test_a_tensor_that_is_written_to_before_backward_is_an_error():
+    """Backward would compute with other numbers. Compiled calls keep the old ones."""
+    q, k, v, _ = leaves()
+    bias = torch.zeros(LENGTH, dtype=torch.float64)
+    out = flexhop.flex_attention(q, k, v, lambda s, b, h, m, n: s + bias[n])
+    bias.add_(1)
+    with pytest.raises(flexhop.errors.CaptureChangedError, match="Capture a clone"):
+        out.sum().backward()
+
+
 def test_a_frozen_function_shares_tensors_and_large_containers():
     table, large = torch.rand(3), list(range(1000))
     inner = [lambda: table[0]]
