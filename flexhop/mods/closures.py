@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Described", "Places", "describe"]
+__all__ = ["Described", "Places", "describe", "steps_of"]
 
 # For each function and each of its captures: (True, index of a tensor) or (False, a number).
 Places = tuple[tuple[tuple[bool, Any], ...], ...]
@@ -205,7 +205,7 @@ def _read_by(code: types.CodeType) -> _Read:
 def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
     """Names of the globals and builtins that code reads; None if it does more than read them."""
     names: dict[str, None] = {}
-    for step in _steps(code):
+    for step in steps_of(code):
         if step.opname.startswith(("IMPORT", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")):
             return None
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -213,9 +213,9 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
+def steps_of(code: types.CodeType) -> Iterator[dis.Instruction]:
     """The instructions of code, and of the functions that it makes."""
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _steps(constant)
+            yield from steps_of(constant)

@@ -16,13 +16,13 @@ from torch import Tensor
 import flexhop
 from flexhop import errors
 from flexhop.compat.mods.errors import refused
-from flexhop.compat.mods.frozen import frozen
 from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.private import private
 from flexhop.compat.mods.wrapped import has_checkpoint_policy
 from flexhop.compat.operators import hop
 from flexhop.compat.operators.autocast import wanted_dtype, without_autocast
 from flexhop.compat.symbols import is_symbolic
+from flexhop.mods.frozen import frozen
 from flexhop.mods.functions import check_arity
 from flexhop.mods.keys import noop_key
 from flexhop.ops.args import AttentionArgs, AttentionDoor, CachedArgs, CachedDoor

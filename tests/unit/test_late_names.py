@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import flexhop
-from flexhop.compat.mods.frozen import frozen
+from flexhop.mods.frozen import frozen
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 LAYERS, HEADS, LENGTH, WIDTH = 3, 2, 20, 8

@@ -75,7 +75,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
             **SHORT_ROWS,
         },
     )
-    # 2.11 to 2.15: else a captured buffer is read as it was before the graph wrote to it, if its
+    # 2.11, 2.13: else a captured buffer is read as it was before the graph wrote to it, if its
     # first values were arithmetic, as those of `torch.zeros(n).scatter(...)` are.
     lowering.mutated_buffers.update(V.graph.mutated_buffers)
     try:

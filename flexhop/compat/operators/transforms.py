@@ -264,7 +264,7 @@ def dual_results(push: Push, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def reshaped(row: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A row in other sizes: 2.11 to 2.15 make a view of a tangent that is 0 on device "meta"."""
+    """A row in other sizes: 2.11 and 2.13 make a view of a tangent of 0 on device "meta"."""
     return torch.ops.aten._unsafe_view.default(row.contiguous(), sizes)
 
 

@@ -6,7 +6,6 @@ mod reads other values: `for p in scales: x = flex_attention(..., lambda s, *_: 
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from flexhop.compat.mods.held import Held
+from flexhop.mods.closures import steps_of
 
 __all__ = ["frozen"]
 
@@ -33,7 +33,7 @@ def frozen(mod: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Frozen(Held):
     def __init__(self) -> None:
-        super().__init__(lambda tensor: tensor, _is_plain)
+        super().__init__(lambda tensor: tensor, enters=_is_plain)
         self._is_inside = False  # of an object
 
     def is_same(self, values: Any, others: Any) -> bool:
@@ -61,7 +61,7 @@ class _Frozen(Held):
         return super()._map(value)
 
     def _map_object(self, value: Any) -> Any:
-        if self._is_inside or not _is_plain(value):
+        if self._is_inside or not self._enters(value):
             return value
         self._is_inside = True
         try:
@@ -89,7 +89,5 @@ def _is_plain(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> frozenset[str]:
-    """Names of the module that a function reads, and the functions inside of it."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(names).union(*map(_global_names, inner))
+    """Names of the module that a function reads, or functions inside of it."""
+    return frozenset(step.argval for step in steps_of(code) if step.opname == "LOAD_GLOBAL")
