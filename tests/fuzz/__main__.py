@@ -116,7 +116,9 @@ def verdict(args: argparse.Namespace, seed: int, plan: Plan) -> tuple[str, str]:
         status = "refused" if refusals else status
         error = refusals[0] if refusals else error
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return status, f"{type(error).__name__}: {lines[0][:300]}"
+        # An error in full: ptxas' words come after Triton's.
+        text = "\n    ".join(lines)[:2000] if status == "error" else lines[0][:300]
+        return status, f"{type(error).__name__}: {text}"
     finally:
         if args.device == "cuda":
             torch.cuda.empty_cache()  # other processes need the memory, too

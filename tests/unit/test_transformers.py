@@ -23,6 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 PLAIN = "flexhop_plain"  # by definition: nothing is compiled here
 integration.register(PLAIN, compiled=False)
 
+# The name of a cache as an argument, up to transformers 5.23 and later.
+NAMES = inspect.signature(masking_utils.create_causal_mask).parameters
+CACHE = "cache" if "cache" in NAMES else "past_key_values"
 WIDTHS: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 4,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
@@ -238,7 +241,7 @@ def test_every_kind_of_mask(kind: str, inputs: str) -> None:
         needs_image_spans_in_chunks()
     config = transformers.LlamaConfig(**WIDTHS, sliding_window=9, attention_chunk_size=10)
     call = {
-        "inputs_embeds": torch.zeros(2, 43, 8), "attention_mask": None, "past_key_values": None,
+        "inputs_embeds": torch.zeros(2, 43, 8), "attention_mask": None, CACHE: None,
         **arguments, **INPUTS[inputs], "config": config,
     }  # fmt: skip
     if maker.startswith("create_bidirectional"):
@@ -317,7 +320,7 @@ def test_kernels_are_generated_once_as_lengths_grow(monkeypatch: pytest.MonkeyPa
         for start, stop in ((0, 7), *((n, n + 1) for n in range(7, 140)), (140, 277)):
             mask = torch.ones(2, stop, dtype=torch.long)
             mask[0, :3] = 0
-            model(ids[:, start:stop], attention_mask=mask, past_key_values=cache)
+            model(ids[:, start:stop], attention_mask=mask, **{CACHE: cache})
             seen.append(len(graphs))
     # Prompts of two kinds of layers, one kind of row, and lengths that turned out to change.
     assert seen[0] == 2

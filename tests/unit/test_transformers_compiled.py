@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from flexhop.integrations import transformers as integration  # noqa: E402
 from flexhop.integrations import transformers_masks as masks  # noqa: E402
 from flexhop.integrations import transformers_rows as rows  # noqa: E402
-from tests.unit.test_transformers import PLAIN, close, decoder, padding, tokens  # noqa: E402
+from tests.unit.test_transformers import CACHE, PLAIN, close, decoder, padding, tokens  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 
@@ -90,7 +90,7 @@ def decode_masks(model: Any, cache: Any, padded: torch.Tensor) -> Any:
         config=model.config,
         inputs_embeds=torch.empty(len(padded), 1, 0, device=padded.device),
         attention_mask=padded,
-        past_key_values=cache,
+        **{CACHE: cache},
     )
 
 
@@ -118,7 +118,7 @@ def test_a_decode_step_can_be_a_cuda_graph() -> None:
     run = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
     with torch.no_grad():
         found = decode_masks(model, cache, torch.ones(2, 6, device="meta"))
-        run(input_ids=ids, attention_mask=found, past_key_values=cache, position_ids=ids)
+        run(input_ids=ids, attention_mask=found, position_ids=ids, **{CACHE: cache})
     (graph,) = graphs
     made = [node.meta.get("val") for node in graph.graph.nodes]
     assert {value.device.type for value in made if isinstance(value, torch.Tensor)} == {"meta"}
