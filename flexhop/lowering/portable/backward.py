@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from flexhop.compat.graphs import inline
+from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import inductor
 from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs
@@ -18,10 +20,11 @@ from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.owners import key_value_kernels
 from flexhop.lowering.portable.plan import plan_kernel
-from flexhop.lowering.portable.shared import is_float32
+from flexhop.lowering.portable.shared import is_float32, weighing
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs
+from flexhop.ops.wide_lse import parts_of
 from flexhop.options import KernelOptions
 
 aten = torch.ops.aten
@@ -54,7 +57,7 @@ class _Gradients:
         """The gradients of query, key and value."""
         query: Any = args.query
         delta = _delta(args)
-        lse = inductor.contiguous(args.lse)
+        lse = _lse(call.problem, args, delta)
         operands = (query, args.key, args.value, lse, delta, args.grad_out)
         inputs = [*operands, *block_inputs(args, "kv", delta, query)]
         of_queries, of_keys = _by_owner(call.problem, captured)
@@ -119,6 +122,30 @@ def _emit_key_value(
     output = output_like(key, 1, captured.sums)
     grad_key = emit_kernel(call, "grad_key", inputs, output, own, captured.sites)
     return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
+
+
+def _lse(problem: Problem, args: BackwardArgs, delta: Any) -> Any:
+    """Lse as kernels load it (lse.py.jinja), by the kernel that computes `delta`.
+
+    Kernels load it again for every tile. To take a wide one apart (ops/wide_lse.py), each would
+    convert to and from fp64 and divide, which took longer than the rest of a tile of 32 columns.
+    """
+    if not problem.is_lse_wide:
+        return inductor.contiguous(args.lse)
+    formula = _both_parts if weighing(problem) != "fused" else _first_part
+    fake = BackwardArgs(*inline.fake_operands()).lse
+    (lse,) = inline.lower_formula(formula, [fake], [args.lse])
+    return inductor.contiguous(beside(lse, delta))
+
+
+def _first_part(lse: Tensor) -> list[Tensor]:
+    return [parts_of(lse).first]
+
+
+def _both_parts(lse: Tensor) -> list[Tensor]:
+    """The bits of both parts in one number."""
+    first, rest = (part.view(torch.int32).to(torch.int64) for part in parts_of(lse))
+    return [(first << 32) | (rest & 0xFFFFFFFF)]
 
 
 def _delta(args: BackwardArgs) -> Any:
