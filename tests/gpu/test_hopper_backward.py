@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 HOPPER = KernelOptions(backend="hopper")
-WIDTHS = [64, 96, 128, 192, 256]
+WIDTHS = [8, 24, 32, 64, 96, 128, 192, 256]
 
 
 def operands(width: int, length: int, kv_heads: int = 2, layout: str = "BHSD") -> list[Tensor]:

@@ -62,6 +62,12 @@ CASES = [
     Case("table", score=by_distance, mask=lambda c: lambda b, h, q, k: (q * 7 + k * 3) % 5 != 0,
          captures=lambda s, r: {"table": r.normal(s.heads, 450)}, dtype=torch.bfloat16,
          shape=Shape(1, 2, 2, 130, 200, 80, 80), options=HOPPER),
+    # Most columns of a tile are empty.
+    Case("narrow", score=by_distance, mask=lambda c: flexhop.masks.causal, dtype=torch.bfloat16,
+         captures=lambda s, r: {"table": r.normal(s.heads, 450)}, learned=("table",),
+         shape=Shape(1, 2, 1, 130, 200, 24, 32), options=HOPPER),
+    Case("narrowest", mask=lambda c: flexhop.masks.causal, dtype=torch.float16,
+         shape=Shape(1, 2, 2, 150, 150, 8, 8), options=EXACT),
 ]  # fmt: skip
 GATHERED = Case(
     "gathered", mask=lambda c: lambda b, h, q, k: (q // 32 * 5 + k // 32 * 3) % 4 == 0,

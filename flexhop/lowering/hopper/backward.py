@@ -151,6 +151,8 @@ def _block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> I
 
 def slower(problem: Problem) -> Iterator[str]:
     """Why the portable kernels are probably faster, from measurements; backend overrides it."""
+    if forward.is_narrow(problem) and problem.blocks is None and not problem.mods.has_score_mod:
+        yield "with so few columns the portable kernels are faster if all scores count as they are"
     tiles, processors = num_tiles(problem), problem.device.multiprocessors
     # Twice the keys per tile, at more than the speed: half as many tiles are enough.
     if tiles < (processors // 2 if table_tile(problem).rest_width else processors):

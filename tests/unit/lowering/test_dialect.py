@@ -39,10 +39,16 @@ def _a_checked_triton(monkeypatch):
     monkeypatch.setattr(versions, "obstacle", lambda: "")
 
 
+NARROW = {"head_dim": 32, "value_head_dim": 32}
+TABLE = {"has_score_mod": True, "has_distances": True, "reads_per_element": True}
+
+
 @pytest.mark.parametrize(
     "facts",
     [
         {},
+        NARROW,
+        NARROW | TABLE | {"blocks": MaskBlocks(128, 128, True, has_ranges=True)},
         {"head_dim": 128, "value_head_dim": 128},
         {"head_dim": 192, "value_head_dim": 128},
         {"head_dim": 256, "value_head_dim": 256, "blocks": MaskBlocks(128, 128, True)},
@@ -64,8 +70,8 @@ def test_the_hopper_kernel_serves(facts):
         ({"architecture": 80}, {}, "it supports sm_90, and the GPU is sm_80"),
         ({"architecture": 100}, {}, "it supports sm_90, and the GPU is sm_100"),
         ({"dtype": torch.float32}, {}, "it supports bfloat16 and float16, not torch.float32"),
-        ({"head_dim": 32}, {}, "it supports head sizes 33 to 256, not 32"),
-        ({"value_head_dim": 512}, {}, "it supports value head sizes 33 to 256, not 512"),
+        ({"head_dim": 264}, {}, "it supports head sizes up to 256, not 264"),
+        ({"value_head_dim": 512}, {}, "it supports value head sizes up to 256, not 512"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
             {"cache": Cache(16, torch.bfloat16, torch.bfloat16)}, {},
@@ -112,6 +118,13 @@ def test_packed_sequences_have_it():
     assert choose_forward(packed, AUTO) == ("hopper", "")
 
 
+def test_few_columns_and_a_mask_that_stays_a_function():
+    call = problem(**NARROW, blocks=MaskBlocks(128, 128, True, has_ranges=True))
+    reason = "up to 32 columns the portable kernel is as fast with this mask"
+    assert choose_forward(call, AUTO) == ("triton", reason)
+    assert choose_forward(call, ANY) == ("hopper", "")
+
+
 def test_it_can_be_forbidden():
     found = choose_forward(problem(), KernelOptions(backend="triton"))
     assert found == ("triton", "kernel_options select backend 'triton'")
@@ -129,7 +142,7 @@ def test_versions(monkeypatch, version, known):
     assert (versions.obstacle() == "") == known
 
 
-@pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("width", [16, 48, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("value_width", [64, 128, 256])
 @pytest.mark.parametrize("blocks", [None, MaskBlocks(128, 128, True)])
 def test_tiles_fit(width, value_width, blocks):
@@ -156,9 +169,9 @@ def test_the_plan_names_the_kernel_or_the_reason():
     assert found.reason == "the Hopper kernel supports this call; its steps have one loop"
     assert found.tile.words() == "128 queries x 128 keys, 9 warps (1 loads), 2 slots"
     assert found.programs == 128  # fewer tiles than multiprocessors
-    (portable,) = plan("forward", problem(head_dim=32), AUTO)
+    (portable,) = plan("forward", problem(head_dim=264), AUTO)
     assert portable.reason.endswith(
-        "; not the Hopper kernel: it supports head sizes 33 to 256, not 32"
+        "; not the Hopper kernel: it supports head sizes up to 256, not 264"
     )
     (other,) = plan("forward", problem(architecture=80), AUTO)
     assert "Hopper" not in other.reason
@@ -259,6 +272,8 @@ ANY = KernelOptions(backend="hopper")
     "facts",
     [
         {},
+        NARROW | {"has_score_mod": True},
+        NARROW | {"blocks": MaskBlocks(128, 128, True, has_ranges=True), "has_mask_mod": True},
         {"head_dim": 128, "value_head_dim": 128},
         {"head_dim": 96, "value_head_dim": 64},
         {"head_dim": 192, "value_head_dim": 128},
@@ -300,7 +315,7 @@ def test_the_hopper_backward_kernel_serves(facts):
     ("facts", "options", "reason"),
     [
         ({"architecture": 80}, {}, "it supports sm_90, and the GPU is sm_80"),
-        ({"head_dim": 264}, {}, "it supports head sizes 33 to 256, not 264"),
+        ({"head_dim": 264}, {}, "it supports head sizes up to 256, not 264"),
         ({"head_dim": 100}, {}, "it supports only head sizes that are multiples of 8"),
         ({"bulk_obstacle": "rows of key overlap"}, {}, "rows of key overlap"),
         (
@@ -340,6 +355,10 @@ ROWS = "the portable kernels sum in registers what a query adds to captured tens
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
+        (
+            NARROW,
+            "with so few columns the portable kernels are faster if all scores count as they are",
+        ),
         (
             {"batch": 1, "kv_heads": 2},
             "its 32 tiles of keys do not keep 132 multiprocessors busy",
@@ -468,7 +487,7 @@ def test_a_tile_of_queries_fits_blocks_of_64_where_heads_are_wide():
     assert choose_backward(call, ANY) == ("hopper", "")
 
 
-@pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("width", [16, 48, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("has_score_mod", [False, True])
 def test_tiles_of_the_backward_kernel_fit(width, has_score_mod):
     call = problem(head_dim=width, value_head_dim=64, has_score_mod=has_score_mod)
