@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from flexhop.compat.graphs import guards, inline
 from flexhop.compat.kernels import gluon, inductor, pointwise, tanh
+from flexhop.compat.kernels.mod_inputs import placeholder
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
 from flexhop.lowering import chunked, cpu
@@ -138,7 +139,7 @@ def _lower_readers(
 
 def _lower_reader(reader: _Reader, sizes: dict[str, Any], device: torch.device) -> Any:
     inputs = [
-        inductor.placeholder(
+        placeholder(
             "kv_idx" if name == "entry" else name,
             torch.int32 if name in sizes else torch.float32,
             device,

@@ -25,6 +25,7 @@ from flexhop.block_mask.unknown import (
 )
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import inductor, pointwise
+from flexhop.compat.kernels.mod_inputs import placeholder
 from flexhop.lowering.emission.kernel import Output, fill, select
 from flexhop.lowering.mods.analysed import kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads
@@ -80,7 +81,7 @@ def lower_unknown_blocks(*operands: Any) -> tuple[Any]:
     layout = inductor.contiguous_layout(device, torch.int8, size)
     sizes = UnknownArgs(*inline.fake_operands()).sizes
     graph = wrap_reads(kernel_graph(args.mask_mod, INDICES), INDICES, position_sizes(sizes))
-    indices = [inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES]
+    indices = [placeholder(name, torch.int32, device) for name in INDEX_NAMES]
     captures = inductor.realize(args.captures)
     buffers = pointwise.lower(graph, [*indices, *captures], "mask_mod")
     inputs = [inductor.contiguous(states), inductor.contiguous(args.lengths)]

@@ -220,6 +220,8 @@ def _attend(
         part = part._replace(key=blank[0], value=blank[1], visible=hidden)
         score_mod = mask_mod = None
         disturbance = 0.0
+    if score_mod is not None and plan.dtype != torch.float64:
+        score_mod = _in_fp32(score_mod)
     size = (part.query.size(0), shape.heads, part.query.size(2), part.key.size(2))
     visible = part.visible.expand(size)
     if mask_mod is not None:
@@ -237,6 +239,17 @@ def _attend(
         None if score_mod is None else from_batch(score_mod, part.first, 1, order), visible, scale,
         formula=formula, factors=factors, truncates=is_short, disturbance=disturbance,
     )  # fmt: skip
+
+
+def _in_fp32(mod: Callable[..., Any]) -> Callable[..., Any]:
+    """A mod whose scores are infinite if fp32 holds no such number: the sum of two lowest ones."""
+
+    def limited(*args: Any) -> Any:
+        score = mod(*args)
+        score = torch.where(score > torch.finfo(torch.float32).max, torch.inf, score)
+        return torch.where(score < torch.finfo(torch.float32).min, -torch.inf, score)
+
+    return limited
 
 
 def from_batch(

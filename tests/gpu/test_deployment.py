@@ -35,10 +35,11 @@ mask = flexhop.create_block_mask(
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda"))
+        # Named like an argument of score_mod.
+        self.register_buffer("h", torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda"))
 
     def forward(self, query, key, value):
-        slopes = self.slopes
+        slopes = self.h
         def score_mod(score, b, h, q_idx, kv_idx):
             return score + slopes[h] * (kv_idx - q_idx)
         options = flexhop.KernelOptions(backend=backend)

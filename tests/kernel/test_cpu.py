@@ -296,6 +296,38 @@ def test_exported_and_compiled_ahead_of_time(tmp_path: Any):
         torch.testing.assert_close(loaded(*inputs), Documents()(*inputs), atol=2e-5, rtol=2e-5)
 
 
+class Named(torch.nn.Module):
+    """Parameters and buffers that are called like the arguments of its functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("score", "b", "h", "q_idx", "kv_idx"):
+            self.register_parameter(name, torch.nn.Parameter(torch.rand(40)))
+        self.register_buffer("x", torch.arange(40) % 3)
+
+    def modify(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score * self.score[h] + self.b[q] - self.h[k] * self.q_idx[k] + self.kv_idx[q - k]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        visible = lambda b, h, q, k: (self.x[q] == self.x[k]) | (q >= k)  # noqa: E731
+        mask = flexhop.create_block_mask(visible, None, None, 40, 40, device="cpu")
+        return flexhop.flex_attention(query, key, value, self.modify, mask)
+
+
+@pytest.mark.slow
+def test_tensors_named_like_arguments_ahead_of_time(tmp_path: Any):
+    """AOTInductor names buffers after parameters: reads of one called b gave the batch."""
+    torch.manual_seed(0)
+    inputs, model = [t.detach() for t in operands((2, 2, 40, 16), (2, 2, 40, 16))], Named()
+    with torch.no_grad():
+        program = torch.export.export(model, tuple(inputs))
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2")
+        )
+        found = torch._inductor.aoti_load_package(package)(*inputs)
+        torch.testing.assert_close(found, model(*inputs), atol=2e-5, rtol=2e-5)
+
+
 def test_a_mask_made_inside_is_compiled_once_for_all_lengths():
     """PyTorch 2.11 checked the indices of the table before it computed them: no C++ at all."""
     counter = CompileCounterWithBackend("inductor")

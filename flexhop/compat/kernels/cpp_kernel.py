@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.symbol import SymT
 
 from flexhop.compat.kernels.inductor import Expr, is_ir
+from flexhop.compat.kernels.mod_inputs import buffer_name
 
 __all__ = ["Printer", "Stored", "emit", "threads"]
 
@@ -52,7 +53,7 @@ class _Substitution(V.WrapperHandler):  # type: ignore[name-defined, misc]
 
     def __init__(self, inputs: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(V.ops)
-        self._inputs = inputs
+        self._inputs = {buffer_name(name): make for name, make in inputs.items()}
 
     def load(self, name: str, index: Any) -> Any:
         """A number: an input, or an element of a captured tensor."""

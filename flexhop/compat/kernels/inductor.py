@@ -31,7 +31,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat.graphs import views
-from flexhop.compat.kernels import isolated, tanh
+from flexhop.compat.kernels import isolated, mod_inputs, tanh
 from flexhop.compat.sizes import hint_of
 from flexhop.options import debug
 from flexhop.templates.printers import row_sums
@@ -107,12 +107,13 @@ class TemplateKernel(isolated.Marked, TritonTemplateKernel):
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
         """Text of a user function; indices are int32 and scores fp32, which 2.13 requires."""
-        keywords: dict[str, Any] = {}
+        keywords = {mod_inputs.buffer_name(name): text for name, text in inputs.items()}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
-                name: torch.int32 if name in INTEGERS else torch.float32 for name in inputs
+                mod_inputs.buffer_name(name): torch.int32 if name in INTEGERS else torch.float32
+                for name in inputs
             }
-        return super().modification(subgraph_number, output_name, **keywords, **inputs)
+        return super().modification(subgraph_number, output_name, **keywords)
 
     def indexing(self, index: Any, **options: Any) -> Any:
         """An index; Inductor forgets the mask of a store if the output has one element."""
@@ -274,12 +275,6 @@ def contiguous(value: Any) -> Any:
 def graph_module(subgraph: Any) -> torch.fx.GraphModule:
     """The FX graph of a subgraph operand."""
     return subgraph.graph_module if hasattr(subgraph, "graph_module") else subgraph
-
-
-def placeholder(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A scalar input of a user function, named like the template's variable."""
-    layout = ir.FixedLayout(device, dtype, [], [])
-    return ir.TensorBox.create(ir.InputBuffer(name=name, layout=layout))
 
 
 def note_subgraphs(result: Any, captures: Sequence[Any], buffers: Sequence[Any]) -> None:

@@ -20,6 +20,7 @@ from flexhop.analysis import (
     truth_of,
 )
 from flexhop.compat.kernels import inductor, pointwise
+from flexhop.compat.kernels.mod_inputs import placeholder
 from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, reads_of
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
@@ -90,7 +91,7 @@ def lower_mods(
 def _lower_by_distance(
     graph: fx.GraphModule, inputs: Sequence[Any], captures: Sequence[Any], *, has_others: bool
 ) -> Any:
-    distance = inductor.placeholder(DISTANCE, torch.int32, inductor.device_of(inputs[0]))
+    distance = placeholder(DISTANCE, torch.int32, inductor.device_of(inputs[0]))
     given = [*inputs, distance, *captures]
     return pointwise.lower(by_distance(graph, has_others=has_others), given, "score_mod")[0]
 
@@ -109,8 +110,8 @@ def score_inputs(device: torch.device, *more: str) -> list[Any]:
 
     The names are those of the variables in templates.
     """
-    first, *rest = (inductor.placeholder(n, torch.float32, device) for n in ("score", *more))
-    indices = (inductor.placeholder(name, torch.int32, device) for name in INDEX_NAMES)
+    first, *rest = (placeholder(n, torch.float32, device) for n in ("score", *more))
+    indices = (placeholder(name, torch.int32, device) for name in INDEX_NAMES)
     return [first, *indices, *rest]
 
 
@@ -242,7 +243,7 @@ def lower_joint(
     safe, loops = with_loops(wrap_reads(fast, JOINT, position_sizes(sizes), sites), sites)
     given = [*inputs, *captures]
     if loops:
-        given.append(inductor.placeholder(ELEMENT, torch.int32, device))
+        given.append(placeholder(ELEMENT, torch.int32, device))
     return LoweredJoint(pointwise.lower(safe, given, "the gradient of score_mod"), loops)
 
 
