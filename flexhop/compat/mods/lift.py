@@ -79,20 +79,26 @@ def _traced(operator: Operator, call_with: Any, key: Hashable, inputs: tuple[Any
         return _known[key](*inputs)
 
 
-def _kind_of(mod: Any) -> Hashable:
+def _kind_of(mod: Any, callers: tuple[Any, ...] = ()) -> Hashable:
     """What recreated functions have in common.
 
     A float is a constant of a kernel. Dynamo would turn a changing one into an input.
+
+    Args:
+        mod: a function, or what one holds.
+        callers: the functions that hold it: one that calls itself is among them.
     """
     if isinstance(mod, functools.partial):
-        return (_kind_of(mod.func), *map(_kind_of, mod.args))
+        return tuple(_kind_of(part, callers) for part in (mod.func, *mod.args))
     if isinstance(mod, types.MethodType):
-        return _kind_of(mod.__func__)
+        return _kind_of(mod.__func__, callers)
     if isinstance(mod, types.FunctionType):
-        cells = (_kind_of(cell.cell_contents) for cell in mod.__closure__ or () if is_filled(cell))
-        return (mod.__code__, *cells)
+        if mod in callers:
+            return mod.__code__
+        cells = (cell.cell_contents for cell in mod.__closure__ or () if is_filled(cell))
+        return (mod.__code__, *(_kind_of(cell, (*callers, mod)) for cell in cells))
     if isinstance(mod, tuple):
-        return tuple(map(_kind_of, mod))
+        return tuple(_kind_of(part, callers) for part in mod)
     return mod if isinstance(mod, float) else type(mod)
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+_LARGEST = 1 << 22  # elements of a table that is read in fp32
 _FEW = 16  # numbers whose product is written out
 _ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read with
 
@@ -28,8 +31,28 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     # Dynamo knows neither function; it sees no nested batch here.
     is_scalar = all(item.dim() == 0 for item in indices)
     if is_scalar and not torch.compiler.is_dynamo_compiling():
+        if _sums_in_16_bits(tensor):
+            return _read_again(tensor.float(), indices).to(tensor.dtype)
         return _read_again(tensor, indices)
     return _read(tensor, indices)
+
+
+def _sums_in_16_bits(tensor: Tensor) -> bool:
+    """Whether autograd would add up the gradients of many reads of an entry in 16 bits.
+
+    After a few hundred of them, a sum of such numbers does not grow any more. Traced functions have
+    sums of their own. A large table would take much memory, and few scores read each of its
+    entries.
+    """
+    if tensor.dtype not in (torch.bfloat16, torch.float16) or not tensor.requires_grad:
+        return False
+    return tensor.numel() <= _LARGEST and not _is_traced(tensor)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return get_proxy_mode() is not None or isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
 def _read_again(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:

@@ -378,3 +378,16 @@ def test_a_call_without_gradients_leaves_no_graph_for_one_with():
         torch.testing.assert_close(call(query.clone().requires_grad_(), key, value, own), expected)
     with pytest.raises(UnsupportedFeatureError, match=r"Function at .*test_eager_kernels\.py"):
         call(query, key.clone().requires_grad_(), value, own)
+
+
+def test_a_function_that_calls_itself():
+    def fold(score, times):
+        return score if times == 0 else fold(torch.tanh(score) * 1.1, times - 1)
+
+    def attend(*inputs):
+        return flex_attention(*inputs, lambda score, b, h, q, k: fold(score, 3))
+
+    inputs = [torch.randn(1, 2, 32, 8) for _ in range(3)]
+    with eager_kernels():
+        found = attend(*inputs)
+    torch.testing.assert_close(found, attend(*inputs))
