@@ -22,6 +22,7 @@ from flexhop.mods.functions import ScoreMod
 from flexhop.mods.keys import KeyMod
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.cached import cached_attention
+from flexhop.ops.call import Mistake, note_wrong_type
 from flexhop.ops.forward import attention
 from flexhop.ops.nothing import is_nothing
 from flexhop.options.debug import mod_code
@@ -98,6 +99,8 @@ def explain(
     """
     from flexhop.reports import dry_run
 
+    flags = {"enable_gqa": enable_gqa, "return_lse": return_lse}
+    _raise(note_wrong_type(query, key, value, scale, return_aux, **flags))
     device = dry_run.find_device(query, capability)
     tensors = (query, key, value)
     if has_nested(*tensors):
@@ -106,8 +109,7 @@ def explain(
         "score_mod": score_mod,
         "block_mask": block_mask,
         "scale": scale,
-        "enable_gqa": enable_gqa,
-        "return_lse": return_lse,
+        **flags,
         "kernel_options": kernel_options,
         "return_aux": return_aux,
         "sinks": None if sinks is None else _stand_in(sinks, _home(block_mask)),
@@ -136,10 +138,13 @@ def explain(
 
 def _packed(call: Packed) -> tuple[Operands, ScoreMod | None, Any]:
     """Convert a call with nested operands to its call with packed tokens."""
-    if call.mistake is not None:
-        error, facts = call.mistake
-        raise error(**dict(facts))
+    _raise(call.mistake)
     return call.operands, call.score_mod, call.block_mask
+
+
+def _raise(mistake: Mistake | None) -> None:
+    if mistake is not None:
+        raise mistake[0](**dict(mistake[1]))
 
 
 def _home(block_mask: Any) -> torch.device:

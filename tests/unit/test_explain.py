@@ -398,3 +398,9 @@ def test_a_derivative_that_no_kernel_computes_is_refused():
     tensors = [torch.zeros(1, 2, 64, 32, requires_grad=True)] * 3
     with pytest.raises(ModLoweringError, match="cannot be compiled"):
         flexhop.explain(*tensors, mod, capability=(9, 0))
+
+
+def test_a_function_in_place_of_query():
+    inputs = [torch.zeros(1, 2, 16, 8) for _ in range(3)]
+    with pytest.raises(OptionValueError, match="Invalid query value 'function'"):
+        flexhop.explain(flexhop.flex_attention, *inputs)

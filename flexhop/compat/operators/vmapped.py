@@ -40,9 +40,8 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
 def _sums_in_16_bits(tensor: Tensor) -> bool:
     """Whether autograd would add up the gradients of many reads of an entry in 16 bits.
 
-    After a few hundred of them, a sum of such numbers does not grow any more. Traced functions have
-    sums of their own. A large table would take much memory, and few scores read each of its
-    entries.
+    After a few hundred of them, such a sum does not grow any more. Traced functions have sums of
+    their own. A large table would take much memory, and few scores read each of its entries.
     """
     if tensor.dtype not in (torch.bfloat16, torch.float16) or not tensor.requires_grad:
         return False
