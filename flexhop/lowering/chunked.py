@@ -14,6 +14,9 @@ from torch import Tensor
 
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import inductor
+from flexhop.compat.mods.location import line_of
+from flexhop.compat.operators.vmapped import LoopedOperator, without_loops
+from flexhop.errors import ModLoweringError
 from flexhop.lowering import fallback
 from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
@@ -134,10 +137,18 @@ def _grad_step(
 
 
 def lower_definition(args: Any, formula: Callable[[Any, int | None], Tensors]) -> list[Any]:
-    """Lower formula(args, rows) for operands that are IR; strides come from the node."""
+    """Lower formula(args, rows) for operands that are IR; strides come from the node.
+
+    Raises:
+        ModLoweringError: a user function calls an operator that can only be traced once per score.
+    """
     fakes = type(args)(*inline.fake_operands())
     rows = _rows_per_chunk(args, fakes.query.size(2))
-    results = inline.lower_operands(lambda given: formula(given, rows), args)
+    try:
+        with without_loops():
+            results = inline.lower_operands(lambda given: formula(given, rows), args)
+    except LoopedOperator as error:
+        raise _refusal(args, str(error).replace("::", ".")) from error
     metas = inline.leaves(inductor.output_meta())
     return [
         inline.with_strides(result, inductor.as_expressions(meta.stride()))
@@ -145,6 +156,21 @@ def lower_definition(args: Any, formula: Callable[[Any, int | None], Tensors]) -
             results, metas, strict=False
         )  # max_scores, if not requested, come last
     ]
+
+
+def _refusal(args: Any, operator: str) -> ModLoweringError:
+    """The error for an operator that torch.vmap has no rule for: one of the user's, mostly."""
+    for mod in ("score_mod", "mask_mod"):
+        for node in inductor.graph_module(getattr(args, mod)).graph.nodes:
+            if str(node.target).startswith(operator):
+                return ModLoweringError(
+                    mod=mod, operation=operator, location=line_of(node),
+                    reason="it is no pointwise operation, and torch.vmap has no rule for it",
+                )  # fmt: skip
+    return ModLoweringError(
+        mod="A function", operation=operator, location="an unknown line",
+        reason="torch.vmap has no rule for it",
+    )  # fmt: skip
 
 
 def _rows_per_chunk(args: Any, fake_length: object) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -203,6 +205,30 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     for number, part in enumerate(parts):
         joined = torch.where(is_at(number, len(parts) + 1, joined, dim), part, joined)
     return joined
+
+
+class LoopedOperator(Exception):
+    """An operator that torch.vmap maps by a loop over all elements."""
+
+
+@contextlib.contextmanager
+def without_loops() -> Iterator[None]:
+    """A region in which no operator is traced once for each element.
+
+    Raises:
+        LoopedOperator: PyTorch has no other rule for one. Its argument is the operator's name.
+    """
+    before = _functorch._is_vmap_fallback_enabled()
+    _functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    except RuntimeError as error:
+        name, found, _ = str(error).partition(" hit the vmap fallback")
+        if not found:
+            raise
+        raise LoopedOperator(name) from error
+    finally:
+        _functorch._set_vmap_fallback_enabled(before)
 
 
 def put(

@@ -61,3 +61,21 @@ def test_ahead_of_time_it_is_raised_while_compiling(monkeypatch):
 class _Module(torch.nn.Module):
     def forward(self, query, key, value):
         return call(query, key, value)[0]
+
+
+@torch.library.custom_op("flexhop_tests::doubled", mutates_args=())
+def doubled(score: torch.Tensor) -> torch.Tensor:
+    return score * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def test_an_operator_that_can_only_be_traced_once_per_score():
+    """Its graph would have a node for each score: compilation did not end."""
+
+    def attend(*tensors):
+        return flex_attention(*tensors, lambda score, b, h, q, k: doubled(score))
+
+    with pytest.raises(errors.ModLoweringError, match=r"flexhop_tests\.doubled at .*test_refusal"):
+        torch.compile(attend, fullgraph=True)(*operands())
