@@ -18,6 +18,7 @@ from flexhop.block_mask.lists import block_count, lists_to_dense, ranges_to_dens
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.operators.autograd import checkpointed
+from flexhop.compat.operators.vmapped import in_32_bits_once
 from flexhop.ops import wide_lse
 from flexhop.ops.args import (
     AttentionArgs,
@@ -86,7 +87,8 @@ def attend(args: AttentionArgs, lengths: Tensor | None = None) -> tuple[Tensor, 
     Source: Dong et al. 2024, FlexAttention (arXiv 2412.05496), equation 2.
     """
     grids = listed_blocks(args)._replace(lengths=lengths)
-    parts = [_attend_chunk(args, grids, chunk) for chunk in chunks(args)]
+    with in_32_bits_once():
+        parts = [_attend_chunk(args, grids, chunk) for chunk in chunks(args)]
     out, lse, max_scores = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
     return out, lse, max_scores.detach()
 

@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flexhop
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import ModResultError
+from flexhop.ops import eager
 from tests.unit.ops.support import BATCH, HEADS, LENGTH, assert_same, compiled, operands, quiet
 
 pytestmark = quiet
@@ -155,8 +156,10 @@ def test_all_of_a_short_tensor_learns_under_symbolic_sizes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_a_16_bit_table_are_summed_in_32_bits(dtype):
+@pytest.mark.parametrize("chunk", [1 << 14, 1 << 22])
+def test_gradients_of_a_16_bit_table_are_summed_in_32_bits(monkeypatch, dtype, chunk):
     """Ten thousands of scores read each entry: 16 % of the gradient were lost."""
+    monkeypatch.setattr(eager, "CHUNK_ELEMENTS", chunk)
     inputs = [torch.randn(1, 2, 512, 8) for _ in range(3)]
     weights = torch.randn(1, 2, 512, 8)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _LARGEST = 1 << 22  # elements of a table that is read in fp32
+_converted = ContextVar[dict[int, tuple[Tensor, Tensor]] | None]("_converted", default=None)
 _FEW = 16  # numbers whose product is written out
 _ORIGIN = "_flexhop_read_from"  # attribute of a row: the tensor and indices that it was read with
 
@@ -33,8 +35,6 @@ def index(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     # Dynamo knows neither function; it sees no nested batch here.
     is_scalar = all(item.dim() == 0 for item in indices)
     if is_scalar and not torch.compiler.is_dynamo_compiling():
-        if _sums_in_16_bits(tensor):
-            return _read_again(tensor.float(), indices).to(tensor.dtype)
         return _read_again(tensor, indices)
     return _read(tensor, indices)
 
@@ -45,9 +45,32 @@ def _sums_in_16_bits(tensor: Tensor) -> bool:
     After a few hundred of them, such a sum does not grow any more. Traced functions have sums of
     their own. A large table would take much memory, and few scores read each of its entries.
     """
-    if tensor.dtype not in (torch.bfloat16, torch.float16) or not tensor.requires_grad:
+    is_short = tensor.dtype in (torch.bfloat16, torch.float16)
+    if not (is_short and tensor.requires_grad and torch.is_grad_enabled()):
         return False
     return tensor.numel() <= _LARGEST and not _is_traced(tensor)
+
+
+@contextlib.contextmanager
+def in_32_bits_once() -> Iterator[None]:
+    """A region in which such a tensor is converted once.
+
+    Its gradient is then one sum in 32 bits, instead of one in 16 bits of those of each read.
+    """
+    token = _converted.set({})
+    try:
+        yield
+    finally:
+        _converted.reset(token)
+
+
+def _in_32_bits(tensor: Tensor) -> Tensor:
+    known = _converted.get()
+    if known is None:
+        return tensor.float()
+    if id(tensor) not in known:
+        known[id(tensor)] = tensor, tensor.float()  # the tensor lives as long as its number counts
+    return known[id(tensor)][1]
 
 
 def _is_traced(tensor: Tensor) -> bool:
@@ -65,7 +88,10 @@ def _read_again(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     place = (*before, *indices)
     if is_batchedtensor(source) or (len(place) > 1 and _are_fake(place)):
         return _select(source, place)
-    read = _read(source, place)
+    if _sums_in_16_bits(source):
+        read = _read(_in_32_bits(source), place).to(source.dtype)
+    else:
+        read = _read(source, place)
     if read.dim() > 0:
         setattr(read, _ORIGIN, (source, place))
     return read
