@@ -41,8 +41,9 @@ _WIDTH_OF_ROWS = 128
 # it becomes bits that leave most blocks whole, with a score_mod of so many (1.1 to 1.6 times).
 _WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_SCORE_OF_IDS = 64, 6, 6
 # Columns up to which the portable kernel is as fast (0.98 to 1.3 times) under a mask that stays a
-# function. Tables by distance take it 1.9 to 2.4 times as long, no mask 1.0 to 1.1 times.
-_NARROW = 32
+# function or has up to so many instructions. A mask of 10.3, which becomes bits, took it 1.02
+# times as long; tables by distance 1.9 to 2.4 times, no mask 1.0 to 1.1 times.
+_NARROW, _COSTLY_MASK_OF_NARROW = 32, 10
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -126,9 +127,11 @@ def is_narrow(problem: Problem) -> bool:
 
 
 def _is_masked_alone(problem: Problem) -> bool:
-    """Whether a mask stays a function, and scores follow no distances."""
-    is_function = problem.blocks is not None and not bits.of_queries(problem).blocks
-    return is_function and not _follows_distances(problem.mods)
+    """Whether there is a mask that bits would not spare much, and scores follow no distances."""
+    mods = problem.mods
+    if problem.blocks is None or _follows_distances(mods):
+        return False
+    return mods.mask_cost <= _COSTLY_MASK_OF_NARROW or not bits.of_queries(problem).blocks
 
 
 def _slower_reads(problem: Problem) -> Iterator[str]:

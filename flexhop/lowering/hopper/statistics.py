@@ -10,18 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat.graphs import inline
 from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import gluon, inductor
+from flexhop.lowering import wide_lse
 from flexhop.lowering.hopper import backward, schedule
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
-from flexhop.ops.args import BackwardArgs
-from flexhop.ops.wide_lse import parts_of
 
 aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
 INF = float("inf")
 # More rows of padding would cost the gradient of query more memory than a launch is worth.
 _MOST_ROWS = 128
@@ -84,8 +81,8 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     sizes = prepared_sizes(problem, query)
     missing = gluon.fill_up(length, rows)
     weighted = product(args.out, args.grad_out)
-    lse, grad_lse = call(convert, args.lse, torch.float32), args.grad_lse
-    rest = _rest(args) if problem.has_large_lse else None
+    lse, grad_lse = wide_lse.first_part(args), args.grad_lse
+    rest = wide_lse.rest(args) if problem.has_large_lse else None
     # Padded before the sum, so that one reduction gives statistics and padding.
     if not inductor.is_multiple(length, rows):
         weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)
@@ -124,12 +121,6 @@ def _shift(lse: Any, factor: float) -> Any:
     call = inductor.call_lowering
     scaled = call(aten.mul.Tensor, lse, factor)
     return call(aten.where.self, call(aten.eq.Scalar, lse, -INF), INF, scaled)
-
-
-def _rest(args: Any) -> Any:
-    """What fp32 leaves of a wide lse."""
-    fake = BackwardArgs(*inline.fake_operands()).lse
-    return inline.lower_formula(lambda lse: [parts_of(lse).rest], [fake], [args.lse])[0]
 
 
 def drop_padding(grad_query: Any, length: Any) -> Any:

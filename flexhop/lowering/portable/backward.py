@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from flexhop.compat.graphs import inline
 from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import inductor
+from flexhop.lowering import wide_lse
 from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan
@@ -24,7 +24,6 @@ from flexhop.lowering.portable.shared import is_float32, weighing
 from flexhop.lowering.problem import Problem
 from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs
-from flexhop.ops.wide_lse import parts_of
 from flexhop.options import KernelOptions
 
 aten = torch.ops.aten
@@ -132,20 +131,9 @@ def _lse(problem: Problem, args: BackwardArgs, delta: Any) -> Any:
     """
     if not problem.is_lse_wide:
         return inductor.contiguous(args.lse)
-    formula = _both_parts if weighing(problem) != "fused" else _first_part
-    fake = BackwardArgs(*inline.fake_operands()).lse
-    (lse,) = inline.lower_formula(formula, [fake], [args.lse])
+    is_fused = weighing(problem) == "fused"
+    lse = wide_lse.first_part(args) if is_fused else wide_lse.both_parts(args)
     return inductor.contiguous(beside(lse, delta))
-
-
-def _first_part(lse: Tensor) -> list[Tensor]:
-    return [parts_of(lse).first]
-
-
-def _both_parts(lse: Tensor) -> list[Tensor]:
-    """The bits of both parts in one number."""
-    first, rest = (part.view(torch.int32).to(torch.int64) for part in parts_of(lse))
-    return [(first << 32) | (rest & 0xFFFFFFFF)]
 
 
 def _delta(args: BackwardArgs) -> Any:

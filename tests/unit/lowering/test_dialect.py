@@ -246,6 +246,13 @@ def test_a_mask_that_may_leave_blocks_to_mask_mod_must_save_more():
         assert bits.of_queries(problem(**TABLES | facts)).blocks == stored
 
 
+@pytest.mark.parametrize(("cost", "chosen"), [(10.0, "triton"), (11.0, "hopper")])
+def test_few_columns_and_a_mask_that_becomes_bits(cost, chosen):
+    call = problem(**TABLES | NARROW | {"mask_cost": cost})
+    assert bits.of_queries(call).blocks
+    assert choose_forward(call, AUTO)[0] == chosen
+
+
 @pytest.mark.parametrize(
     "facts",
     [
