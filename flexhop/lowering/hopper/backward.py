@@ -13,6 +13,7 @@ from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
 from flexhop.lowering.hopper.loops import gradients_share_loop
 from flexhop.lowering.hopper.schedule import LARGEST_OWN, heads_per_section, owns_heads
+from flexhop.lowering.portable.rules import has_few_columns
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
@@ -151,7 +152,7 @@ def _block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> I
 
 def slower(problem: Problem) -> Iterator[str]:
     """Why the portable kernels are probably faster, from measurements; backend overrides it."""
-    if forward.is_narrow(problem) and problem.blocks is None and not problem.mods.has_score_mod:
+    if has_few_columns(problem) and problem.blocks is None and not problem.mods.has_score_mod:
         yield "with so few columns the portable kernels are faster if all scores count as they are"
     tiles, processors = num_tiles(problem), problem.device.multiprocessors
     # Twice the keys per tile, at more than the speed: half as many tiles are enough.

@@ -24,7 +24,7 @@ from flexhop.lowering.hopper.tiles import (
     wider,
 )
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.rules import fits_blocks
+from flexhop.lowering.portable.rules import FEW_COLUMNS, fits_blocks, has_few_columns
 from flexhop.lowering.portable.shared import row_bytes_ahead, weighing
 from flexhop.lowering.problem import ModFacts, Problem
 from flexhop.options import KernelOptions
@@ -40,10 +40,10 @@ _WIDTH_OF_ROWS = 128
 # or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times); or, if
 # it becomes bits that leave most blocks whole, with a score_mod of so many (1.1 to 1.6 times).
 _WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_SCORE_OF_IDS = 64, 6, 6
-# Columns up to which the portable kernel is as fast (0.98 to 1.3 times) under a mask that stays a
-# function or has up to so many instructions. A mask of 10.3, which becomes bits, took it 1.02
-# times as long; tables by distance 1.9 to 2.4 times, no mask 1.0 to 1.1 times.
-_NARROW, _COSTLY_MASK_OF_NARROW = 32, 10
+# With few columns the portable kernel is as fast (0.98 to 1.3 times) under a mask that stays a
+# function or has up to so many instructions, and 1.1 times without mask and score_mod. A mask of
+# 10.3, which becomes bits, took it 1.02 times as long, tables by distance 1.9 to 2.4 times.
+_COSTLY_MASK_OF_NARROW = 10
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -106,8 +106,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "the decode kernel is faster for so few queries"
     if max(problem.query_len, problem.key_len) <= ROWS:
         yield f"tiles would be half empty, since there are at most {ROWS} queries"
-    if is_narrow(problem) and _is_masked_alone(problem):
-        yield f"up to {_NARROW} columns the portable kernel is as fast with this mask"
+    if has_few_columns(problem) and _is_light(problem):
+        yield f"up to {FEW_COLUMNS} columns the portable kernel is as fast"
     if row_bytes_ahead(problem) and wider(problem) <= _WIDTH_OF_ROWS:
         yield "the portable kernel loads the rows of keys that score_mod reads ahead"
     # Small blocks, several of which make a tile here, were not compared.
@@ -121,15 +121,12 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         )
 
 
-def is_narrow(problem: Problem) -> bool:
-    """Whether at least half of the columns of a tile are empty; products skip them."""
-    return max(problem.head_dim, problem.value_head_dim) <= _NARROW
-
-
-def _is_masked_alone(problem: Problem) -> bool:
-    """Whether there is a mask that bits would not spare much, and scores follow no distances."""
+def _is_light(problem: Problem) -> bool:
+    """Whether there are no mods, or a mask that bits would not spare much and no distances."""
     mods = problem.mods
-    if problem.blocks is None or _follows_distances(mods):
+    if problem.blocks is None:
+        return not mods.has_score_mod
+    if _follows_distances(mods):
         return False
     return mods.mask_cost <= _COSTLY_MASK_OF_NARROW or not bits.of_queries(problem).blocks
 

@@ -5,7 +5,7 @@ Loops load these rows ahead, like keys, so a third stage pays off.
 
 from __future__ import annotations
 
-from flexhop.lowering.portable.rules import Rule, is_sm90
+from flexhop.lowering.portable.rules import Rule, has_few_columns, is_sm90
 from flexhop.lowering.portable.shared import row_bytes_ahead
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
@@ -22,12 +22,11 @@ def _reads_wide_rows(problem: Problem) -> bool:
 
 
 _NARROW = 2  # bytes per score, of a bias of pairs in 16 bits
-# Additions to the gradient of a bias are the limit with few columns: small tiles, many programs.
-_FEW_COLUMNS = 32
 ROWS: tuple[Rule, ...] = (
+    # Additions to the gradient of a bias are the limit: small tiles, many programs.
     Rule(
         _REASON,
-        lambda p: _reads_rows(p) and max(p.head_dim, p.value_head_dim) <= _FEW_COLUMNS,
+        lambda p: _reads_rows(p) and has_few_columns(p),
         {
             "forward": {64: Tile(64, 64, 4, 3)},
             "grad_query": {64: Tile(64, 32, 4, 3)},

@@ -11,6 +11,7 @@ from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 
 Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
+FEW_COLUMNS = 32
 
 
 class Rule(NamedTuple):
@@ -55,6 +56,11 @@ def is_triton_3_9(problem: Problem) -> bool:
 def has_few_rows(problem: Problem) -> bool:
     """Whether all rows of a key head fit the smallest tile."""
     return splits.rows(problem) <= 16
+
+
+def has_few_columns(problem: Problem) -> bool:
+    """Whether heads fill at most half of the columns that all tiles are made for."""
+    return max(problem.head_dim, problem.value_head_dim) <= FEW_COLUMNS
 
 
 def fits_blocks(problem: Problem, size: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flexhop.lowering.portable import caches, long_rows
+from flexhop.lowering.portable.few_columns import FEW
 from flexhop.lowering.portable.float32 import FLOAT32
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.position_tiles import READS
@@ -199,9 +200,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "few rows, a cache of bytes",
         lambda p: is_wgmma(p) and has_few_rows(p) and caches.stores_bytes(p.cache),
-        {
-            "decode": {128: Tile(16, 128, 4, 3)},
-        },
+        {"decode": {128: Tile(16, 128, 4, 3)}},
     ),
     Rule(
         "few rows, small pages",
@@ -249,6 +248,7 @@ RULES: tuple[Rule, ...] = (
         },
     ),
     *READS,
+    *FEW,
     # Loads of tables compete with the operands' loads, so more programs help.
     Rule(
         "tables read per score",

@@ -47,7 +47,7 @@ TABLE = {"has_score_mod": True, "has_distances": True, "reads_per_element": True
     "facts",
     [
         {},
-        NARROW,
+        NARROW | {"has_score_mod": True},
         NARROW | TABLE | {"blocks": MaskBlocks(128, 128, True, has_ranges=True)},
         {"head_dim": 128, "value_head_dim": 128},
         {"head_dim": 192, "value_head_dim": 128},
@@ -118,9 +118,10 @@ def test_packed_sequences_have_it():
     assert choose_forward(packed, AUTO) == ("hopper", "")
 
 
-def test_few_columns_and_a_mask_that_stays_a_function():
-    call = problem(**NARROW, blocks=MaskBlocks(128, 128, True, has_ranges=True))
-    reason = "up to 32 columns the portable kernel is as fast with this mask"
+@pytest.mark.parametrize("blocks", [None, MaskBlocks(128, 128, True, has_ranges=True)])
+def test_few_columns_and_little_to_compute(blocks):
+    call = problem(**NARROW, blocks=blocks)
+    reason = "up to 32 columns the portable kernel is as fast"
     assert choose_forward(call, AUTO) == ("triton", reason)
     assert choose_forward(call, ANY) == ("hopper", "")
 

@@ -18,6 +18,7 @@ WIDTHS = ((1, 1), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 25
           (192, 128), (576 - 64, 64), (64, 512), (24, 94), (576, 512), (576, 576),
           (80, 520))  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NARROW = {"head_dim": 32, "value_head_dim": 32}
 BLOCKS = (None, MaskBlocks(128, 128, True), MaskBlocks(16, 256, True), MaskBlocks(20, 96, False))
 
 
@@ -62,6 +63,20 @@ def test_reports_name_the_rule_that_gave_a_tile():
     (drawn,) = plan("forward", problem(80, 128, dropout_p=0.1), KernelOptions())
     assert drawn.reason == "table for sm_80, torch.bfloat16, head size 128, dropout (not measured)"
     assert any(rule.reason == "no mask and no score_mod" and rule.measured for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, "few columns"),
+        ({"has_mask_mod": True, "mask_cost": 7.0}, "few columns"),
+        ({"has_score_mod": True, "has_mask_mod": True, "mask_cost": 8.0}, ""),
+        ({"has_score_mod": True, "key_bytes": frozenset({4})}, ""),
+        ({"architecture": 80}, ""),
+    ],
+)
+def test_few_columns(facts, reason):
+    assert table_rule("forward", problem(**NARROW | facts)).reason == reason
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
