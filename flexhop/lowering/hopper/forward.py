@@ -43,7 +43,7 @@ _WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_SCORE_OF_IDS = 64, 6, 6
 # With few columns the portable kernel is as fast (0.98 to 1.3 times) under a mask that stays a
 # function or has up to so many instructions, and 1.1 times without mask and score_mod. A mask of
 # 10.3, which becomes bits, took it 1.02 times as long, tables by distance 1.9 to 2.4 times.
-_COSTLY_MASK_OF_NARROW = 10
+_COSTLY_MASK_OF_FEW = 10
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -106,7 +106,7 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "the decode kernel is faster for so few queries"
     if max(problem.query_len, problem.key_len) <= ROWS:
         yield f"tiles would be half empty, since there are at most {ROWS} queries"
-    if has_few_columns(problem) and _is_light(problem):
+    if has_few_columns(problem) and _spares_little(problem):
         yield f"up to {FEW_COLUMNS} columns the portable kernel is as fast"
     if row_bytes_ahead(problem) and wider(problem) <= _WIDTH_OF_ROWS:
         yield "the portable kernel loads the rows of keys that score_mod reads ahead"
@@ -121,14 +121,14 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         )
 
 
-def _is_light(problem: Problem) -> bool:
-    """Whether there are no mods, or a mask that bits would not spare much and no distances."""
+def _spares_little(problem: Problem) -> bool:
+    """Whether there are no mods, or a mask that bits would not shorten much and no distances."""
     mods = problem.mods
     if problem.blocks is None:
         return not mods.has_score_mod
     if _follows_distances(mods):
         return False
-    return mods.mask_cost <= _COSTLY_MASK_OF_NARROW or not bits.of_queries(problem).blocks
+    return mods.mask_cost <= _COSTLY_MASK_OF_FEW or not bits.of_queries(problem).blocks
 
 
 def _slower_reads(problem: Problem) -> Iterator[str]:

@@ -18,7 +18,6 @@ WIDTHS = ((1, 1), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 25
           (192, 128), (576 - 64, 64), (64, 512), (24, 94), (576, 512), (576, 576),
           (80, 520))  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NARROW = {"head_dim": 32, "value_head_dim": 32}
 BLOCKS = (None, MaskBlocks(128, 128, True), MaskBlocks(16, 256, True), MaskBlocks(20, 96, False))
 
 
@@ -76,7 +75,7 @@ def test_reports_name_the_rule_that_gave_a_tile():
     ],
 )
 def test_few_columns(facts, reason):
-    assert table_rule("forward", problem(**NARROW | facts)).reason == reason
+    assert table_rule("forward", problem(head_dim=32, **facts)).reason == reason
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
