@@ -341,13 +341,15 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
 
     Without it a selective-checkpoint mode would count the traced operations, functionalization
     would wrap them, and `checkpoint(use_reentrant=False)` would pack this trace's fakes into its
-    own storage and hand them out as gradients (hence the identity hooks).
+    own storage and hand them out as gradients (hence the identity hooks). Anomaly detection would
+    ask whether a fake gradient is NaN.
     """
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if _allows_hooks():
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with (
         hooks,
+        torch.autograd.set_detect_anomaly(False),
         temporarily_clear_interpreter_stack(),
         suspend_functionalization(),
         disable_functional_mode(),

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     # Dynamo looks at .grad of dual tensors.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning"),
 ]
 B, HQ, HKV, M, N, D, DV = 2, 4, 2, 7, 9, 3, 5
 
@@ -285,6 +286,15 @@ def test_checkpointed_attention_is_differentiated_twice():
         lambda q: grad(lambda p: flex_attention(p, key, value).square().sum())(q).square().sum()
     )(query)
     torch.testing.assert_close(again(query.requires_grad_(), key, value), plain)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, compiled], ids=["eager", "compiled"])
+def test_anomaly_detection_does_not_look_into_graphs_of_mods(run):
+    x = [t.requires_grad_() for t in inputs()]
+    expected = torch.autograd.grad(loss(flexible, *x), x)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        found = torch.autograd.grad(run(functools.partial(loss, flexible))(*x), x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_autocast_holds_for_the_derivatives():
