@@ -69,6 +69,28 @@ CASES = [
     Case("narrowest", mask=lambda c: flexhop.masks.causal, dtype=torch.float16,
          shape=Shape(1, 2, 2, 150, 150, 8, 8), options=EXACT),
 ]  # fmt: skip
+
+
+def padding(c):
+    return lambda b, h, q, k: (q < c.lengths[b]) & (k < c.lengths[b])
+
+
+def padded(name: str, shape: Shape, block_size: int = 128, **more) -> Case:
+    """Most tiles of queries see no keys; the second batch has none at all."""
+    return Case(
+        name, mask=padding, per_batch=True, block_size=block_size, dtype=torch.bfloat16, lse=True,
+        captures=lambda s, r: {"lengths": torch.tensor([70, 0, 300])}, shape=shape,
+        options=HOPPER, **more,
+    )  # fmt: skip
+
+
+PADDED = [
+    padded("rows", Shape(3, 2, 2, 390, 390, 64, 64)),
+    padded("odd", Shape(3, 2, 1, 390, 390, 80, 200)),
+    padded("split", Shape(3, 2, 2, 390, 390, 64, 64), block_size=64),
+    padded("packed", Shape(3, 4, 1, 250, 250, 64, 64), block_size=32),
+    padded("gathered", Shape(3, 2, 2, 250, 250, 64, 64), block_size=32),
+]
 GATHERED = Case(
     "gathered", mask=lambda c: lambda b, h, q, k: (q // 32 * 5 + k // 32 * 3) % 4 == 0,
     block_size=32, dtype=torch.bfloat16, shape=Shape(1, 4, 2, 200, 300, 64, 64), options=HOPPER,
@@ -130,6 +152,12 @@ def test_sums_that_are_read_too_early_are_found(monkeypatch):
     with pytest.raises(AssertionError, match="grad_query: error"):
         emulated(OWNED[1], "late")
     assert broken
+
+
+@pytest.mark.parametrize("case", PADDED, ids=lambda case: case.name)
+@pytest.mark.usefixtures("two_multiprocessors")
+def test_tiles_without_keys_are_stored_by_the_producer(case):
+    emulated(case, "late")
 
 
 def test_gathered_blocks():
