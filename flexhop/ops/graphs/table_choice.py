@@ -82,7 +82,7 @@ class Choice:
         self, found: Analysis, captures: Sequence[Capture], sizes: Sizes, wanted: Wanted
     ) -> None:
         self.found, self.scores = found, math.prod(sizes.now.values())
-        self.queries = sizes.now["q"]
+        self._now, self.queries = sizes.now, sizes.now["q"]
         self.wanted = wanted
         self.tables: list[Table] = []
         self.saved_by = dict[fx.Node, float]()
@@ -213,9 +213,16 @@ class Choice:
             return None
         numbers = self.entries(table) * numbers_in(node)
         most = min(self.wanted.most, self.scores // _SCORES_PER_ENTRY)
+        if len(coordinates) > 1:
+            # Neighbouring keys then read entries that lie far apart, unless the table is small.
+            most = min(most, self._entries_of_pairs(others))
         if numbers > most and self._is_the_only(node):
             most = LARGEST
         return table if numbers <= most else None
+
+    def _entries_of_pairs(self, others: Sequence[str]) -> int:
+        """Entries of a table by query and key instead."""
+        return math.prod(self._now[name] for name in (*others, "q", "k"))
 
     def _rows_of(self, node: fx.Node) -> Table | None:
         """The table of a row that no kernel computes: of all batches, heads, or positions."""

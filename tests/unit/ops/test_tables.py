@@ -92,7 +92,8 @@ def of_score(s, b, h, q, k, slopes):
     return s * torch.sigmoid(s) + slopes[h] * (q - k)
 
 
-DISTANCES, ROWS = QUERIES + KEYS - 1, 7 + 6
+DISTANCES = SUMS = QUERIES + KEYS - 1
+ROWS = 7 + 6
 MADE: dict[Any, tuple[torch.Tensor, list[tuple[int, ...]]]] = {
     t5: (T5, [(HEADS, DISTANCES)]),
     t5_spelled_otherwise: (T5, [(HEADS, DISTANCES)]),
@@ -463,6 +464,11 @@ WIDTHS = torch.tensor([3, 9, 20])
             [(HEADS, DISTANCES)],
         ),
         (lambda b, h, q, k, w: (q - k == w).any() | (h == k % HEADS), [(DISTANCES,)]),
+        # A table by both sums would be larger than one by query and key.
+        (
+            lambda b, h, q, k, w: (h == k) | (((q - k) % 7 == 0) & ((q + k) % 5 != 3)),
+            [(DISTANCES,), (SUMS,)],
+        ),
         (lambda b, h, q, k, w: (q >= k) & (q - k < w[h]), None),  # cheaper than a read
         (lambda b, h, q, k, w: (q >= k) & ((q - k) % 5 == 0), None),  # heads share it
     ],
