@@ -264,7 +264,7 @@ def _ordered(forms: Forms, a: Any, b: Any, least: int) -> Truth | None:
                 return None
             every = (packet is aten.minimum) == is_first
             return all_of(*parts) if every else some_of(*parts)  # type: ignore[arg-type]
-        if packet is aten.abs and _sees_both(forms, value):
+        if packet is aten.abs and (_sees_both(forms, value) or _is_fixed(forms, value.args[0])):
             return _magnitude(forms, value.args[0], b if is_first else a, (is_first, least))
     first, second = _exact_form(forms, a), _exact_form(forms, b)
     return None if first is None or second is None else at_least(first.plus(second, -1), least)
@@ -272,6 +272,12 @@ def _ordered(forms: Forms, a: Any, b: Any, least: int) -> Truth | None:
 
 def _sees_both(forms: Forms, value: fx.Node) -> bool:
     return forms.depends_on(value) >= {"q", "k"}
+
+
+def _is_fixed(forms: Forms, value: Any) -> bool:
+    """Whether a value is one number, such as q - q."""
+    form = _exact_form(forms, value) if isinstance(value, fx.Node) else None
+    return form is not None and not form.terms
 
 
 def _magnitude(forms: Forms, inner: Any, bound: Any, order: tuple[bool, int]) -> Truth | None:

@@ -6,6 +6,7 @@
 # Snapshots keep the lines of the generated text.
 # ruff: noqa: E501
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,22 @@ def forward_text(name: str, function: str = "score_mod") -> str:
 
 def backward_text(name: str, function: str = "score_mod_grad") -> str:
     return _generated(name, grad=True).kernel_with("grad_query_blocks").function_text(function)
+
+
+def test_a_function_of_the_distance_is_read_by_hopper_kernels_alone():
+    """Inductor would compute an entry again wherever it is read, if it only depends on its place;
+    portable kernels are faster so."""
+    query = torch.zeros(1, 2, 1024, 64, dtype=torch.bfloat16)
+
+    def call(q, k, v, backend):
+        options = flexhop.KernelOptions(backend=backend)
+        mod = lambda s, b, h, q, k: s + torch.cos(0.1 * (q - k))  # noqa: E731
+        return flexhop.flex_attention(q, k, v, score_mod=mod, kernel_options=options)
+
+    for backend, is_read in (("hopper", True), ("triton", False)):
+        run = functools.partial(call, backend=backend)
+        (kernel,) = generate_code(run, query, query, query).templates
+        assert ("load(" in kernel.function_text("score_mod")) == is_read
 
 
 class ScoreMod(TestCase):

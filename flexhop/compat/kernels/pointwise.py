@@ -52,13 +52,23 @@ def _settle(sizes: Sequence[Any]) -> None:
         V.graph.sizevars.guard_int_seq(sizes)
 
 
-def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[Any]:
+def is_constant(value: Any) -> bool:
+    """Whether Inductor would compute an element of a tensor again instead of reading it."""
+    buffer = value.data if isinstance(value, (ir.TensorBox, ir.StorageBox)) else value
+    buffer = buffer.data if isinstance(buffer, ir.StorageBox) else buffer
+    return isinstance(buffer, ir.ComputedBuffer) and buffer.num_reads() == 0
+
+
+def lower(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str, *, reads_constants: bool = False
+) -> list[Any]:
     """Lower a traced user function; one scalar buffer per output.
 
     Args:
         graph: the function.
         inputs: its inputs, lowered.
         mod: its name in an error.
+        reads_constants: whether elements of inputs that are constants are read from memory.
 
     Raises:
         ModLoweringError: it needs an operation that a kernel cannot compute per score.
@@ -84,6 +94,7 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], mod: str) -> list[
             config.patch(unroll_reductions_threshold=LONGEST_SUM + 1),
             # A broadcast of a long expression would ask for a buffer of its own.
             mock.patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *a, **k: False),
+            ir.ComputedBuffer.force_realize() if reads_constants else contextlib.nullcontext(),
             V.set_graph_handler(lowering),
         ):
             lowering.run(*map(_boxed, inputs))

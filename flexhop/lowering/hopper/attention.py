@@ -78,6 +78,9 @@ class _Attention:
         operands = (args.query, args.key, args.value)
         stored = forward.stored_bits(problem, tile)
         words = emit_mask_bits(call, operands[:2], lists, stored) or counter  # then not read
+        if call.mods.reading is not None:
+            # It reads an entry once for a diagonal: 1.1 to 1.4 times as fast as computing all.
+            call = dataclasses.replace(call, mods=call.mods.reading())
         inputs = [*operands, lse, max_scores, words, counter, *lists]
         added = output._replace(written=[*output.written, counter])
         tries = []

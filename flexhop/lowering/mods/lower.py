@@ -21,7 +21,15 @@ from flexhop.analysis import (
 )
 from flexhop.compat.kernels import inductor, pointwise
 from flexhop.compat.kernels.mod_inputs import placeholder
-from flexhop.lowering.mods.analysed import JOINT, SCORE, analysed, kernel_graph, reads_of
+from flexhop.lowering.mods.analysed import (
+    JOINT,
+    SCORE,
+    analyse_kernel,
+    analysed,
+    kernel_graph,
+    per_graph,
+    reads_of,
+)
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import key_band
 from flexhop.lowering.mods.caps import fold_caps
@@ -47,6 +55,7 @@ class ModBuffers(NamedTuple):
 
     line: the result of lower_line, for kernels that may follow it. by_distance: lowers score_mod
     once more, as a function of the distance as well, with the keyword of distances.by_distance.
+    reading: lowers all once more; tables of constants are then read, not computed for each score.
     """
 
     score: Any
@@ -54,6 +63,7 @@ class ModBuffers(NamedTuple):
     facts: ModFacts
     line: tuple[Any, ...] = ()
     by_distance: Callable[..., Any] | None = None
+    reading: Callable[[], ModBuffers] | None = None
 
 
 def lower_mods(
@@ -79,21 +89,45 @@ def lower_mods(
     # that the kernel computes in the end.
     fast_score = cheaper(fold_caps(score_graph, cap_scale).graph, SCORE)
     safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
-    (score_buffer,) = pointwise.lower(safe_score, [*inputs, *captures[0]], "score_mod")
     fast_mask = cheaper(separated(mask_graph), INDICES)
     safe_mask = wrap_reads(fast_mask, INDICES, position_sizes(sizes))
-    (mask_buffer,) = pointwise.lower(safe_mask, [*inputs[1:], *captures[1]], "mask_mod")
     facts = read_mods(score_graph, mask_graph, cap_scale=cap_scale)
-    again = functools.partial(_lower_by_distance, safe_score, inputs, captures[0])
+    graphs = safe_score, safe_mask
+    lowered = _lower_both(graphs, inputs, captures, facts)
+    if not any(map(pointwise.is_constant, (*captures[0], *captures[1]))):
+        return lowered
+    reading = functools.partial(_lower_both, graphs, inputs, captures, facts, reads_constants=True)
+    return lowered._replace(reading=reading)
+
+
+def _lower_both(
+    graphs: tuple[fx.GraphModule, fx.GraphModule],
+    inputs: Sequence[Any],
+    captures: tuple[Sequence[Any], Sequence[Any]],
+    facts: ModFacts,
+    *,
+    reads_constants: bool = False,
+) -> ModBuffers:
+    score, mask = graphs
+    given = [*inputs, *captures[0]], [*inputs[1:], *captures[1]]
+    lower = functools.partial(pointwise.lower, reads_constants=reads_constants)
+    (score_buffer,) = lower(score, given[0], "score_mod")
+    (mask_buffer,) = lower(mask, given[1], "mask_mod")
+    again = functools.partial(_lower_by_distance, lower, score, inputs, captures[0])
     return ModBuffers(score_buffer, mask_buffer, facts, by_distance=again)
 
 
 def _lower_by_distance(
-    graph: fx.GraphModule, inputs: Sequence[Any], captures: Sequence[Any], *, has_others: bool
+    lower: Callable[..., list[Any]],
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    captures: Sequence[Any],
+    *,
+    has_others: bool,
 ) -> Any:
     distance = placeholder(DISTANCE, torch.int32, inductor.device_of(inputs[0]))
     given = [*inputs, distance, *captures]
-    return pointwise.lower(by_distance(graph, has_others=has_others), given, "score_mod")[0]
+    return lower(by_distance(graph, has_others=has_others), given, "score_mod")[0]
 
 
 def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
@@ -150,6 +184,7 @@ def read_mods(
         mask_uses_query="q" in mask_depends,
         mask_cost=mask_cost and mask_cost + SELECT,
         mask_band=key_band(mask),
+        mask_keeps_own=_keeps_own(mask),
         mask_pair_bytes=_pair_bytes(mask),
         mask_rows=mask_rows(mask),
         has_distances=line is None and has_distances(score),
@@ -184,6 +219,17 @@ def read_joint(
         queries_meet=queries_meet(joint, sites),
         own_entries=frozenset() if sizes is None else own_entries(joint, sites, sizes),
     )
+
+
+@per_graph
+def _keeps_own(mask: fx.GraphModule) -> bool:
+    """Whether a mask_mod is True if both positions are the same."""
+    own, _ = copied(mask)
+    _, _, q_idx, kv_idx, *_ = own.graph.find_nodes(op="placeholder")
+    kv_idx.replace_all_uses_with(q_idx)
+    own.recompile()
+    found = analyse_kernel(own, INDICES)
+    return truth_of(found.forms, found.mod.result) is True
 
 
 def _longest_row(score: fx.GraphModule) -> int:

@@ -679,6 +679,40 @@ def test_queries_leave_their_registers_to_a_score_mod_that_needs_them(facts, sta
         assert constants.Q_IN_REGISTERS == expected
 
 
+@pytest.mark.parametrize(
+    ("keeps_own", "queries", "has_mask", "expected"),
+    [(True, 1024, True, False), (False, 1024, True, True), (True, 2048, True, True),
+     (False, 1024, False, False)],
+)  # fmt: skip
+def test_tiles_without_keys_are_expected_unless_queries_see_their_own(
+    keeps_own, queries, has_mask, expected
+):
+    blocks = MaskBlocks(128, 128, True) if has_mask else None
+    call = problem(query_len=queries, blocks=blocks, mask_keeps_own=keeps_own)
+    constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+    assert constants.STORES_EMPTY_TILES == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "width", "expected"),
+    [
+        (4, 16, 8192, 128, 8),  # not 6, of which the last section would have four
+        (2, 16, 8192, 192, 4),
+        (1, 8, 32768, 128, 4),  # not one
+        (1, 40, 8192, 128, 5),
+        (1, 31, 8192, 128, 6),  # no even share is near
+        (64, 16, 512, 128, 25),  # short: as in the portable kernel
+    ],
+)
+def test_sections_of_masked_calls_are_even(batch, heads, length, width, expected):
+    call = problem(
+        head_dim=width, value_head_dim=width, batch=batch, query_heads=heads, kv_heads=heads,
+        query_len=length, key_len=length, blocks=MaskBlocks(128, 128, True),
+    )  # fmt: skip
+    constants = hopper.constants(call, AUTO, hopper.table_tile(call))
+    assert constants.HEADS_PER_SECTION == expected
+
+
 def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
     """A fact that their templates do not know must be among their obstacles, and then here."""
     known = {
@@ -691,7 +725,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
         "mask_reads_per_element", "mask_pair_bytes", "mask_rows", "is_tf32",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
-        "mask_uses_query", "score_uses_keys", "reads_captured",
+        "mask_uses_query", "mask_keeps_own", "score_uses_keys", "reads_captured",
         # The kernels read and add whatever is captured.
         "row_bytes", "own_entries", "queries_meet",
         "longest_row",  # rows are counted in the costs, which pass mods with long ones over
