@@ -280,10 +280,12 @@ def constants(
 def _expects_empty_tiles(problem: Problem) -> bool:
     """Whether some tiles of queries may see no keys, as far as the mask_mod tells.
 
-    If a tile does although none was expected, as lists may say, it only takes longer.
+    If a tile does although none was expected, as lists may say, it only takes longer. Packed
+    sequences rarely have one without keys.
     """
-    keeps_own = problem.mods.mask_keeps_own and problem.query_len <= problem.key_len
-    return problem.blocks is not None and not keeps_own
+    if problem.blocks is None or problem.is_packed:
+        return False
+    return not problem.mods.mask_keeps_own or problem.query_len > problem.key_len
 
 
 def _heads_per_section(problem: Problem) -> int:
