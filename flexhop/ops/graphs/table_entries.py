@@ -170,11 +170,18 @@ class _Entries:
         return forms.split(node) if sees_both and (is_sum or compares_two) else None
 
     def _sum(self, split: Any) -> Tensor:
-        total = split.factor * self._along(split.coordinate, torch.int64)
+        total = split.factor * self._along(split.coordinate, self._dtype_of_sum(split))
         total = total + split.rest.offset
         for atom, coefficient in split.rest.terms.items():
             total = total + coefficient * self._value(atom)
         return total
+
+    def _dtype_of_sum(self, split: Any) -> torch.dtype:
+        """int32 if it holds all values: portable kernels compute entries that are constants."""
+        first, size = self._extent(split.coordinate)
+        ends = (split.factor * end + split.rest.offset for end in (first, first + size))
+        is_known = not split.rest.terms and isinstance(first, int) and isinstance(size, int)
+        return torch.int32 if is_known and max(map(abs, ends)) < 2**31 else torch.int64
 
     def _from_sum(self, node: fx.Node, total: Tensor) -> Tensor:
         """The sum itself, or for a comparison, the difference of its sides compared with 0."""
