@@ -108,6 +108,7 @@ def _lower_both(
     *,
     reads_constants: bool = False,
 ) -> ModBuffers:
+    """Lower the graphs of score_mod and mask_mod; reads_constants: see `pointwise.lower`."""
     score, mask = graphs
     given = [*inputs, *captures[0]], [*inputs[1:], *captures[1]]
     lower = functools.partial(pointwise.lower, reads_constants=reads_constants)
