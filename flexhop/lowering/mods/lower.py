@@ -225,6 +225,9 @@ def read_joint(
 @per_graph
 def _keeps_own(mask: fx.GraphModule) -> bool:
     """Whether a mask_mod is True if both positions are the same."""
+    band = key_band(mask)
+    if band is not None:  # the same for all spellings
+        return band.first <= 0 < band.end
     own, _ = copied(mask)
     _, _, q_idx, kv_idx, *_ = own.graph.find_nodes(op="placeholder")
     kv_idx.replace_all_uses_with(q_idx)
