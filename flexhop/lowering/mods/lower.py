@@ -12,6 +12,7 @@ from torch import fx
 from flexhop.analysis import (
     INDICES,
     SELECT,
+    analyse,
     copied,
     dependents,
     elements_of,
@@ -24,14 +25,14 @@ from flexhop.compat.kernels.mod_inputs import placeholder
 from flexhop.lowering.mods.analysed import (
     JOINT,
     SCORE,
-    analyse_kernel,
+    SIZES,
     analysed,
     kernel_graph,
     per_graph,
     reads_of,
 )
 from flexhop.lowering.mods.arithmetic import cheaper
-from flexhop.lowering.mods.bands import key_band
+from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import own_entries, queries_meet, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
@@ -161,7 +162,7 @@ def read_mods(
     )
     at, mask_at = ([positions for _, positions in reads] for reads in (score_reads, mask_reads))
     score_depends, mask_depends = _depends(score, SCORE), _depends(mask, INDICES)
-    mask_cost = analysed(mask, INDICES).instructions(of=instructions_in_mask)
+    mask_cost, band = analysed(mask, INDICES).instructions(of=instructions_in_mask), key_band(mask)
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
@@ -184,8 +185,8 @@ def read_mods(
         mask_uses_head="h" in mask_depends,
         mask_uses_query="q" in mask_depends,
         mask_cost=mask_cost and mask_cost + SELECT,
-        mask_band=key_band(mask),
-        mask_keeps_own=_keeps_own(mask),
+        mask_band=band,
+        mask_keeps_own=_keeps_own(mask, band),
         mask_pair_bytes=_pair_bytes(mask),
         mask_rows=mask_rows(mask),
         has_distances=line is None and has_distances(score),
@@ -223,16 +224,15 @@ def read_joint(
 
 
 @per_graph
-def _keeps_own(mask: fx.GraphModule) -> bool:
-    """Whether a mask_mod is True if both positions are the same."""
-    band = key_band(mask)
+def _keeps_own(mask: fx.GraphModule, band: Band | None) -> bool:
+    """Whether a mask_mod is True if both positions are the same; band: its `key_band`."""
     if band is not None:  # the same for all spellings
         return band.first <= 0 < band.end
     own, _ = copied(mask)
     _, _, q_idx, kv_idx, *_ = own.graph.find_nodes(op="placeholder")
     kv_idx.replace_all_uses_with(q_idx)
     own.recompile()
-    found = analyse_kernel(own, INDICES)
+    found = analyse(own, INDICES, SIZES)
     return truth_of(found.forms, found.mod.result) is True
 
 
