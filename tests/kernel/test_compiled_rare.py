@@ -215,6 +215,31 @@ def test_a_mask_and_a_score_that_read_tables_by_both_positions(dtype, reads_scor
     assert compile_kernel(generated.kernel_with(function), 90).registers
 
 
+def by_key(score, b, h, q_idx, kv_idx):
+    return (kv_idx % 7) * 0.3
+
+
+def by_distance(score, b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() * -0.1
+
+
+@pytest.mark.parametrize("score_mod", [by_key, by_distance])
+@pytest.mark.parametrize(("architecture", "width"), [(80, 16), (80, 64), (90, 32), (90, 64)])
+def test_a_score_mod_that_ignores_the_score_costs_what_others_do(architecture, width, score_mod):
+    """Its weights were spread over threads as an operand: three to six times the instructions."""
+    options = flexhop.KernelOptions(backend="triton")
+
+    def longest(score_mod):
+        call = partial(flexhop.flex_attention, score_mod=score_mod, kernel_options=options)
+        inputs = operands(1, 2, 512, width, dtype=BF16)
+        generated = generate_code(call, *inputs, capability=divmod(architecture, 10))
+        kernel = compile_kernel(generated.kernel_with("attend_tile"), architecture)
+        return max(loop.count(";") for loop in kernel.loops())
+
+    own, added = longest(score_mod), longest(lambda s, *at: s + score_mod(s, *at))
+    assert own <= 1.1 * added
+
+
 def test_fp64_reads_a_table_of_changing_length():
     def call(query, key, table):
         def score_mod(score, b, h, q_idx, kv_idx):

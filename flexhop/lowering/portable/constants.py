@@ -51,6 +51,7 @@ class ForwardConstants(SharedConstants):
     """Constants of portable/forward.py.jinja."""
 
     HEADS_PER_SECTION: int
+    KEEP_PRODUCTS: bool  # whether they are computed although score_mod ignores them
     MASK_LOOP: bool  # whether the tiles of partial blocks have a loop of their own
     PRESCALE_QK: bool
     ROWS_GUARANTEED_SAFE: bool
@@ -77,6 +78,7 @@ class DecodeConstants(KeyConstants):
 
     SPLITS: int
     PACKED_HEADS: int
+    KEEP_PRODUCTS: bool
     ISOLATE_MASK_MOD: bool
     HAS_MERGED_LISTS: bool  # whether heads with lists of their own iterate over one
     PRESCALE_QK: bool

@@ -36,6 +36,7 @@ from flexhop.lowering.portable.shared import (
     isolates_mask_mod,
     isolates_pairs,
     isolates_push,
+    keeps_products,
     prescaled,
     weighing,
 )
@@ -51,6 +52,7 @@ def forward_constants(problem: Problem, options: KernelOptions, tile: Tile) -> F
     return ForwardConstants(
         **shared,
         HEADS_PER_SECTION=heads_per_section(problem),
+        KEEP_PRODUCTS=keeps_products(problem),
         MASK_LOOP=has_mask_loop("forward", problem),
         ROWS_GUARANTEED_SAFE=options.rows_guaranteed_safe,
         RETURN_MAX=problem.returns_max,
@@ -86,6 +88,7 @@ def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> De
         **shared,
         SPLITS=num_splits(problem, options),
         PACKED_HEADS=splits.packed_heads(problem),
+        KEEP_PRODUCTS=False,  # a few queries wait for memory
         ISOLATE_MASK_MOD=isolates_mask_mod(problem),
         HAS_MERGED_LISTS=splits.merges_lists(problem),
         # A query that sees a key need not see one in every split.

@@ -18,7 +18,7 @@ from flexhop.options import Tile
 # Constants of the kernels that hold a head in one piece.
 _OF_ONE_PIECE = (
     "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM_ROUNDED", "OUT_HEAD_DIM_ROUNDED", "WRITES_VALUE",
-    "ISOLATE_MASK_MOD", "HAS_MERGED_LISTS", "MASK_LOOP",
+    "ISOLATE_MASK_MOD", "HAS_MERGED_LISTS", "KEEP_PRODUCTS", "MASK_LOOP",
 )  # fmt: skip
 
 
