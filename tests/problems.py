@@ -50,7 +50,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
     groups: tuple[Any, ...] = (ModFacts, GradFacts)
     parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
     none = {"mask_band": None, "key_bytes": frozenset(), "mask_key_bytes": frozenset()}
-    parts[ModFacts] |= none
+    parts[ModFacts] |= none | {"reads_score": True}
     parts[GradFacts] |= {"captured_reads": (), "own_entries": frozenset()}
     for values in parts.values():
         values |= {name: facts.pop(name) for name in tuple(facts) if name in values}

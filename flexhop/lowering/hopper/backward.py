@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, forward, versions
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
-from flexhop.lowering.hopper.loops import gradients_share_loop
+from flexhop.lowering.hopper.loops import gradients_share_loop, is_table
 from flexhop.lowering.hopper.schedule import LARGEST_OWN, heads_per_section, owns_heads
 from flexhop.lowering.portable.rules import has_few_columns
 from flexhop.lowering.problem import MaskBlocks, Problem
@@ -166,11 +166,25 @@ def slower(problem: Problem) -> Iterator[str]:
     question = bits.long_question(problem, bits.of_keys(problem), _COSTLY_MASK)
     if question and width(problem) == 64:
         yield f"{question} the portable kernels are faster"
+    if _needs_value_alone(problem):
+        yield "score_mod ignores the score: a portable kernel computes value's gradient alone"
     if _adds_rows(problem):
         yield "the portable kernels sum in registers what a query adds to captured tensors"
     fewest = _fewest_queries(problem, tiles)
     if problem.query_len < fewest:
         yield f"below {fewest} queries its setup and post-processing dominate"
+
+
+def _needs_value_alone(problem: Problem) -> bool:
+    """Whether no gradient depends on products of queries and keys.
+
+    The portable kernel took 0.44 to 0.97 of the time; with a table by distance, which it reads for
+    each score, 0.77 to 1.5. Wider heads and learned tables were not compared.
+    """
+    mods = problem.mods
+    is_read = not mods.has_score_mod or mods.reads_score
+    is_compared = width(problem) <= LARGEST_OWN and not problem.has_captured_grads
+    return not is_read and is_compared and not is_table(mods)
 
 
 def _adds_rows(problem: Problem) -> bool:

@@ -626,7 +626,8 @@ TABLE = {
         ({"has_mask_mod": True, "mask_cost": 8.0}, "hopper"),  # bits of all heads
         (BY_HEAD | TABLE, "hopper"),
         (IDS | {"score_cost": 6.0}, "triton"),
-        (IDS | {"score_cost": 5.0}, "hopper"),
+        (IDS | {"score_cost": 5.0}, "triton"),
+        (IDS | {"score_cost": 5.0, "key_len": 4096}, "hopper"),
         (IDS | {"score_cost": 6.0, "mask_reads_per_element": True}, "hopper"),
         (IDS | TABLE, "hopper"),
         (IDS | {"score_cost": 6.0, "has_key_slope": True}, "hopper"),
@@ -639,6 +640,46 @@ def test_reads_at_keys_and_masks_of_heads_have_the_portable_kernel_at_64_columns
     call = problem(**LARGE | widths | {"blocks": blocks} | facts)
     assert choose_forward(call, AUTO)[0] == chosen
     assert choose_forward(call, ANY)[0] == "hopper"
+
+
+DOCUMENTS = {
+    "has_mask_mod": True, "mask_reads": True, "mask_key_bytes": frozenset({4}), "mask_cost": 5.8,
+    "mask_uses_query": True, "mask_uses_batch": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "keys", "chosen"),
+    [
+        ({"has_score_mod": True, "score_cost": 1.0}, 1024, "triton"),
+        ({"has_score_mod": True, "score_cost": 1.0}, 4096, "hopper"),
+        ({"has_score_mod": True, "score_cost": 1.0, "head_dim": 128}, 1024, "hopper"),
+        (TABLE, 1024, "hopper"),
+        ({}, 1024, "hopper"),
+    ],
+)
+def test_a_score_mod_in_short_documents_has_the_portable_kernel(facts, keys, chosen):
+    facts = {"value_head_dim": facts.get("head_dim", 64)} | facts
+    sizes = {"batch": 64, "query_heads": 8, "kv_heads": 8, "query_len": keys, "key_len": keys}
+    call = problem(**sizes | DOCUMENTS | facts, blocks=MaskBlocks(128, 128, True))
+    assert choose_forward(call, AUTO)[0] == chosen
+    assert choose_forward(call, ANY)[0] == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [
+        ({}, "triton"),
+        ({"reads_score": True}, "hopper"),
+        ({"head_dim": 192}, "hopper"),
+        ({"captured_reads": ("head",)}, "hopper"),
+        (TABLE, "hopper"),
+    ],
+)
+def test_the_gradient_of_value_alone_has_a_portable_kernel(facts, chosen):
+    facts = {"has_score_mod": True, "head_dim": 128, "value_head_dim": 128} | facts
+    facts = {"reads_score": False} | facts
+    assert choose_backward(problem(**LARGE | facts), AUTO)[0] == chosen
 
 
 @pytest.mark.parametrize(("cost", "chosen"), [(30.0, "triton"), (8.0, "hopper")])
