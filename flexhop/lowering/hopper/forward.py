@@ -40,9 +40,11 @@ _WIDTH_OF_ROWS = 128
 # or if a mask_mod of so many instructions is asked about every score (1.05 to 1.9 times); or, if
 # it becomes bits that leave most blocks whole, with a score_mod of so many (1.1 to 1.6 times).
 _WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_SCORE_OF_IDS = 64, 6, 6
-# Up to so many keys, with any score_mod: 1024 tokens of batches' documents took it 0.72 to 0.86 of
-# the time with 2 to 8 instructions, and 0.95 to 1.02 with none; 4096 tokens 0.97 to 1.02.
-_FEW_KEYS_OF_IDS = 2048
+# Keys, and instructions of the mask, up to which the portable kernel is faster if there is any
+# score_mod: it took 0.72 to 0.86 of the time for documents in 1024 tokens, 0.80 to 0.93 for
+# windows of 32 and 256 in 1024 and 2048, 0.97 to 1.0 for a causal mask in 1024, 0.97 to 1.02 for
+# documents in 4096; and 0.91 to 1.1 without a score_mod.
+_FEW_KEYS, _FEW_KEYS_OF_WINDOWS, _CHEAP_MASK = 1024, 2048, 8
 # With few columns the portable kernel is as fast (0.98 to 1.3 times) under a mask that stays a
 # function or has up to so many instructions, and 1.1 times without mask and score_mod. A mask of
 # 10.3, which becomes bits, took it 1.02 times as long, tables by distance 1.9 to 2.4 times.
@@ -148,16 +150,27 @@ def _slower_reads(problem: Problem) -> Iterator[str]:
     saves_bits = stored.blocks and not reads_ids
     if mods.key_bytes and not (mods.reads_per_element or saves_bits):
         yield "score_mod reads at keys, and the portable kernel does so ahead"
-    costly = 1 if problem.key_len <= _FEW_KEYS_OF_IDS else _COSTLY_SCORE_OF_IDS
-    if reads_ids and mods.score_cost >= costly and not _follows_distances(mods):
+    if _has_short_mask(problem) and mods.score_cost >= 1:
+        yield "under a mask of few keys the portable kernel's tiles ask score_mod less"
+    is_costly = mods.score_cost >= _COSTLY_SCORE_OF_IDS
+    if reads_ids and is_costly and not _follows_distances(mods):
         yield (
             "mask_mod leaves most blocks whole, and score_mod takes about "
-            f"{mods.score_cost:.0f} instructions per score: from {costly} on the "
+            f"{mods.score_cost:.0f} instructions per score: from {_COSTLY_SCORE_OF_IDS} on the "
             "portable kernel is faster"
         )
     question = bits.long_question(problem, stored, _COSTLY_MASK)
     if question and not _follows_distances(mods):
         yield f"{question} the portable kernel is faster"
+
+
+def _has_short_mask(problem: Problem) -> bool:
+    """Whether there is a cheap mask of few keys, and nothing that is computed for diagonals."""
+    mods = problem.mods
+    keys = _FEW_KEYS if mods.mask_band is None else _FEW_KEYS_OF_WINDOWS
+    is_short = problem.blocks is not None and problem.key_len <= keys
+    by_diagonal = mods.has_distances or mods.has_key_slope
+    return is_short and mods.mask_cost <= _CHEAP_MASK and not by_diagonal
 
 
 def _follows_distances(mods: ModFacts) -> bool:

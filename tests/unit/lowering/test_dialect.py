@@ -626,8 +626,7 @@ TABLE = {
         ({"has_mask_mod": True, "mask_cost": 8.0}, "hopper"),  # bits of all heads
         (BY_HEAD | TABLE, "hopper"),
         (IDS | {"score_cost": 6.0}, "triton"),
-        (IDS | {"score_cost": 5.0}, "triton"),
-        (IDS | {"score_cost": 5.0, "key_len": 4096}, "hopper"),
+        (IDS | {"score_cost": 5.0}, "hopper"),
         (IDS | {"score_cost": 6.0, "mask_reads_per_element": True}, "hopper"),
         (IDS | TABLE, "hopper"),
         (IDS | {"score_cost": 6.0, "has_key_slope": True}, "hopper"),
@@ -642,26 +641,25 @@ def test_reads_at_keys_and_masks_of_heads_have_the_portable_kernel_at_64_columns
     assert choose_forward(call, ANY)[0] == "hopper"
 
 
-DOCUMENTS = {
-    "has_mask_mod": True, "mask_reads": True, "mask_key_bytes": frozenset({4}), "mask_cost": 5.8,
-    "mask_uses_query": True, "mask_uses_batch": True,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("facts", "keys", "chosen"),
     [
-        ({"has_score_mod": True, "score_cost": 1.0}, 1024, "triton"),
-        ({"has_score_mod": True, "score_cost": 1.0}, 4096, "hopper"),
-        ({"has_score_mod": True, "score_cost": 1.0, "head_dim": 128}, 1024, "hopper"),
-        (TABLE, 1024, "hopper"),
-        ({}, 1024, "hopper"),
+        ({"score_cost": 1.0}, 1024, "triton"),
+        ({"score_cost": 1.0}, 2048, "hopper"),
+        ({"score_cost": 1.0, "mask_band": (-22, 1)}, 2048, "triton"),
+        ({"score_cost": 1.0, "mask_band": (-22, 1)}, 4096, "hopper"),
+        ({"score_cost": 1.0, "mask_cost": 9.0}, 1024, "hopper"),
+        ({"score_cost": 1.0, "head_dim": 128}, 1024, "hopper"),
+        ({"score_cost": 1.0, "has_distances": True}, 1024, "hopper"),
+        ({"score_cost": 0.0, "has_score_mod": False}, 1024, "hopper"),
+        ({"score_cost": 1.0, "blocks": None}, 1024, "hopper"),
     ],
 )
-def test_a_score_mod_in_short_documents_has_the_portable_kernel(facts, keys, chosen):
-    facts = {"value_head_dim": facts.get("head_dim", 64)} | facts
+def test_a_score_mod_under_a_short_mask_has_the_portable_kernel(facts, keys, chosen):
     sizes = {"batch": 64, "query_heads": 8, "kv_heads": 8, "query_len": keys, "key_len": keys}
-    call = problem(**sizes | DOCUMENTS | facts, blocks=MaskBlocks(128, 128, True))
+    usual = {"blocks": MaskBlocks(128, 128, True), "has_score_mod": True, "has_mask_mod": True}
+    width = facts.get("head_dim", 64)
+    call = problem(**sizes | usual | {"mask_cost": 5.0, "value_head_dim": width} | facts)
     assert choose_forward(call, AUTO)[0] == chosen
     assert choose_forward(call, ANY)[0] == "hopper"
 
