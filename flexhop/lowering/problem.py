@@ -151,6 +151,11 @@ class ModFacts(NamedTuple):
         return bool(self.mask_key_bytes)
 
     @property
+    def ignores_score(self) -> bool:
+        """Whether the score_mod depends on positions alone."""
+        return self.has_score_mod and not self.reads_score
+
+    @property
     def takes_scores(self) -> bool:
         """Whether the kernel's score_mod takes scaled scores."""
         return self.has_score_mod and not self.takes_products

@@ -151,7 +151,7 @@ def _slower_reads(problem: Problem) -> Iterator[str]:
     if mods.key_bytes and not (mods.reads_per_element or saves_bits):
         yield "score_mod reads at keys, and the portable kernel does so ahead"
     if _has_short_mask(problem) and mods.score_cost >= 1:
-        yield "under a mask of few keys the portable kernel's tiles ask score_mod less"
+        yield "with a score_mod under a mask of so few keys the portable kernel is faster"
     is_costly = mods.score_cost >= _COSTLY_SCORE_OF_IDS
     if reads_ids and is_costly and not _follows_distances(mods):
         yield (

@@ -114,8 +114,7 @@ def keeps_products(problem: Problem) -> bool:
     every row: a step of 32 columns took 2,436 instructions on sm_90 instead of 403. Products that
     are multiply-adds cost more than that.
     """
-    mods = problem.mods
-    return mods.has_score_mod and not mods.reads_score and not is_exact(problem)
+    return problem.mods.ignores_score and not is_exact(problem)
 
 
 def isolates_push(problem: Problem, options: KernelOptions) -> bool:
