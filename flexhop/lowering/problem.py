@@ -101,7 +101,8 @@ class ModFacts(NamedTuple):
     (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
     mask_reads_by_position: whether it does so at indices that depend on query or key;
     mask_reads_per_element: on both.
-    mask_pair_bytes: of these elements, per score, those at indices that no other of them gives.
+    pair_bytes, mask_pair_bytes: of what they read on both, per score, the elements at indices that
+    no other of them gives.
     mask_rows: how neighbours read them, if all are read alike (lowering/mods/rows.py).
     row_bytes: what score_mod reads per score in rows of keys, if it reads nothing else per pair
     (lowering/mods/rows.py).
@@ -131,6 +132,7 @@ class ModFacts(NamedTuple):
     mask_uses_head: bool
     mask_cost: float
     mask_band: Band | None
+    pair_bytes: int = 0
     mask_pair_bytes: int = 0
     mask_rows: PairRows | None = None
     mask_reads_by_position: bool = False

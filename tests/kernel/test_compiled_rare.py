@@ -323,3 +323,17 @@ def test_few_queries_whose_mask_looks_pairs_up_fit_shared_memory():
     tensors = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
     kernel = generate_code(call, *tensors, capability=(9, 0)).kernel_with("attend_share")
     assert compile_kernel(kernel, 90).shared <= GPUS[9, 0].shared_memory
+
+
+def test_score_mods_without_scores_that_look_pairs_up_fit_shared_memory():
+    """As they are in no branch, what they read is loaded ahead: 196,608 bytes were needed."""
+    tables = torch.randn(4, 130, 136)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        first, second, third, fourth = (table[q_idx, kv_idx] for table in tables)
+        return torch.where(q_idx > kv_idx, first * second, third * fourth)
+
+    tensors = operands(1, 1, 130, 128)
+    generated = generate_code(flexhop.flex_attention, *tensors, score_mod, capability=(12, 0))
+    kernel = generated.kernel_with("attend_blocks")
+    assert compile_kernel(kernel, 120).shared <= GPUS[12, 0].shared_memory

@@ -187,7 +187,8 @@ def read_mods(
         mask_cost=mask_cost and mask_cost + SELECT,
         mask_band=band,
         mask_keeps_own=_keeps_own(mask, band),
-        mask_pair_bytes=_pair_bytes(mask),
+        pair_bytes=_pair_bytes(score_reads),
+        mask_pair_bytes=_pair_bytes(mask_reads),
         mask_rows=mask_rows(mask),
         has_distances=line is None and has_distances(score),
         row_bytes=row_bytes(score),
@@ -258,9 +259,9 @@ def _read_bytes(
     return frozenset(read.meta["val"].dtype.itemsize for read in found)
 
 
-def _pair_bytes(mask: fx.GraphModule) -> int:
-    """See ModFacts.mask_pair_bytes."""
-    pairs = [read for read, positions in reads_of(analysed(mask, INDICES)) if all(positions)]
+def _pair_bytes(reads: Sequence[tuple[fx.Node, tuple[bool, bool]]]) -> int:
+    """See ModFacts.pair_bytes."""
+    pairs = [read for read, positions in reads if all(positions)]
     behind = dependents(pairs)
     return sum(read.meta["val"].dtype.itemsize for read in pairs if read not in behind)
 

@@ -84,11 +84,15 @@ def _weights_stay(problem: Problem, tile: Tile) -> bool:
 
 
 def _reads_ahead(problem: Problem, tile: Tile) -> int:
-    """What a score_mod reads per score in no rows and outside of branches: up to 64 bits."""
-    reads = problem.mods.reads_per_element and not row_bytes_ahead(problem)
-    if not is_exact(problem) or not reads or isolates_score_mod(problem):
+    """What a score_mod reads per score and loops load ahead, other than in aligned rows.
+
+    Beside exact fp32 products room for 64 bits is kept.
+    """
+    size = problem.mods.pair_bytes
+    if not size or row_bytes_ahead(problem) or isolates_score_mod(problem):
         return 0
-    return tile.block_m * tile.block_n * 8 * (tile.num_stages - 1)
+    size = max(size, 8) if is_exact(problem) else size
+    return tile.block_m * tile.block_n * size * (tile.num_stages - 1)
 
 
 def _pairs(problem: Problem, tile: Tile) -> int:

@@ -762,7 +762,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
         "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
-        "mask_reads_per_element", "mask_pair_bytes", "mask_rows", "is_tf32",
+        "mask_reads_per_element", "mask_pair_bytes", "mask_rows", "is_tf32", "pair_bytes",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query", "mask_keeps_own", "score_uses_keys", "reads_captured",
         # The kernels read and add whatever is captured.
