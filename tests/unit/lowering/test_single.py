@@ -107,6 +107,6 @@ def test_a_table_of_fp64_has_the_kernel_of_one_of_fp32(mod):
         mask = decompose(trace_mask(noop_mask, QUERY, ()))
         joint = decompose(trace_joint(mod, QUERY, captures).joint)
         facts = read_mods(score, mask)
-        facts = facts._replace(score_cost=0.0, key_bytes=frozenset())
+        facts = facts._replace(score_cost=0.0, key_bytes=frozenset(), pair_bytes=0)
         found.append((facts, read_joint(joint)._replace(grad_cost=0.0)))
     assert found[0] == found[1]
