@@ -232,7 +232,7 @@ def test_forward_over_reverse_of_autograd():
 
 
 def test_gradcheck_of_the_operator():
-    """Numerically, in both modes and orders, also batched; one head of three queries."""
+    """Numerically, in both modes and orders; one head of three queries."""
     x = [torch.randn(1, 1, n, 2, dtype=torch.float64, requires_grad=True) for n in (3, 4, 4)]
     table = torch.randn(3, dtype=torch.float64, requires_grad=True)
 
