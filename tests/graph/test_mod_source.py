@@ -18,6 +18,7 @@ import flexhop
 from flexhop.offline import generate_code
 from tests.case_inputs import make_call, make_inputs, make_loss
 from tests.cases import BY_NAME
+from tests.needs import needs_hopper
 
 
 def _generated(name: str, grad: bool):
@@ -38,6 +39,7 @@ def backward_text(name: str, function: str = "score_mod_grad") -> str:
     return _generated(name, grad=True).kernel_with("grad_query_blocks").function_text(function)
 
 
+@needs_hopper
 def test_a_function_of_the_distance_is_read_by_hopper_kernels_alone():
     """Inductor would compute an entry again wherever it is read, if it only depends on its place;
     portable kernels are faster so."""
