@@ -54,6 +54,10 @@ def install(*, lowering: bool = False, workers: bool = False) -> None:
         _load_trackers()
     if lowering or workers:
         _install_lowerings()
+    if workers:
+        from flexhop.lowering.dialect import dialects
+
+        dialects()
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from importlib import import_module
 import torch
 from torch._inductor import async_compile, config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codegen.common import init_backend_registration
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
@@ -27,6 +28,13 @@ from flexhop.compat.workers.early import NEEDED
 
 __all__ = ["register_patterns", "start_pool", "start_workers", "warm_workers"]
 
+# What sympy imports for its first sum.
+_SYMBOLS = (
+    "sympy.calculus.accumulationbounds",
+    "sympy.matrices.expressions",
+    "sympy.tensor.tensor",
+)
+
 _last: list[float] = []  # when workers were last warmed
 
 
@@ -35,10 +43,13 @@ def start_workers() -> None:
 
     Meanwhile, this process does what it would do for its first kernel: half a second of reading
     Triton's files, which are part of every cache key, a quarter for the patterns that Inductor
-    looks for in every graph, and imports.
+    looks for in every graph, and imports, which take a fifth to a half in a first graph.
     """
     if not start_pool():
         return
+    init_backend_registration()
+    for module in _SYMBOLS:
+        import_module(module)
     if HAS_TRITON:
         triton_key()
         for module in NEEDED:

@@ -26,6 +26,7 @@ from flexhop.compat.workers import parent as worker
 from flexhop.compat.workers import warm as warm_workers
 from flexhop.lowering.hopper import versions
 from flexhop.templates import hopper
+from tests.programs import run_code
 
 
 class _Workers:
@@ -70,6 +71,29 @@ def test_workers_start_when_asked(workers: _Workers, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     flexhop.install(workers=True)
     assert workers.asked == ["ready"]
+
+
+# No pool: the test is about this process.
+_FIRST_GRAPH = """
+import sys, torch, flexhop
+from flexhop.compat.workers import early as early_workers
+from flexhop.compat.workers import warm as warm_workers
+from flexhop.offline import generate_code
+early_workers.begin = lambda: None
+warm_workers.start_pool = lambda: True
+flexhop.install(workers=True)
+known = set(sys.modules)
+q = torch.zeros(1, 2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
+generate_code(flexhop.flex_attention, q, q, q, grad=True)
+names = ("flexhop.lowering", "flexhop.templates", "sympy", "torch._inductor.codegen.triton")
+print([name for name in sys.modules if name not in known and name.startswith(names)])
+"""
+
+
+def test_a_first_graph_finds_kernels_and_symbols_imported() -> None:
+    """Inductor asks for them one by one: 0.2 to 0.5 s of a model's first step."""
+    found = run_code(_FIRST_GRAPH)
+    assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
 
 
 def test_every_worker_imports(workers: _Workers) -> None:
