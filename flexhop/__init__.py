@@ -3,12 +3,15 @@
 A superset of torch.nn.attention.flex_attention: names, signatures and semantics are the same.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from flexhop import errors, flash, masks, mods, nn
 from flexhop.attention import AuxOutput, AuxRequest, flex_attention
 from flexhop.block_mask.creation import create_block_mask, create_mask
 from flexhop.block_mask.mask import BlockMask
 from flexhop.cache.paged import PagedAttention
 from flexhop.cache.pages import PageTable
+from flexhop.compat.private_names import private_name
 from flexhop.errors import FlexhopError
 from flexhop.mods.functions import and_masks, noop_mask, or_masks
 from flexhop.ops.dropout_seed import dropout_mask, dropout_seed
@@ -59,5 +62,14 @@ __all__ = [
     "verified",
     "verify",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any misspelled name
+
+    def __getattr__(name: str) -> Any:
+        """Private names that projects import from PyTorch's module: they stay PyTorch's."""
+        if name.startswith("_") and not name.startswith("__"):
+            return private_name(name, module=__name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 install()

@@ -17,7 +17,7 @@ from flexhop.cache.reading import CacheReading, read_cache, stores_numbers
 from flexhop.compat.dtensors import is_dtensor
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 from flexhop.mods.keys import KeyMod
-from flexhop.ops import wide_lse
+from flexhop.ops import mask_lists, wide_lse
 from flexhop.ops.args import RANGES, AttentionArgs, CachedArgs
 from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake, note_wrong_type
 from flexhop.ops.dispatch import run_cached_operator, run_operator
@@ -291,6 +291,7 @@ def attend(
         mistake = sinks_mistake(sinks, query)
     if mistake is None:
         mistake = dropout.mistake(query)
+        blocks = mask_lists.of_heads(blocks, facts, query)
     call = Call(
         scale, enable_gqa, kernel_options, wants_max, facts, wrong_mask, two_requests, mistake,
         dropout.p if mistake is None else 0, sum_groups, first, wide_lse=is_wide,
@@ -395,4 +396,5 @@ def mask_operands(
     is_sliced = mask.mask_mod is sliced_mask_mod
     facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced)
     # In the order of BlockTensors.
-    return (*partial, *full, *queries, *full_queries), mask.mask_mod, facts
+    lists = mask_lists.with_all_dimensions((*partial, *full, *queries, *full_queries))
+    return lists, mask.mask_mod, facts

@@ -20,7 +20,7 @@ from flexhop.block_mask.coverage import (
     look_again,
     settled,
 )
-from flexhop.block_mask.fields import block_size_pair
+from flexhop.block_mask.fields import as_int, block_size_pair
 from flexhop.block_mask.graphed import Mask, graph_coverage
 from flexhop.block_mask.listing import all_lists, listed
 from flexhop.block_mask.lists import dense_to_lists
@@ -71,11 +71,12 @@ def create_block_mask(
     nothing synchronises with the device. Eager calls synchronise only for blocks that remain
     undecided. They never do so if each query provably sees one range of keys (causal, windows,
     prefixes, padding), in CUDA graphs, or if `torch.cuda.set_sync_debug_mode` forbids it.
+    Sizes may be integers of NumPy or 0-d integer tensors, which are read.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors, all in range.
         B: number of batches; None is 1, shared by all batches.
-        H: number of query heads; None is 1, shared by all heads.
+        H: number of query heads, or a divisor: head h has the blocks of h % H. None is 1.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
         device: the device of the lists. None is the accelerator, or the CPU if there is none.
@@ -142,7 +143,7 @@ def create_mask(
     # Not typing.cast, which Dynamo would call with the mod.
     mod: Any = mod_fn
     keep = _keep_of_scores(mod) if is_score_mod(mod) else checked(mod)
-    sizes = (grid.batch, grid.heads, Q_LEN, KV_LEN)
+    sizes = (grid.batch, grid.heads, grid.q_len, grid.kv_len)
     return evaluate_mod(keep, *(count_up(size, grid.device) for size in sizes))
 
 
@@ -155,14 +156,22 @@ def _grid(
 ) -> Grid:
     batch, heads = 1 if batch is None else batch, 1 if heads is None else heads
     named = {"B": batch, "H": heads, "Q_LEN": lengths[0], "KV_LEN": lengths[1]}
-    for name, size in named.items():
-        if size is None or isinstance(size, (bool, float, str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
-            raise OptionValueError(name=name, value=type(size).__name__, allowed="an int")
-        if size < 0:
-            raise SequenceLengthError(argument=name, expected="0 or more", length=size)
+    sizes = [_size(name, size) for name, size in named.items()]
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return Grid(batch, heads, *lengths, block, torch.device(device))
+    return Grid(sizes[0], sizes[1], sizes[2], sizes[3], block, torch.device(device))
+
+
+def _size(name: str, given: Any) -> int:
+    """A size that was given as an int, or as what PyTorch takes for one."""
+    size = as_int(given)
+    # Dynamo has classes of its own for integers of NumPy, and leaves them to eager mode.
+    is_int = isinstance(size, (int, torch.SymInt)) or torch.compiler.is_compiling()
+    if not is_int or size is None or isinstance(size, (bool, float, str, Tensor)):
+        raise OptionValueError(name=name, value=type(size).__name__, allowed="an int")
+    if size < 0:
+        raise SequenceLengthError(argument=name, expected="0 or more", length=size)
+    return size  # pyright: ignore[reportReturnType] (symbols count as ints)
 
 
 def _check_mask_mod(mask_mod: MaskMod) -> None:

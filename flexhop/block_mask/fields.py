@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -152,8 +153,23 @@ def dense_blocks(mask: MaskFields) -> tuple[Tensor, Tensor]:
     return partial, full[..., :rows, :]
 
 
+def as_int(value: Any) -> Any:
+    """An integer of NumPy or a 0-d integer tensor as an int; anything else as it is.
+
+    Symbols stay symbols, and code that is being compiled keeps what it was given.
+    """
+    if isinstance(value, (int, torch.SymInt)) or torch.compiler.is_compiling():
+        return value
+    if isinstance(value, Tensor) and (value.dim() > 0 or value.dtype == torch.bool):
+        return value  # PyTorch would take it as an index
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
 def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(queries, keys) of a block; an int means a square.
+    """(queries, keys) of a block, as `as_int` gives them; an int means a square.
 
     Raises:
         BlockSizeError: not one or two positive ints.
@@ -161,6 +177,7 @@ def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(pair) != 2:
         raise BlockSizeError(block_size=block_size, reason="it must be one or two ints")
+    pair = as_int(pair[0]), as_int(pair[1])
     if not all(isinstance(size, (int, torch.SymInt)) for size in pair):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BlockSizeError(block_size=block_size, reason="sizes must be ints")
     if pair[0] <= 0 or pair[1] <= 0:

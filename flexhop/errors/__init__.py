@@ -168,9 +168,9 @@ class BlockMaskBatchError(FlexhopError, ValueError, RuntimeError):
 
 
 class BlockMaskHeadsError(FlexhopError, ValueError, RuntimeError):
-    """A mask whose number of heads is neither 1 nor query's."""
+    """A mask whose number of heads does not divide query's."""
 
-    message = "block_mask has {mask_heads} heads; it must have 1 or the query's, {heads}."
+    message = "block_mask has {mask_heads} heads; their number must divide the query's, {heads}."
 
 
 class BlockSizeError(FlexhopError, ValueError, RuntimeError):

@@ -54,13 +54,13 @@ def noop_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tenso
     return score
 
 
-def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A mask_mod that lets every query see every key.
+def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
+    """A mask_mod that lets every query see every key. Its parameters have PyTorch's names.
 
     Returns:
-        True, as a 0-d bool tensor on the device of b. It broadcasts to any shape.
+        True, as a 0-d bool tensor on the device of batch. It broadcasts to any shape.
     """
-    return b.new_ones((), dtype=torch.bool)
+    return batch.new_ones((), dtype=torch.bool)
 
 
 def _empty_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     Source: torch.nn.attention.flex_attention.and_masks.
     """
     _check_callable("and_masks", mask_mods)
-    return functools.partial(_and_mask, mask_mods) if mask_mods else noop_mask
+    return _named("and_mask", _and_mask, mask_mods) if mask_mods else noop_mask
 
 
 def _and_mask(
@@ -102,7 +102,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     Source: torch.nn.attention.flex_attention.or_masks.
     """
     _check_callable("or_masks", mask_mods)
-    return functools.partial(_or_mask, mask_mods) if mask_mods else _empty_mask
+    return _named("or_mask", _or_mask, mask_mods) if mask_mods else _empty_mask
 
 
 def _or_mask(
@@ -112,6 +112,17 @@ def _or_mask(
     for mask_mod in mask_mods[1:]:
         keep = keep | mask_mod(b, h, q_idx, kv_idx)
     return keep
+
+
+def _named(name: str, combine: Callable[..., Tensor], mask_mods: tuple[MaskMod, ...]) -> MaskMod:
+    """A combination of masks under the name that it has in PyTorch.
+
+    Unlike a closure, a partial can be pickled.
+    """
+    mask_mod = functools.partial(combine, mask_mods)
+    if not torch.compiler.is_dynamo_compiling():  # which sets no attributes of a partial
+        vars(mask_mod)["__name__"] = name
+    return mask_mod
 
 
 def _check_callable(combinator: str, mask_mods: tuple[object, ...]) -> None:
@@ -204,9 +215,10 @@ def _required(signature: inspect.Signature) -> int:
 
 def _name(mod: Any) -> str:
     """The user's name for it: the name of a function, or the class of a callable object."""
-    if isinstance(mod, functools.partial):
+    name = getattr(mod, "__name__", None)
+    if name is None and isinstance(mod, functools.partial):
         return f"partial({_name(mod.func)})"
-    return getattr(mod, "__name__", type(mod).__name__)
+    return name or type(mod).__name__
 
 
 def check_mask_result(result: object, name: str = "mask_mod") -> None:

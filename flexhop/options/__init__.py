@@ -228,7 +228,8 @@ _TORCH_BACKEND = Rule(
     tuple(_TORCH_BACKENDS), "'AUTO', 'TRITON' or 'TRITON_DECODE', the backends of flexhop"
 )
 _TORCH_IGNORED = (
-    "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "USE_TMA",
+    "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "USE_TMA", "IS_DIVISIBLE", "INDEX_DTYPE", "SPLIT_KV",
+    "SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "num_consumer_groups", "num_buffers_warp_spec",
     "kpack", "matrix_instr_nonkdim", "waves_per_eu",
 )  # fmt: skip
 _FORCE_FORWARD = "FORCE_USE_FLEX_ATTENTION"

@@ -143,7 +143,7 @@ ERRORS = [
         errors.BlockMaskHeadsError,
         {"mask_heads": 3, "heads": 8},
         (ValueError, RuntimeError),
-        "block_mask has 3 heads; it must have 1 or the query's, 8.",
+        "block_mask has 3 heads; their number must divide the query's, 8.",
     ),
     (
         errors.BlockSizeError,

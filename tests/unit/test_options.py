@@ -214,11 +214,12 @@ def test_every_name_of_flex_kernel_options_is_known():
 
 def test_names_that_tune_other_kernels_are_ignored_with_one_warning():
     with pytest.warns(OptionIgnoredWarning) as caught:
-        options = KernelOptions.of({"USE_TMA": True, "bwd_kpack": 2, "WRITE_DQ": False})
+        given = {"USE_TMA": True, "bwd_kpack": 2, "WRITE_DQ": False, "IS_DIVISIBLE": False}
+        options = KernelOptions.of(given)
     assert options == KernelOptions()
     assert [str(w.message) for w in caught] == [
         "Kernel options that tune only PyTorch's own kernels were ignored: "
-        "WRITE_DQ, USE_TMA, bwd_kpack."
+        "WRITE_DQ, USE_TMA, IS_DIVISIBLE, bwd_kpack."
     ]
 
 

@@ -1,18 +1,22 @@
 """A `torch.autograd.Function` inside a score_mod, as Dynamo writes it. torch 2.11 to 2.15.
 
 Derivatives of a mod follow the operators of its graph. A trace into operators leaves those of the
-function's forward, without gradients, and its backward would be lost: gradients would be 0.
+function's forward, without gradients, and its backward would be lost: gradients would be 0. So a
+trace that reverse mode differentiates next keeps the function's value beside what it was computed
+from, as a call whose gradient is that of the function. Other derivatives refuse such functions.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._functorch.autograd_function import autograd_function_apply
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Interpreter
 
 from flexhop.compat.mods.location import line_of
 from flexhop.errors import UnsupportedFeatureError
@@ -20,19 +24,28 @@ from flexhop.errors import UnsupportedFeatureError
 __all__ = [
     "at_once",
     "deriving",
-    "is_refused",
+    "drop_own_gradients",
+    "has_own_backward",
     "is_refused_at_once",
     "note_own_backward",
     "own_backward",
+    "place_own_gradients",
+    "refuse_own_backward",
+    "trace_form",
 ]
 
-_DERIVES: ContextVar[bool] = ContextVar("flexhop_derives", default=False)
+_MARK = "flexhop_own_backward"  # on functions with their own gradient, and graphs that had some
+_Kept = list[Callable[..., Tensor]]
+# While a mod is traced whose derivatives follow: the functions of which the trace keeps the
+# backward; None if it refuses them.
+_DERIVES: ContextVar[tuple[_Kept | None] | None] = ContextVar("flexhop_derives", default=None)
 _AT_ONCE: ContextVar[bool] = ContextVar("flexhop_derives_at_once", default=False)
 
 
-def deriving() -> contextlib.AbstractContextManager[None]:
-    """While a mod is traced whose derivatives follow: refuse functions with their own backward."""
-    return _holding(_DERIVES, True)
+def deriving(*, in_reverse: bool) -> contextlib.AbstractContextManager[None]:
+    """While a mod is traced whose derivatives follow: keep the backward of functions that have
+    their own if derivatives go `in_reverse`, and otherwise refuse such functions."""
+    return _holding(_DERIVES, ([] if in_reverse else None,))
 
 
 def at_once(is_deriving: bool) -> contextlib.AbstractContextManager[None]:
@@ -43,7 +56,7 @@ def at_once(is_deriving: bool) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _holding(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield
@@ -56,11 +69,19 @@ def is_refused_at_once() -> bool:
     return _AT_ONCE.get()
 
 
-def is_refused(function: Any) -> bool:
-    """Whether a trace of a mod's graph would now refuse it."""
-    if not (_DERIVES.get() and isinstance(function, GraphModule)):
+def has_own_backward(function: Any) -> bool:
+    """Whether a mod's graph, as Dynamo wrote it, has functions with their own backward."""
+    if not isinstance(function, GraphModule):
         return False
     return bool(function.graph.find_nodes(op="call_function", target=_apply))
+
+
+def trace_form(function: Any) -> str:
+    """What a trace of a mod's graph would now do with such functions; empty without any."""
+    state = _DERIVES.get()
+    if state is None or not has_own_backward(function):
+        return ""
+    return "refuse" if state[0] is None else "keep"
 
 
 def note_own_backward(graph: Graph) -> None:
@@ -70,16 +91,105 @@ def note_own_backward(graph: Graph) -> None:
         node.kwargs = {**node.kwargs, "location": line_of(node)}
 
 
-def _apply(*operands: Any, location: str, **keywords: Any) -> Any:
-    if _DERIVES.get():
+def _apply(forward: Any, backward: Any, *operands: Any, location: str, **keywords: Any) -> Any:
+    state = _DERIVES.get()
+    if state is None:
+        return autograd_function_apply(forward, backward, *operands, **keywords)
+    if state[0] is None:
         raise own_backward(location)
-    return autograd_function_apply(*operands, **keywords)
+    value, saved = Interpreter(forward).run(*operands)
+    value, is_tuple = (value[0], True) if _is_single(value) else (value, False)
+    is_kept = all(isinstance(s, (Tensor, int, float)) for s in saved)
+    if not isinstance(value, Tensor) or not is_kept:
+        raise own_backward(location)  # several results, or something else is saved
+    state[0].append(_own_gradient_of(backward, operands, saved, location))
+    read, kept = ([x for x in given if isinstance(x, Tensor)] for given in (operands, saved))
+    found = torch.ops.flexhop.own_gradient(value, read, kept, len(state[0]) - 1)
+    return (found,) if is_tuple else found
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 1
+
+
+@torch.library.custom_op("flexhop::own_gradient", mutates_args=())
+def _own_gradient(value: Tensor, read: list[Tensor], saved: list[Tensor], number: int) -> Tensor:
+    """In a trace, until `place_own_gradients`: the value of a function with its own backward."""
+    return value.clone()
+
+
+@_own_gradient.register_fake
+def _(value: Tensor, read: list[Tensor], saved: list[Tensor], number: int) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _own_gradient_of(
+    backward: GraphModule, operands: Sequence[Any], saved: Sequence[Any], location: str
+) -> Callable[..., Tensor]:
+    """A function (value, read, saved) -> value; `backward` computes the gradients of `read`."""
+    is_read = [isinstance(x, Tensor) for x in operands]
+    # Tensors of one trace have no place in the next.
+    form = [None if isinstance(x, Tensor) else x for x in saved]
+
+    class OwnGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(value: Tensor, *tensors: Tensor) -> Tensor:
+            return value.view_as(value)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs[1 + sum(is_read) :])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            kept = iter(ctx.saved_tensors)
+            found = Interpreter(backward).run(
+                grad, *(next(kept) if x is None else x for x in form)
+            )
+            found = [g for g, is_tensor in zip(found, is_read, strict=True) if is_tensor]
+            return (None, *found, *[None] * len(ctx.saved_tensors))
+
+    def own_gradient(value: Tensor, read: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        return OwnGradient.apply(value, *read, *kept)  # pyright: ignore
+
+    setattr(own_gradient, _MARK, location)
+    return own_gradient
+
+
+def place_own_gradients(graph: GraphModule) -> None:
+    """Let a graph, traced under `deriving`, call what has its own gradient."""
+    operator = torch.ops.flexhop.own_gradient.default
+    for node in graph.graph.find_nodes(op="call_function", target=operator):
+        state = _DERIVES.get()
+        assert state is not None and state[0] is not None
+        *operands, number = node.args
+        node.args = tuple(operands)
+        node.target = state[0][number]
+    graph.recompile()
+
+
+def drop_own_gradients(graph: GraphModule) -> None:
+    """Leave a graph the values alone. It remembers that it has no other derivatives."""
+    for node in graph.graph.nodes:
+        location = getattr(node.target, _MARK, "") if node.op == "call_function" else ""
+        if location:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+            setattr(graph, _MARK, location)
+    graph.recompile()
+
+
+def refuse_own_backward(function: Any) -> None:
+    """Refuse derivatives of a mod whose first ones are a function's own."""
+    if location := getattr(function, _MARK, ""):
+        raise own_backward(location)
 
 
 def own_backward(location: str) -> UnsupportedFeatureError:
-    """The error of a derivative of such a function."""
+    """The error of other derivatives of such a function than its own."""
     return UnsupportedFeatureError(
-        feature=f"A gradient through the torch.autograd.Function at {location}",
-        reason="kernels differentiate operators, and would ignore its backward",
-        hint="Write g(x) + (f(x) - g(x)).detach(), with f's value and g's gradient",
+        feature=f"This derivative of the torch.autograd.Function at {location}",
+        reason="kernels differentiate operators, and know of its backward in reverse mode alone, "
+        "once, and if it has one result",
+        hint="Write g(x) + (f(x) - g(x)).detach(), with f's value and g's derivatives",
     )  # fmt: skip

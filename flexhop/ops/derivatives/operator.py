@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.mods.own_backward import refuse_own_backward
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.operators.autocast import cast
 from flexhop.errors import MaskCaptureGradError, UnsupportedFeatureError
@@ -186,6 +187,7 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _next(args: DerivativeArgs, step: Step, directions: Sequence[Any]) -> DerivativeArgs:
+    refuse_own_backward(args.score_mod)
     return args._replace(
         program=(*args.program, step.word()), directions=(*args.directions, *directions)
     )

@@ -22,7 +22,12 @@ from flexhop.compat.compilation import copy_of, forms_of, once, say
 from flexhop.compat.kept import is_marked, mark
 from flexhop.compat.mods.grad_modes import DetachMode
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.compat.mods.own_backward import deriving, is_refused
+from flexhop.compat.mods.own_backward import (
+    deriving,
+    drop_own_gradients,
+    place_own_gradients,
+    trace_form,
+)
 from flexhop.compat.operators import transforms
 from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
 from flexhop.ops.args import Capture
@@ -76,6 +81,7 @@ def trace_score(
         with isolated_trace(query, *captures), IndexMode(), torch.enable_grad(), stops:
             examples = score_examples(query.device, score_dtype(query))
             graph = trace_callable(score_mod, [*examples, *map(capture_like, captures)])
+        place_own_gradients(graph)
         pick_first(graph)
         return graph
 
@@ -88,7 +94,7 @@ def _trace_key(
     score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
     *, is_pushed: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    return (trace_score, _form(query, captures), is_pushed, is_refused(score_mod))
+    return (trace_score, _form(query, captures), is_pushed, trace_form(score_mod))
 
 
 def trace_mask(
@@ -152,6 +158,7 @@ def trace_joint(
             parts.joint, parts.sites = _differentiate(
                 parts.main, query, inputs, (*[False] * len(parts.kept), *changed)
             )
+            drop_own_gradients(parts.main)
         with torch.enable_grad():  # it consists of operators: it is its own trace
             say(_trace_key(parts.main, query, hoisted), parts.main, parts.main)
     return Joint(parts.main, parts.joint, hoisted, parts.sites, parts.hoist)
@@ -202,7 +209,7 @@ def joint_of(
     """
 
     def make() -> tuple[fx.GraphModule, tuple[int, ...]]:
-        with deriving():
+        with deriving(in_reverse=False):
             graph = copy_of(trace_score(score_mod, query, captures))
         compose_reads(graph)
         with isolated_trace(query, *captures), IndexMode():
@@ -278,7 +285,7 @@ def _hoisted(
     score_mod: Callable[..., Tensor], query: Tensor, captures: Sequence[Capture],
     needs: Sequence[bool], *, is_pushed: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, list[int]]:  # fmt: skip
-    with deriving():
+    with deriving(in_reverse=not is_pushed):
         graph = copy_of(trace_score(score_mod, query, captures, is_pushed=is_pushed))
     compose_reads(graph)
     main, before, kept = _hoist(graph, needs)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, dependents, is_float
 from flexhop.compat.compilation import forms_of, once
+from flexhop.compat.mods.own_backward import has_own_backward
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.sizes import hint_of
 from flexhop.ops.args import AttentionArgs, CachedArgs, Capture, index_sizes
@@ -65,6 +66,8 @@ def tabulate(args: AttentionArgs | CachedArgs, *, is_pushed: bool = False) -> Ta
     call that reads a cache has only those without which there would be no kernel.
     """
     mod, captures = args.score_mod, args.score_captures
+    if has_own_backward(mod):  # a table's gradient is that of operators
+        return None
     wanted = Wanted(
         INPUTS, kernels_of(args), _most_entries(args), _is_differentiated(args),
         bool(args.options.get("deterministic")), only_needed=isinstance(args, CachedArgs),

@@ -165,21 +165,20 @@ def test_a_function_with_its_own_backward_is_not_differentiated_as_its_forward(b
     for_value = [t.detach() for t in inputs[:2]] + inputs[2:]  # scores need no gradient
     wanted = torch.autograd.grad(expected.sum(), inputs[2], retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(call(*for_value, own).sum(), inputs[2]), wanted)
-    with pytest.raises(errors.UnsupportedFeatureError, match=r"Function at .*test_context\.py"):
-        call(*inputs, own)
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
-    found = torch.autograd.grad(call(*inputs, written).square().sum(), inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for score_mod in (own, written):
+        found = torch.autograd.grad(call(*inputs, score_mod).square().sum(), inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["query", "key", "learned", "grad", "jvp", "pushed"])
+@pytest.mark.parametrize("way", ["grad", "jvp", "pushed"])
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-def test_every_derivative_refuses_a_function_with_its_own_backward(kernels, way):
-    """They were those of its forward, without a word: of keys alone, and under transforms."""
-    inputs, learned = operands(), torch.randn(4)
+def test_transforms_refuse_a_function_with_its_own_backward(kernels, way):
+    """Derivatives were those of its forward, without a word."""
+    inputs = operands()
 
     def own(score, b, h, q_idx, kv_idx):
-        return score + Rounded.apply(learned[h] * kv_idx if way == "learned" else score)
+        return score + Rounded.apply(score)
 
     def attend(*values):
         return flexhop.flex_attention(*values, own).square().sum()
@@ -196,9 +195,6 @@ def test_every_derivative_refuses_a_function_with_its_own_backward(kernels, way)
                 return attend(forward_ad.make_dual(values[0], values[0]), *values[1:])
         return attend(*values)
 
-    if way in ("query", "key"):
-        inputs[["query", "key"].index(way)].requires_grad_()
-    learned.requires_grad_(way == "learned")
     call = torch.compile(lost, backend="aot_eager", fullgraph=True)
     with flexhop.eager_kernels(kernels == "eager"):
         run = lost if kernels == "eager" else call

@@ -1,0 +1,41 @@
+"""The lists of a block mask in the form that the operators take."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexhop.ops.call import MaskFacts
+
+__all__ = ["of_heads", "with_all_dimensions"]
+
+Lists = tuple[Tensor, ...]
+
+
+def with_all_dimensions(lists: Lists) -> Lists:
+    """Lists with batch and head, which the fields of a mask may omit.
+
+    Args:
+        lists: numbers of blocks, [B, H, R], and their indices, [B, H, R, W], in turn.
+    """
+    return tuple(_with(3 + place % 2, tensor) for place, tensor in enumerate(lists))
+
+
+def _with(dim: int, tensor: Tensor) -> Tensor:
+    missing = dim - tensor.dim()
+    return tensor[(None,) * missing] if missing > 0 else tensor
+
+
+def of_heads(lists: Lists, facts: MaskFacts | None, query: Tensor) -> Lists:
+    """Lists for each head of query: head h has those of h modulo the mask's heads, as in PyTorch.
+
+    Lists whose heads do not divide query's stay as they are, to be refused.
+
+    Args:
+        lists: as `with_all_dimensions` returns them.
+        facts: of the mask. Ranges of keys stay as they are.
+        query: [B, H, M, D].
+    """
+    given, heads = lists[0].size(1) if lists else 1, query.size(1)
+    if facts is None or facts.kind or given in (0, 1, heads) or heads % given:
+        return lists
+    return tuple(tensor.repeat(1, heads // given, *[1] * (tensor.dim() - 2)) for tensor in lists)
