@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def build(name: str, implementation: str, *, on_gpu: bool, layers: int | None = 
     import transformers
 
     if implementation == "flexhop":
-        import flexhop.integrations.transformers  # noqa: F401
+        import_module("flexhop.integrations.transformers")  # registers it
     sizes = WIDTHS | MODELS[name] | ({} if on_gpu else TINY)
     sizes |= {} if layers is None else {"num_hidden_layers": layers}
     config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation=implementation)
