@@ -82,11 +82,12 @@ def _begin_workers() -> None:
 
 def _repair_cpp() -> None:
     from flexhop.compat.graphs.renames import keep_renames
-    from flexhop.compat.kernels.cpp_checks import keep_rows_apart, place_checks
+    from flexhop.compat.kernels.cpp_checks import keep_rows_apart, place_checks, split_evenly
 
     keep_renames()
     place_checks()
     keep_rows_apart()
+    split_evenly()
 
 
 def _repair_triton() -> None:

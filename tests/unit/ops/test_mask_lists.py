@@ -29,7 +29,7 @@ def _without(dimensions):
     return flexhop.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, mask_mod=causal)
 
 
-@pytest.mark.parametrize("way", ["eager", "kernels", "aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["eager", "kernels", "aot_eager"])
 @pytest.mark.parametrize("lists", ["of keys", "without batch", "without head"])
 def test_results_are_those_of_all_heads(lists, way):
     """Without batch or head, compiled results were silently wrong."""
@@ -46,7 +46,7 @@ def test_results_are_those_of_all_heads(lists, way):
 
     wanted = run(flexhop.flex_attention, whole)
     attend = flexhop.flex_attention
-    if way in ("aot_eager", "inductor"):
+    if way == "aot_eager":
         attend = torch.compile(attend, backend=way, fullgraph=True)
     with flexhop.eager_kernels(way == "kernels"):
         for _ in range(2):  # the second call repeats the first
