@@ -159,30 +159,32 @@ def _own_gradient_of(
 def place_own_gradients(graph: GraphModule) -> None:
     """Let a graph, traced under `deriving`, call what has its own gradient."""
     operator = torch.ops.flexhop.own_gradient.default
-    for node in graph.graph.find_nodes(op="call_function", target=operator):
+    nodes = graph.graph.find_nodes(op="call_function", target=operator)
+    for node in nodes:
         state = _DERIVES.get()
         assert state is not None and state[0] is not None
         *operands, number = node.args
         node.args = tuple(operands)
         node.target = state[0][number]
-    graph.recompile()
+    if nodes:
+        graph.recompile()
 
 
 def drop_own_gradients(graph: GraphModule) -> None:
     """Leave a graph the values alone. It remembers that it has no other derivatives."""
-    for node in graph.graph.nodes:
-        location = getattr(node.target, _MARK, "") if node.op == "call_function" else ""
-        if location:
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-            setattr(graph, _MARK, location)
-    graph.recompile()
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and hasattr(n.target, _MARK)]
+    for node in nodes:
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    if nodes:
+        setattr(graph, _MARK, getattr(nodes[0].target, _MARK))
+        graph.recompile()
 
 
 def refuse_own_backward(function: Any) -> None:
     """Refuse derivatives of a mod whose first ones are a function's own."""
-    if location := getattr(function, _MARK, ""):
-        raise own_backward(location)
+    if hasattr(function, _MARK):
+        raise own_backward(getattr(function, _MARK))
 
 
 def own_backward(location: str) -> UnsupportedFeatureError:
