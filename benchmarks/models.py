@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
         work = generate if options.generate else train
         answer(work(options.models[0], options.implementations[0], options))
         return 0
-    import transformers  # the worker's half: the table names its version
+    import transformers  # here: it is optional, and takes seconds
 
     machine = torch.cuda.get_device_name() if on_gpu else "CPU, tiny models: not a measurement"
     print(f"{machine}; torch {torch.__version__}; transformers {transformers.__version__}.\n")

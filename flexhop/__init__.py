@@ -67,9 +67,7 @@ if not TYPE_CHECKING:  # type checkers would accept any misspelled name
 
     def __getattr__(name: str) -> Any:
         """Private names that projects import from PyTorch's module: they stay PyTorch's."""
-        if name.startswith("_") and not name.startswith("__"):
-            return private_name(name, module=__name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return private_name(name, module=__name__)
 
 
 install()

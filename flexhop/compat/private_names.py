@@ -17,13 +17,13 @@ def private_name(name: str, module: str) -> Any:
     """What the installed PyTorch has under this name.
 
     Args:
-        name: a name that starts with an underscore.
+        name: any name; those with one underscore in front are private.
         module: who is asked for it, for the error.
 
     Raises:
-        AttributeError: PyTorch's module has no such name.
+        AttributeError: the name is not private, or PyTorch's module has no such name.
     """
-    try:
-        return getattr(torch_module, name)
-    except AttributeError:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}") from None
+    is_private = name.startswith("_") and not name.startswith("__")
+    if not (is_private and hasattr(torch_module, name)):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(torch_module, name)

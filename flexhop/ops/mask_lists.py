@@ -28,14 +28,17 @@ def _with(dim: int, tensor: Tensor) -> Tensor:
 def of_heads(lists: Lists, facts: MaskFacts | None, query: Tensor) -> Lists:
     """Lists for each head of query: head h has those of h modulo the mask's heads, as in PyTorch.
 
-    Lists whose heads do not divide query's stay as they are, to be refused.
+    What is to be refused stays as it is: a query of another rank, and heads that do not divide
+    query's.
 
     Args:
         lists: as `with_all_dimensions` returns them.
         facts: of the mask. Ranges of keys stay as they are.
-        query: [B, H, M, D].
+        query: [B, H, M, D], unchecked.
     """
-    given, heads = lists[0].size(1) if lists else 1, query.size(1)
-    if facts is None or facts.kind or given in (0, 1, heads) or heads % given:
+    if facts is None or facts.kind or not lists or query.dim() != 4:
+        return lists
+    given, heads = lists[0].size(1), query.size(1)
+    if given in (0, 1, heads) or heads % given:
         return lists
     return tuple(tensor.repeat(1, heads // given, *[1] * (tensor.dim() - 2)) for tensor in lists)

@@ -58,3 +58,12 @@ def test_a_number_of_heads_that_does_not_divide_is_refused():
     inputs = [torch.randn(1, 4, 64, 16) for _ in range(3)]
     with pytest.raises(flexhop.errors.BlockMaskHeadsError, match=r"3 heads; .* divide .* 4"):
         flexhop.flex_attention(*inputs, block_mask=mask)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 3])
+def test_a_query_of_another_rank_is_refused(dim, is_masked):
+    mask = flexhop.create_block_mask(causal, None, 2, 64, 64, "cpu") if is_masked else None
+    query = torch.zeros((4, 64, 16)[:dim])
+    with pytest.raises(flexhop.errors.RankError, match=f"must have 4 dimensions, but has {dim}"):
+        flexhop.flex_attention(query, query, query, block_mask=mask)
