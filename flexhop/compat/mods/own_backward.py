@@ -88,28 +88,29 @@ def note_own_backward(graph: Graph) -> None:
     """Let the functions with their own backward in a mod's graph know `deriving`."""
     for node in graph.find_nodes(op="call_function", target=autograd_function_apply):
         node.target = _apply
-        node.kwargs = {**node.kwargs, "location": line_of(node)}
+        # 2.11 appends what a forward computes on the way to its results.
+        is_single = not any(user.args[1] for user in node.users if user.users)
+        node.kwargs = {**node.kwargs, "location": line_of(node), "is_single": is_single}
 
 
-def _apply(forward: Any, backward: Any, *operands: Any, location: str, **keywords: Any) -> Any:
+def _apply(
+    forward: Any, backward: Any, *operands: Any, location: str, is_single: bool, **keywords: Any
+) -> Any:
     state = _DERIVES.get()
     if state is None:
         return autograd_function_apply(forward, backward, *operands, **keywords)
     if state[0] is None:
         raise own_backward(location)
-    value, saved = Interpreter(forward).run(*operands)
-    value, is_tuple = (value[0], True) if _is_single(value) else (value, False)
+    results, saved = Interpreter(forward).run(*operands)
+    value, *others = results
     is_kept = all(isinstance(s, (Tensor, int, float)) for s in saved)
-    if not isinstance(value, Tensor) or not is_kept:
-        raise own_backward(location)  # several results, or something else is saved
-    state[0].append(_own_gradient_of(backward, operands, saved, location))
+    if not (is_single and isinstance(value, Tensor) and is_kept):
+        raise own_backward(location)
+    form = (*[0.0] * len(others), *saved)  # nobody uses the others
+    state[0].append(_own_gradient_of(backward, operands, form, location))
     read, kept = ([x for x in given if isinstance(x, Tensor)] for given in (operands, saved))
     found = torch.ops.flexhop.own_gradient(value, read, kept, len(state[0]) - 1)
-    return (found,) if is_tuple else found
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 1
+    return (found, *others)
 
 
 @torch.library.custom_op("flexhop::own_gradient", mutates_args=())
@@ -124,12 +125,15 @@ def _(value: Tensor, read: list[Tensor], saved: list[Tensor], number: int) -> Te
 
 
 def _own_gradient_of(
-    backward: GraphModule, operands: Sequence[Any], saved: Sequence[Any], location: str
+    backward: GraphModule, operands: Sequence[Any], more: Sequence[Any], location: str
 ) -> Callable[..., Tensor]:
-    """A function (value, read, saved) -> value; `backward` computes the gradients of `read`."""
+    """A function (value, read, kept) -> value; `backward` computes the gradients of `read`.
+
+    more: what `backward` takes behind the gradient of value: `kept`, and numbers.
+    """
     is_read = [isinstance(x, Tensor) for x in operands]
     # Tensors of one trace have no place in the next.
-    form = [None if isinstance(x, Tensor) else x for x in saved]
+    form = [None if isinstance(x, Tensor) else x for x in more]
 
     class OwnGradient(torch.autograd.Function):
         @staticmethod
