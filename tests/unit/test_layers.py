@@ -55,7 +55,7 @@ LAW: dict[str, set[str]] = {
     "nn": {"attention", "block_mask", "mods", "errors"},
     "integrations": {"attention", "block_mask", "mods", "sdpa", "compat"},
     "__init__": {"attention", "block_mask", "cache", "flash", "masks", "mods", "ops", "options"}
-    | {"errors", "nn", "plugin", "reports", "sdpa", "sequences", "varlen"},
+    | {"errors", "nn", "plugin", "reports", "sdpa", "sequences", "varlen", "compat"},
 }
 
 
