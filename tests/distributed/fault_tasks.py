@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import flexhop
 import flexhop.distributed as sharded
 from flexhop import errors, masks
+from tests.distributed.meshes import mesh_of
 from tests.distributed.problems import DEVICE
-from tests.distributed.tasks import mesh_of
 
 LENGTH = 64
 

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ TIMEOUT = 240  # seconds for one function
 
 
 class Fleet:
-    """`size` ranks, each of which runs what `run` is given."""
+    """`size` ranks, each of which runs what `run` is given. They start with its first call."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._start()
+        self._processes: list[BaseProcess] = []
 
     def _start(self) -> None:
         context = new_processes()
@@ -52,6 +53,8 @@ class Fleet:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Results of function(*arguments) by rank; a failure on any rank fails here."""
+        if not self._processes:
+            self._start()
         for orders in self._orders:
             orders.put((function, arguments))
         results: dict[int, Any] = {}
@@ -65,7 +68,6 @@ class Fleet:
                 missing = sorted({*range(self.size)} - results.keys())
                 failures.append(f"no answer from ranks {missing}")
                 self._kill()
-                self._start()
                 break
             results[rank] = value
             if failed:
@@ -77,10 +79,13 @@ class Fleet:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+        self._processes = []
         self._folder.cleanup()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; another `run` starts new ones."""
+        if not self._processes:
+            return
         for orders in self._orders:
             orders.put(None)
         for process in self._processes:

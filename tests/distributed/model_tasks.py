@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,8 +17,9 @@ from torch.distributed.tensor.parallel import (
 import flexhop
 import flexhop.distributed as sharded
 from flexhop import masks
+from tests.distributed.meshes import mesh_of, named_mesh
 from tests.distributed.problems import DEVICE, Sizes, find, make_whole
-from tests.distributed.tasks import assert_equal, attend, mesh_of
+from tests.distributed.tasks import assert_equal, attend
 from tests.distributed.tensor_tasks import full
 
 LENGTH, HEADS, KV_HEADS, WIDTH, BATCH = 70, 4, 2, 8, 4
@@ -74,7 +74,7 @@ def check_data_and_heads() -> None:
     loss.backward()
     exact = [loss.detach(), *(p.grad for p in layers.parameters())]
     layers, mask, x = _make_layers()
-    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = named_mesh(dp=2, tp=2)
     columns = ColwiseParallel(use_local_output=False)
     plan = dict.fromkeys(("query", "key", "value"), columns) | {"out": RowwiseParallel()}
     for layer in layers:

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import flexhop
 import flexhop.distributed as sharded
 from flexhop import masks
+from tests.distributed.meshes import mesh_of
 from tests.distributed.problems import DEVICE, HEADS, Sizes, find, make_whole
 from tests.distributed.tasks import (
     AUX,
     assert_equal,
     differentiate,
-    mesh_of,
     on_mesh,
     reference,
 )

@@ -7,21 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexhop
 import flexhop.distributed as sharded
 from flexhop.distributed import exchange
-from tests.distributed.problems import DEVICE, HEADS, Sizes, Whole, find, make_whole
+from tests.distributed.meshes import mesh_of
+from tests.distributed.problems import HEADS, Sizes, Whole, find, make_whole
 
 EXACT = 1e-12  # of norms, in fp64: sums of a few hundred terms in another order
 AUX = flexhop.AuxRequest(lse=True, max_scores=True)
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    """The fleet's ranks; 1-D by default."""
-    sizes = shape or (dist.get_world_size(),)
-    return init_device_mesh(DEVICE.type, sizes, mesh_dim_names=("cp", "heads")[: len(sizes)])
 
 
 def attend(whole: Whole, operands: Any, captures: Any, **more: Any) -> tuple[Tensor, ...]:
