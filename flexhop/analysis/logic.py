@@ -145,9 +145,12 @@ def _filled(a: Number) -> Number:
     """Set all bits below the highest set one."""
     if not isinstance(a, Tensor):
         return (1 << int(a).bit_length()) - 1 if a >= 0 else -1
-    for shift in (1, 2, 4, 8, 16, 32):
-        a = a | (a >> shift)
-    return a
+    # Looked up, because each `a = a | (a >> n)` would use `a` twice: Inductor copies what computes
+    # it into both, and compiled six of them inside of six others for minutes.
+    bits = torch.arange(-1, 64, device=a.device)
+    half = 1 << (bits - 1).clamp(min=0)
+    filled = half - 1 + torch.where(bits > 0, half, bits)  # -1, 0, 1, 3, ..., 2**63 - 1
+    return filled[torch.searchsorted(filled, a.long().contiguous())]
 
 
 def shift_count(value: Any, limit: int) -> int:
