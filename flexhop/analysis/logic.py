@@ -146,7 +146,8 @@ def _filled(a: Number) -> Number:
     if not isinstance(a, Tensor):
         return (1 << int(a).bit_length()) - 1 if a >= 0 else -1
     # Looked up, because each `a = a | (a >> n)` would use `a` twice: Inductor copies what computes
-    # it into both, and compiled six of them inside of six others for minutes.
+    # it into both, and compiled six of them inside of six others for minutes. The numbers are
+    # computed, because a list would be copied from the host, which CUDA graphs forbid.
     bits = torch.arange(-1, 64, device=a.device)
     half = 1 << (bits - 1).clamp(min=0)
     filled = half - 1 + torch.where(bits > 0, half, bits)  # -1, 0, 1, 3, ..., 2**63 - 1

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 import flexhop
 import flexhop.distributed as sharded
 from flexhop import masks
-from tests.distributed.meshes import mesh_of, named_mesh
+from tests.distributed.meshes import make_mesh, mesh_of
 from tests.distributed.problems import DEVICE, Sizes, find, make_whole
 from tests.distributed.tasks import assert_equal, attend
 from tests.distributed.tensor_tasks import full
@@ -74,7 +74,7 @@ def check_data_and_heads() -> None:
     loss.backward()
     exact = [loss.detach(), *(p.grad for p in layers.parameters())]
     layers, mask, x = _make_layers()
-    mesh = named_mesh(dp=2, tp=2)
+    mesh = make_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
     columns = ColwiseParallel(use_local_output=False)
     plan = dict.fromkeys(("query", "key", "value"), columns) | {"out": RowwiseParallel()}
     for layer in layers:

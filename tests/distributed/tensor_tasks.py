@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import local_map
 import flexhop
 import flexhop.distributed as sharded
 from flexhop import masks
-from tests.distributed.meshes import named_mesh, unnamed_mesh
+from tests.distributed.meshes import make_mesh
 from tests.distributed.problems import DEVICE
 from tests.distributed.tasks import AUX, assert_equal
 
@@ -79,7 +79,7 @@ def check_placements(
     dropout_p: float = 0,
 ) -> None:  # fmt: skip
     """DTensor operands, eager or compiled, captured tensors plain or DTensors."""
-    mesh = named_mesh(dp=2, tp=2)
+    mesh = make_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
     placements = PLACEMENTS[name]
     of_keys = [p if kv_heads > 1 or p != Shard(1) else Replicate() for p in placements]
     leaves, mask, grad = _whole(kv_heads)
@@ -121,7 +121,7 @@ def check_compiled() -> None:
 
 def check_local_map() -> None:
     """The recipe of the documentation: mods and mask shifted by hand."""
-    mesh = named_mesh(tp=4)
+    mesh = make_mesh(DEVICE.type, (4,), mesh_dim_names=("tp",))
     leaves, mask, grad = _whole(KV_HEADS)
     exact = _reference([*leaves[:4], torch.full_like(leaves[4], -torch.inf)], mask, grad)
     slopes = leaves[3].clone().requires_grad_()
@@ -147,7 +147,7 @@ def check_local_map() -> None:
 
 def refusal(query: list[Any], key: list[Any]) -> str:
     """What is said of these placements, which is not what a hang says."""
-    mesh = unnamed_mesh(2, 2)
+    mesh = make_mesh(DEVICE.type, (2, 2))
     q = distribute_tensor(torch.randn(2, 6, 16, 8), mesh, query)
     k = distribute_tensor(torch.randn(2, 3, 16, 8), mesh, key)
     try:
@@ -159,7 +159,7 @@ def refusal(query: list[Any], key: list[Any]) -> str:
 
 def refuse_partial() -> str:
     """A query that is a sum of the ranks' tensors."""
-    mesh = unnamed_mesh(4)
+    mesh = make_mesh(DEVICE.type, (4,))
     query = DTensor.from_local(torch.randn(1, 4, 16, 8), mesh, [Partial()])
     try:
         flexhop.flex_attention(query, query, query)
