@@ -151,7 +151,8 @@ def _filled(a: Number) -> Number:
     bits = torch.arange(-1, 64, device=a.device)
     half = 1 << (bits - 1).clamp(min=0)
     filled = half - 1 + torch.where(bits > 0, half, bits)  # -1, 0, 1, 3, ..., 2**63 - 1
-    return filled[torch.searchsorted(filled, a.long().contiguous())]
+    # In another dimension, because an index without any would be read as a number on the host.
+    return filled[torch.searchsorted(filled, a.long()[None].contiguous())][0]
 
 
 def shift_count(value: Any, limit: int) -> int:
