@@ -177,6 +177,29 @@ def test_block_masks_made_inside():
     assert counter.frame_count == graphs
 
 
+NUMBERS_BESIDE_AN_INDEX = {
+    "remainder": lambda n: lambda b, h, q, k: (q % n) <= (k % n),
+    "shift": lambda n: lambda b, h, q, k: (q >> n) >= (k >> n),
+    "choice": lambda n: lambda b, h, q, k: torch.where(q > n, q >= k, k <= n),
+    "alternatives": lambda n: lambda b, h, q, k: (q == k) | (k % n == 0) | (q % n == 0),
+}
+
+
+@pytest.mark.parametrize("make", NUMBERS_BESIDE_AN_INDEX.values(), ids=NUMBERS_BESIDE_AN_INDEX)
+def test_a_number_beside_one_index_in_a_block_mask_made_inside(make):
+    """The operator that takes a number was called with the tensor that stands for a symbol."""
+
+    def lists(n):
+        mask = create_block_mask(make(n), None, None, 100, 100, device="cpu", BLOCK_SIZE=16)
+        counts = mask.kv_num_blocks, mask.full_kv_num_blocks
+        return *counts, mask.kv_indices, mask.full_kv_indices
+
+    compiled = torch.compile(lists, backend="eager", fullgraph=True, dynamic=True)
+    for n in (3, 5):
+        for found, expected in zip(compiled(n), lists(n), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [float, np.float32, np.int64, np.bool_])
 def test_numbers_of_numpy_and_masks_made_inside_of_mods_from_outside(kind):
     """`float`, `int` and `item` of a NumPy scalar failed, and so did a float in such a mask."""
