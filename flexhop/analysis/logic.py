@@ -129,7 +129,7 @@ def _bits(dtype: Any, a: Any) -> tuple[Number, Number]:
     Numbers share the bits above the highest one in which the ends differ.
     """
     low, high = ends(a, dtype)
-    if not are_finite(low, high):
+    if not is_int(dtype) or not are_finite(low, high):
         raise Unsupported
     free = _filled(low ^ high)
     return low & ~free, low | free

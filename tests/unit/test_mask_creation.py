@@ -1,6 +1,7 @@
 """create_block_mask and create_mask against the definition: look at every element of a block."""
 
 import functools
+import operator
 import re
 
 import pytest
@@ -441,3 +442,11 @@ def test_dense_masks_are_made_inside_of_compiled_functions(make):
     """Also of functions that are defined there."""
     made = lambda: create_mask(make(), 2, 3, 9, 11, "cpu")  # noqa: E731
     assert torch.equal(torch.compile(made, fullgraph=True, backend="eager")(), made())
+
+
+@pytest.mark.parametrize("bits", [operator.and_, operator.or_, operator.xor])
+def test_bits_of_floats_are_refused_by_pytorch(bits):
+    """The analysis failed before, with a message about Python's floats."""
+    mask_mod = lambda b, h, q_idx, kv_idx: bits(q_idx / 2, 3) == kv_idx  # noqa: E731
+    with pytest.raises(NotImplementedError, match="not implemented for 'Float'"):
+        create_block_mask(mask_mod, None, None, 64, 64, "cpu", 16)
