@@ -130,7 +130,8 @@ class _Tracer:
 
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an operator: returns a value of the mod, or a tensor that depends on no index."""
-        is_value = any(isinstance(a, _Value) for a in _flat((args, tuple(kwargs.values()))))
+        given = list(_flat((args, tuple(kwargs.values()))))
+        is_value = any(isinstance(a, _Value) for a in given)
         if not is_value and not _is_constant(func, args):
             if is_random(func):
                 raise Untraceable
@@ -142,7 +143,9 @@ class _Tracer:
         example = self._example(shape, dtype)
         nodes = tuple(self.node_of(a) for a in args)
         options = {name: self.node_of(v) for name, v in kwargs.items()}
-        return self.stand(self.builder.call(func, nodes, options, example))
+        # An overload for numbers would refuse the captured tensor that `_symbol` makes of one.
+        target = packet_of(func) if any(isinstance(a, torch.SymInt) for a in given) else func
+        return self.stand(self.builder.call(target, nodes, options, example))
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)

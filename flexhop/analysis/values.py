@@ -101,14 +101,12 @@ class Values:
 
     def _compute(self, node: fx.Node) -> Tensor:
         args, kwargs = operands(node, self.of)
-        packet = packet_of(node.target)
-        if packet is aten.index:
+        if packet_of(node.target) is aten.index:
             table, indices = args
             return table[tuple(map(_as_index, indices))]
         if "device" in kwargs:
             kwargs["device"] = self._device
-        # Not the overload: it may take a number that is a captured tensor here.
-        found = packet(*args, **kwargs)
+        found = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._with_dimensions(found.to(dtype_of(node)))
 
     def _with_dimensions(self, tensor: Tensor) -> Tensor:
