@@ -49,7 +49,7 @@ _FUNCTION = 40  # instructions above which it is cheaper to keep a value than to
 
 def instructions_of(node: fx.Node) -> float:
     """Instructions of one operator, at any rate; each element of a short row takes as many."""
-    return _of_element(node) * elements_of(node)
+    return _of_element(node, name_of(node)) * elements_of(node)
 
 
 def elements_of(node: fx.Node) -> int:
@@ -60,8 +60,7 @@ def elements_of(node: fx.Node) -> int:
     return count if isinstance(count, int) else 1  # a length that calls differ in
 
 
-def _of_element(node: fx.Node) -> float:
-    name = name_of(node)
+def _of_element(node: fx.Node, name: str) -> float:
     operands: Any = node.args
     if name == "pow" and len(operands) > 1 and operands[1] in _SQUARES:
         return 2.0
@@ -74,7 +73,14 @@ def _of_element(node: fx.Node) -> float:
 
 def instructions_in_mask(node: fx.Node) -> float:
     """The same in a mask_mod that a kernel evaluates."""
-    return _IN_MASKS.get(name_of(node), instructions_of(node))
+    name = name_of(node)
+    if name in _IN_MASKS:
+        return _IN_MASKS[name]
+    # As Inductor's decompositions spell it. In a score_mod it counts as a division of floats: the
+    # limits of its kernels were fitted to that.
+    if name == "div" and node.kwargs.get("rounding_mode") and _is_integer(node):
+        name = "floor_divide"
+    return _of_element(node, name) * elements_of(node)
 
 
 def is_function(node: fx.Node) -> bool:
@@ -85,6 +91,11 @@ def is_function(node: fx.Node) -> bool:
 def name_of(node: fx.Node) -> str:
     """Name of a node's operator, such as "floor_divide"."""
     return getattr(node.target, "_opname", None) or getattr(node.target, "__name__", "")
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def _is_power_of_two(number: Any) -> bool:
