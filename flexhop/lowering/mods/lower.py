@@ -40,6 +40,7 @@ from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.large import large_scores
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
+from flexhop.lowering.mods.quotients import Position, alone
 from flexhop.lowering.mods.rows import mask_rows, row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
@@ -90,8 +91,7 @@ def lower_mods(
     # that the kernel computes in the end.
     fast_score = cheaper(fold_caps(score_graph, cap_scale).graph, SCORE)
     safe_score = wrap_reads(fast_score, SCORE, position_sizes(sizes))
-    fast_mask = cheaper(separated(mask_graph), INDICES)
-    safe_mask = wrap_reads(fast_mask, INDICES, position_sizes(sizes))
+    safe_mask = wrap_reads(_fast_mask(mask_graph, "k"), INDICES, position_sizes(sizes))
     facts = read_mods(score_graph, mask_graph, cap_scale=cap_scale)
     graphs = safe_score, safe_mask
     lowered = _lower_both(graphs, inputs, captures, facts)
@@ -99,6 +99,26 @@ def lower_mods(
         return lowered
     reading = functools.partial(_lower_both, graphs, inputs, captures, facts, reads_constants=True)
     return lowered._replace(reading=reading)
+
+
+def lower_mask_of_keys(
+    device: torch.device, mask: Any, captures: Sequence[Any], buffer: Any
+) -> Any:
+    """Lower a mask_mod for kernels whose threads hold rows of keys.
+
+    buffer: the one for rows of queries; the result if both are the same.
+    """
+    graph = kernel_graph(mask, INDICES)
+    of_keys = _fast_mask(graph, "q")
+    if of_keys is _fast_mask(graph, "k"):
+        return buffer
+    inputs = [*score_inputs(device)[1:], *captures]
+    return pointwise.lower(wrap_reads(of_keys, INDICES, position_sizes()), inputs, "mask_mod")[0]
+
+
+def _fast_mask(mask: fx.GraphModule, position: Position) -> fx.GraphModule:
+    """A mask_mod in fewer instructions; position: see `alone`."""
+    return cheaper(alone(separated(mask), position), INDICES)
 
 
 def _lower_both(
