@@ -111,6 +111,8 @@ class ModFacts(NamedTuple):
     mask_uses_batch, mask_uses_head, mask_uses_query: whether it depends on b, h and q_idx.
     mask_band: the band of keys that it keeps, if it is one (lowering/mods/bands.py).
     mask_keeps_own: whether each query sees the key at its own position, as far as is known.
+    mask_is_scattered: whether it hides some scores of every block by one position alone, as
+    `q_idx % 3 != 1` does.
     has_distances: whether score_mod computes q_idx - kv_idx and adds no line. score_uses_keys:
     whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
     longest_row: most numbers that score_mod computes, or adds up, at once.
@@ -140,6 +142,7 @@ class ModFacts(NamedTuple):
     mask_key_bytes: frozenset[int] = frozenset()
     mask_uses_query: bool = False
     mask_keeps_own: bool = False
+    mask_is_scattered: bool = False
     has_distances: bool = False
     row_bytes: int = 0
     score_uses_keys: bool = True

@@ -22,6 +22,7 @@ from flexhop.lowering.mods.lower import (
     position_sizes,
     score_inputs,
 )
+from flexhop.lowering.mods.quotients import alone
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 
 PLACE = """
@@ -85,7 +86,7 @@ def lower_mods(args: AttentionArgs | BackwardArgs, sizes: Sequence[Any] | None =
         safe = wrap_reads(score_graph, SCORE, position_sizes(sizes))
         (score,) = lower(safe, [first, *indices, *captures[0]], "score_mod")
     if not is_all_true(mask_graph):
-        safe = wrap_reads(mask_graph, INDICES, position_sizes(sizes))
+        safe = wrap_reads(alone(mask_graph, "k"), INDICES, position_sizes(sizes))
         (mask,) = lower(safe, [*indices, *captures[1]], "mask_mod")
     may_wrap = _may_wrap(score_graph, SCORE) or _may_wrap(mask_graph, INDICES)
     return Mods(score, mask, captures[0], captures[1], may_wrap)

@@ -22,9 +22,12 @@ _PROGRAMS = 8  # programs per row of blocks; in usual rows, each has one block
 _ROWS = 32  # rows per program: 128 words, one per thread
 # Instructions per score in a step: the cost of stored bits, and what a mask must save beyond it.
 # It is less if the mask waits for memory. It is more if some blocks may be left to mask_mod,
-# because full blocks then share a loop with blocks that have bits, and look theirs up as well.
+# because full blocks then share a loop with blocks that have bits, and look theirs up as well. It
+# is less, too, if no block is full: of `(q % 3 != 1) & (q // 11 >= k // 11)`, 4.3 instructions,
+# a step has 662 and 720 instructions at 64 and 128 columns, and 531 and 585 with bits.
 _BIT_COST = 2.4
 _FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _FEWEST_SAVED_IN_ONE_LOOP = 3.0, 1.0, 5.0
+_FEWEST_SAVED_EVERYWHERE = 1.5
 # One more launch pays off if there are rounds of tiles.
 _ROUNDS = 2
 _SMALL = 64  # blocks up to here are gathered, several for a tile
@@ -186,6 +189,8 @@ def _pays(problem: Problem, copies: int, *, holds_all: bool) -> bool:
     saved = problem.mods.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
     tiles = -(-problem.query_len // 128) * problem.batch * problem.query_heads
     least = _FEWEST_SAVED if holds_all else _FEWEST_SAVED_IN_ONE_LOOP
+    if problem.mods.mask_is_scattered:
+        least = _FEWEST_SAVED_EVERYWHERE
     if problem.mods.mask_reads:
         least = _FEWEST_SAVED_OF_READS
     return saved >= least and tiles >= _ROUNDS * problem.device.multiprocessors

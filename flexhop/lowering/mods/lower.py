@@ -26,6 +26,7 @@ from flexhop.lowering.mods.analysed import (
     JOINT,
     SCORE,
     SIZES,
+    analyse_kernel,
     analysed,
     kernel_graph,
     per_graph,
@@ -42,6 +43,7 @@ from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
 from flexhop.lowering.mods.quotients import Position, alone
 from flexhop.lowering.mods.rows import mask_rows, row_bytes
+from flexhop.lowering.mods.scattered import is_scattered
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
@@ -182,7 +184,8 @@ def read_mods(
     )
     at, mask_at = ([positions for _, positions in reads] for reads in (score_reads, mask_reads))
     score_depends, mask_depends = _depends(score, SCORE), _depends(mask, INDICES)
-    mask_cost, band = analysed(mask, INDICES).instructions(of=instructions_in_mask), key_band(mask)
+    asked, band = analyse_kernel(alone(mask, "k"), INDICES), key_band(mask)
+    mask_cost = asked.instructions(of=instructions_in_mask)
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
@@ -207,6 +210,7 @@ def read_mods(
         mask_cost=mask_cost and mask_cost + SELECT,
         mask_band=band,
         mask_keeps_own=_keeps_own(mask, band),
+        mask_is_scattered=is_scattered(mask),
         pair_bytes=_pair_bytes(score_reads),
         mask_pair_bytes=_pair_bytes(mask_reads),
         mask_rows=mask_rows(mask),

@@ -209,6 +209,7 @@ TABLES = {
         {"head_dim": 256, "value_head_dim": 256},
         {"blocks": MaskBlocks(256, 384, True, kv_columns=3, q_columns=8)},
         {"mask_cost": 5.0},  # mask_mod would wait for what it reads
+        {"mask_reads": False, "mask_cost": 4.3, "mask_is_scattered": True},  # no block is full
     ],
 )
 def test_masks_that_take_long_are_stored_as_bits(facts):
@@ -765,6 +766,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_reads_per_element", "mask_pair_bytes", "mask_rows", "is_tf32", "pair_bytes",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query", "mask_keeps_own", "score_uses_keys", "reads_captured",
+        "mask_is_scattered",
         # The kernels read and add whatever is captured.
         "row_bytes", "own_entries", "queries_meet",
         "longest_row",  # rows are counted in the costs, which pass mods with long ones over

@@ -74,8 +74,10 @@ def test_the_gradient_is_counted_with_the_gradient_it_gets():
             lambda b, h, q, k: (k // 64 == 0) | ((q // 64 - k // 64).abs() <= 1) | (k % 16 == 0),
             8.5,
         ),
-        # at 64 and at 128 columns: 8.5 and 5.0, 7.4 and 3.9
-        (lambda b, h, q, k: (q % 3 != 1) & (q // 11 >= k // 11), 6.8),
+        # means of 64 and 128 columns, Triton 3.6
+        (lambda b, h, q, k: (q % 3 != 1) & (q // 11 >= k // 11), 3.7),
+        (lambda b, h, q, k: q // 11 >= k // 11, 2.6),
+        (lambda b, h, q, k: (q // 100 - k // 100).abs() <= 1, 4.5),
         (lambda b, h, q, k: q // 300 == k // 300, 5.7),
         (lambda b, h, q, k: TABLE[q] == TABLE[k], 5.9),
         (lambda b, h, q, k: (TABLE[q] == TABLE[k]) & (q >= k), 7.2),
