@@ -15,31 +15,13 @@ from torch import Tensor
 import flexhop
 from flexhop.masks import causal
 from tests.budgets import assert_within_budget, dense_attention, dense_backward
+from tests.own_backwards import Tanh
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 HEADS = 4
-
-
-class Tanh(torch.autograd.Function):
-    """Its gradient is half as large again as that of the operator."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.tanh()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (result,) = ctx.saved_tensors
-        return 1.5 * grad * (1 - result * result)
 
 
 class Bounded(torch.autograd.Function):

@@ -11,27 +11,25 @@ longer, as instructions of compiled steps say. So are equal quotients everywhere
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from flexhop.analysis import (
-    INDICES,
     All,
     Analysis,
     AtLeast,
     Form,
     Some,
     Writer,
-    copied,
     dtype_of,
-    is_comparison,
     quotient_of,
-    settled,
     truth_of,
 )
-from flexhop.lowering.mods.analysed import analyse_kernel, per_graph
+from flexhop.lowering.mods.analysed import per_graph
+from flexhop.lowering.mods.separate import with_comparisons
 
 aten = torch.ops.aten
 Position = Literal["q", "k"]
@@ -48,12 +46,7 @@ def alone(mask: fx.GraphModule, position: Position) -> fx.GraphModule:
         position: the one that is left alone: "k" if threads hold rows of queries, "q" if they
             hold rows of keys.
     """
-    module, copies = copied(mask)
-    writer = _Comparisons(analyse_kernel(mask, INDICES), copies, position)
-    for node, copy in copies.items():
-        if is_comparison(node) and (new := writer.compare(node)) is not None:
-            copy.replace_all_uses_with(new)
-    return settled(module, mask)
+    return with_comparisons(mask, functools.partial(_Comparisons, position=position))
 
 
 class _Comparisons:

@@ -8,7 +8,8 @@ of rows of an image: their numbers for each key take registers, and a forward st
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import fx
@@ -42,10 +43,27 @@ def separated(mask: fx.GraphModule) -> fx.GraphModule:
     Args:
         mask: (b, h, q_idx, kv_idx, *captures) -> bool; not changed.
     """
+    return with_comparisons(mask, _Comparisons)
+
+
+class Comparisons(Protocol):
+    """Comparisons of a graph in other words."""
+
+    def compare(self, node: fx.Node) -> fx.Node | None:
+        """A new one, written to the copy of the graph; None if this one stays."""
+
+
+def with_comparisons(
+    mask: fx.GraphModule, writer: Callable[[Analysis, dict[fx.Node, fx.Node]], Comparisons]
+) -> fx.GraphModule:
+    """The same mask_mod with other comparisons.
+
+    writer: given the analysis of the graph, and the copy of each of its nodes.
+    """
     module, copies = copied(mask)
-    writer = _Comparisons(analyse_kernel(mask, INDICES), copies)
+    comparisons = writer(analyse_kernel(mask, INDICES), copies)
     for node, copy in copies.items():
-        if is_comparison(node) and (new := writer.compare(node)) is not None:
+        if is_comparison(node) and (new := comparisons.compare(node)) is not None:
             copy.replace_all_uses_with(new)
     return settled(module, mask)
 
