@@ -263,7 +263,8 @@ def spread(args: argparse.Namespace) -> list[dict[str, Any]]:
         ]
         late = args.until + 45 + AGAIN  # for what has begun, and for what is measured again
         for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            # What was measured before an interrupt is reported.
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 worker.wait(max(1.0, late - time.time()))
             worker.kill()
     found: dict[int, dict[str, Any]] = {}

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.cases import SUITES, Case
 from benchmarks.implementations import build
+from benchmarks.ways import ways
 from flexhop.offline import Kernel, generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses
-from flexhop.offline.ways import ways
 
 
 class Steps(NamedTuple):

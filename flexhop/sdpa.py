@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexhop import errors
 from flexhop.attention import attend
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.masks import causal
 from flexhop.mods.functions import ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_wrong_type

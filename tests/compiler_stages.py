@@ -9,9 +9,9 @@ from unittest import mock
 
 from triton.backends.nvidia import compiler
 
+from benchmarks.ways import Ways, ways
 from flexhop.offline import Kernel
 from flexhop.offline.cubin import Cubin, compile_kernel
-from flexhop.offline.ways import Ways, ways
 
 
 class _FarEnough(Exception):

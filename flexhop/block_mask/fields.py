@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from flexhop.block_mask.lists import block_count, lists_to_dense
 from flexhop.compat.pytree import attribute_key
 from flexhop.errors import BlockMaskFieldError, BlockSizeError
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.mods.functions import MaskMod
 
 PAIRS = (

@@ -22,7 +22,7 @@ from flexhop.errors import (
     PagesExhaustedError,
     UnmappedPositionError,
 )
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.mods.functions import MaskMod, ScoreMod, noop_mask, noop_score
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 
 
 class PageTable(NamedTuple):

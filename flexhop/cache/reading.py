@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexhop import errors
 from flexhop.cache.pages import PageTable, cache_mistake, in_pages, table_mistake, value_mistake
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.mods.keys import Dequantize, KeyMod, noop_key, same_number
 from flexhop.ops.call import Mistake, note_mistake
 

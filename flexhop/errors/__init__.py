@@ -10,7 +10,7 @@ Order: operands, block masks, mods and their captures, kernel options, calls, wa
 
 from __future__ import annotations
 
-from flexhop.errors import base, checks, mesh, notices
+from flexhop.errors import base, checks, notices
 
 FlexhopError = base.FlexhopError
 
@@ -381,10 +381,10 @@ class UnsupportedFeatureError(FlexhopError, NotImplementedError):
     message = "{feature} is not supported: {reason}. {hint}."
 
 
-PlanError = mesh.PlanError
-PlacementError = mesh.PlacementError
-RankDisagreementError = mesh.RankDisagreementError
-ShardedCallError = mesh.ShardedCallError
+PlanError = checks.PlanError
+PlacementError = checks.PlacementError
+RankDisagreementError = checks.RankDisagreementError
+ShardedCallError = checks.ShardedCallError
 
 NanWarning = checks.NanWarning
 UncheckedWarning = checks.UncheckedWarning

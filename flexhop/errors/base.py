@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any, ClassVar
 
@@ -50,3 +50,12 @@ class FlexhopError(Worded, Exception):
             numbers = {name: index(n) for name, n in facts.items() if type(n) is int}
             FlexhopError.refuse(type(self), facts | numbers)  # without symbols
         Worded.__init__(self, **facts)
+
+
+def shape_text(sizes: Iterable[Any]) -> str:
+    """Sizes as in "[2, 4, 128]".
+
+    Under dynamic shapes, Dynamo (2.11, 2.13) can format a size, but no tuple of sizes.
+    """
+    text = ", ".join([f"{int(size)}" for size in sizes])
+    return f"[{text}]"

@@ -1,4 +1,4 @@
-"""What checks of results and captured tensors find; flexhop.errors exports these classes too."""
+"""What checks of results, captured tensors and meshes find; flexhop.errors exports these, too."""
 
 from __future__ import annotations
 
@@ -43,3 +43,27 @@ class UncheckedWarning(FlexhopWarning):
         "FLEXHOP_VERIFY did not check a call with a query of {shape}: there was not enough "
         "memory. Leave some free, or unset FLEXHOP_VERIFY."
     )
+
+
+class PlanError(FlexhopError, ValueError):
+    """Masks, numbers or a mesh that allow no plan, or that do not match a plan."""
+
+    message = "{argument} {found}, but {expected}."
+
+
+class ShardedCallError(FlexhopError, ValueError, RuntimeError):
+    """A call inside context_parallel that the plan does not cover."""
+
+    message = "Inside context_parallel, {argument} {found}, but {expected}."
+
+
+class RankDisagreementError(FlexhopError, RuntimeError, ValueError):
+    """Ranks called with different arguments, found before anything was exchanged."""
+
+    message = "The ranks of the mesh disagree about {subject}: {found}. {hint}."
+
+
+class PlacementError(FlexhopError, ValueError, NotImplementedError):
+    """DTensor operands whose placements keep ranks from computing their parts alone."""
+
+    message = "{argument} is placed as {found}, but {expected}. {hint}."

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.flash.options import argument_mistake, unsupported
 from flexhop.ops.call import Mistake, note_rank
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexhop import errors, mods
 from flexhop.attention import attend
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank
 from flexhop.ops.dropout_seed import Dropout, dropout_seed

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexhop.errors import ModArgumentError
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 
 if TYPE_CHECKING:
     from flexhop.cache.pages import PageTable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexhop.errors import ModArgumentError
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.mods.functions import ScoreMod
 from flexhop.mods.tanh import tanh_approx
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.ops.call import PROBABILITIES, Mistake, note_mistake
 from flexhop.ops.dropout import draw_seed, is_kept
 

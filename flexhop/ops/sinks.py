@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flexhop import errors
-from flexhop.errors.words import shape_text
+from flexhop.errors.base import shape_text
 from flexhop.ops.call import Mistake, note_mistake
 
 

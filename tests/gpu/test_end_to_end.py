@@ -1,6 +1,6 @@
 """torch.compile on a GPU against the specification and against PyTorch's own flex_attention.
 
-scripts/test tests/gpu: some 9 minutes on 16 cores with one GPU
+scripts/test tests/gpu: some 16 minutes on 16 cores with one GPU
 """
 
 from __future__ import annotations

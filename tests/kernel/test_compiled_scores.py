@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import flexhop
+from benchmarks.ways import Ways, ways
 from flexhop.masks import causal
 from flexhop.offline import generate_code
 from flexhop.offline.cubin import Cubin, compile_kernel, local_accesses, product_notes
-from flexhop.offline.ways import Ways, ways
 from tests.compiler_stages import steps_of
 from tests.needs import needs_hopper
 

@@ -66,6 +66,17 @@ class GluonOverrides(tanh.Functions):
     eq, ne = _comparison("=="), _comparison("!=")
 
 
+def _without_constants(text: str) -> str:
+    """Text of a function in which equality with a constant sees its operand as it is.
+
+    LLVM multiplies in place of dividing for `x % 3 == 0`, if it sees the remainder.
+    """
+    constants = "|".join(re.findall(r"(\w+) = gl\.to_tensor\(", text))
+    if not constants:
+        return text
+    return re.sub(rf"compared\((\w+)\) ([=!]=) compared\(({constants})\)", r"\1 \2 \3", text)
+
+
 class GluonKernel(inductor.TemplateKernel):
     """Fills the holes of our Gluon templates."""
 
@@ -86,7 +97,7 @@ class GluonKernel(inductor.TemplateKernel):
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
         """Text of a user function; see inductor.TemplateKernel."""
-        text = super().modification(subgraph_number, output_name, **inputs)
+        text = _without_constants(super().modification(subgraph_number, output_name, **inputs))
         return text.replace("compared(", "compared_by_mask(") if subgraph_number == _MASK else text
 
     def render(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,9 +41,8 @@ from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.large import large_scores
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
-from flexhop.lowering.mods.quotients import Position, alone
+from flexhop.lowering.mods.quotients import Position, alone, is_scattered
 from flexhop.lowering.mods.rows import mask_rows, row_bytes
-from flexhop.lowering.mods.scattered import is_scattered
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site

@@ -1,4 +1,6 @@
-"""Comparisons of quotients of positions, with one position alone on one side.
+"""Quotients and remainders of positions in masks.
+
+Comparisons of quotients are written with one position alone on one side.
 
 `q_idx // 11 >= kv_idx // 11` divides for each query of a tile and for each key. `kv_idx <= q_idx
 // 11 * 11 + 10` says the same and leaves the key as it is, so that a kernel whose threads hold
@@ -7,6 +9,9 @@ hold keys, the query is to be alone: `q_idx >= kv_idx // 11 * 11`.
 
 A magnitude becomes two comparisons, but only for rows of queries: in backward kernels they are
 longer, as instructions of compiled steps say. So are equal quotients everywhere, and they stay.
+
+Remainders may leave no block whole: `(q_idx % 3 != 1) & (q_idx >= kv_idx)` hides every third query
+everywhere, so kernels ask such a mask about every score that they compute.
 """
 
 from __future__ import annotations
@@ -18,22 +23,27 @@ import torch
 from torch import fx
 
 from flexhop.analysis import (
+    INDICES,
     All,
     Analysis,
     AtLeast,
     Form,
+    Forms,
     Some,
+    Truth,
     Writer,
     dtype_of,
+    number_set,
     quotient_of,
     truth_of,
 )
-from flexhop.lowering.mods.analysed import per_graph
+from flexhop.lowering.mods.analysed import analysed, per_graph
 from flexhop.lowering.mods.separate import with_comparisons
 
 aten = torch.ops.aten
 Position = Literal["q", "k"]
 _LARGEST = 2**30  # sums below it have 32 bits
+_MOST_LEFT = 64  # remainders by up to this take all their values in a block of 128
 _MOST = {"k": 2, "q": 1}  # comparisons for one, by what is left alone
 
 
@@ -115,3 +125,33 @@ class _Comparisons:
         kind = aten.ge.Tensor if is_least else aten.le.Tensor
         place = self.writer.copies[self.place]
         return self.writer.call(copy, kind, place, self.writer.write(copy, bound))
+
+
+@per_graph
+def is_scattered(mask: fx.GraphModule) -> bool:
+    """Whether a mask_mod hides scores of every block by one position alone."""
+    found = analysed(mask, INDICES)
+    truth = truth_of(found.forms, found.mod.result)
+    parts = truth.parts if isinstance(truth, All) else (truth,)
+    return any(_hides_some_remainders(found.forms, part) for part in parts)
+
+
+def _hides_some_remainders(forms: Forms, part: Truth) -> bool:
+    """Whether a condition is about a remainder of one position, and false for some."""
+    numbers = number_set(part)
+    if numbers is None or len(numbers.form.terms) != 1:
+        return False
+    ((atom, factor),) = numbers.form.terms.items()
+    remainder = quotient_of(forms, atom)
+    if remainder is None or not remainder.is_remainder or remainder.divisor > _MOST_LEFT:
+        return False
+    value = forms.affine(remainder.value)
+    if value is None or sorted((abs(value.q), abs(value.k))) != [0, 1]:
+        return False
+    if forms.of_all(value.rest.terms) & {"q", "k"}:
+        return False
+    seen = [
+        any(low <= factor * left <= high for low, high in numbers.numbers)
+        for left in range(remainder.divisor)
+    ]
+    return not all(seen)

@@ -23,8 +23,7 @@ from flexhop.lowering.portable.constants import (
     KeyConstants,
 )
 from flexhop.lowering.portable.memory import shared_memory
-from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.portable.owners import adders
+from flexhop.lowering.portable.names import Kernel, adders
 from flexhop.lowering.portable.search import search_tiles
 from flexhop.lowering.portable.shared import (
     LOG2_E,

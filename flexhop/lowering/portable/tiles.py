@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexhop.lowering.portable import caches, long_rows
-from flexhop.lowering.portable.few_columns import FEW
+from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.float32 import FLOAT32
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.position_tiles import READS
@@ -20,7 +19,7 @@ from flexhop.lowering.portable.rules import (
     is_triton_3_9,
     is_wgmma,
 )
-from flexhop.lowering.portable.small_blocks import SMALL_BLOCKS
+from flexhop.lowering.portable.special_tiles import FEW, LONG_ROWS, SMALL_BLOCKS
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -58,7 +57,7 @@ def _of_pieces(decode: Tile, query: Tile, key: Tile, value: Tile) -> Tiles:
 
 # The first rule that applies to a call and covers its kernel and width decides.
 RULES: tuple[Rule, ...] = (
-    *long_rows.LONG_ROWS,
+    *LONG_ROWS,
     # Products of fp32 numbers without tensor cores spill whatever the tile.
     Rule(
         "heads in pieces",

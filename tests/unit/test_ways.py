@@ -1,6 +1,6 @@
 """The ways through a loop of machine code."""
 
-from flexhop.offline.ways import ways
+from benchmarks.ways import ways
 
 LOOP = """.L_x_1:
  HGMMA R0 ;
