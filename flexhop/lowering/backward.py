@@ -15,7 +15,7 @@ from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.emission.sums import Reads, gather, score_sizes
 from flexhop.lowering.mods.captured import felt_sites
-from flexhop.lowering.mods.lower import lower_joint, lower_mask_of_keys, lower_mods, read_joint
+from flexhop.lowering.mods.lower import for_rows_of_keys, lower_joint, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.ops.args import BackwardArgs, learned_captures, unpack_sites
 
@@ -30,8 +30,7 @@ def lower_attention_backward(*operands: Any) -> tuple[Any, Any, Any, list[Any]]:
     mask_captures = inductor.realize(args.mask_captures)
     # Without folded caps: their derivative needs tanh itself (mods/caps.py).
     mods = lower_mods(device, (args.score_mod, args.mask_mod), (score_captures, mask_captures))
-    mask = lower_mask_of_keys(device, args.mask_mod, mask_captures, mods.mask)
-    mods = mods._replace(mask=mask)
+    mods = for_rows_of_keys(mods, args.mask_mod, mask_captures, device)
     query, key, value, grad_out = inductor.realize(
         [args.query, args.key, args.value, args.grad_out]
     )

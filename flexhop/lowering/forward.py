@@ -14,7 +14,7 @@ from flexhop.lowering import chunked, cpu, fallback
 from flexhop.lowering.dialect import candidates
 from flexhop.lowering.emission.kernel import KernelCall, Output
 from flexhop.lowering.mods.caps import foldable_scale, has_caps
-from flexhop.lowering.mods.lower import ModBuffers, lower_mods, read_joint
+from flexhop.lowering.mods.lower import ModBuffers, for_rows_of_keys, lower_mods, read_joint
 from flexhop.lowering.operands import read_problem, seed_input, show_problem, user_options
 from flexhop.lowering.portable import splits
 from flexhop.lowering.problem import Problem
@@ -108,6 +108,8 @@ def _start_gradients(args: AttentionArgs, call: KernelCall) -> None:
         return
     # The gradient of a cap needs tanh itself, so the forward kernel's folded one does not serve.
     mods = _lower_mods(args, None) if has_caps(args.score_mod) else call.mods
+    captures = inductor.realize(args.mask_captures)
+    mods = for_rows_of_keys(mods, args.mask_mod, captures, inductor.device_of(args.query))
     problem = read_problem(args, mods, grad=read_joint(joint))
     told = dataclasses.replace(call, problem=problem, mods=mods)
     for choice in candidates("backward", problem, call.options):

@@ -84,6 +84,7 @@ EARLY: dict[str, dict[str, Any]] = {
     "dense": {"mask": None},
     "causal": {},
     "documents": {"mask": lambda b, h, m, n: (m >= n) & (DOCUMENT[m] == DOCUMENT[n])},
+    "quotients": {"mask": lambda b, h, m, n: m // 11 >= n // 11},
     "odd lengths": {"queries": 1000, "keys": 900},
     "grouped heads": {"kv_heads": 1},
     "columns 64": {"columns": 64},

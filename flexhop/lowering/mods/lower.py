@@ -102,19 +102,20 @@ def lower_mods(
     return lowered._replace(reading=reading)
 
 
-def lower_mask_of_keys(
-    device: torch.device, mask: Any, captures: Sequence[Any], buffer: Any
-) -> Any:
-    """Lower a mask_mod for kernels whose threads hold rows of keys.
+def for_rows_of_keys(
+    mods: ModBuffers, mask: Any, captures: Sequence[Any], device: torch.device
+) -> ModBuffers:
+    """The same functions for kernels whose threads hold rows of keys: backward kernels.
 
-    buffer: the one for rows of queries; the result if both are the same.
+    mask: mask_mod, as an operand. captures: its own, lowered. device: of the call.
     """
     graph = kernel_graph(mask, INDICES)
     of_keys = _fast_mask(graph, "q")
     if of_keys is _fast_mask(graph, "k"):
-        return buffer
+        return mods
     inputs = [*score_inputs(device)[1:], *captures]
-    return pointwise.lower(wrap_reads(of_keys, INDICES, position_sizes()), inputs, "mask_mod")[0]
+    safe = wrap_reads(of_keys, INDICES, position_sizes())
+    return mods._replace(mask=pointwise.lower(safe, inputs, "mask_mod")[0])
 
 
 def _fast_mask(mask: fx.GraphModule, position: Position) -> fx.GraphModule:
