@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from flexhop.analysis.graph import is_float
+
 # One instruction unless listed. The functions of compat/kernels/functions.py are branch-free.
 # Others, of CUDA's library, have branches, and their text is repeated for every score that a
 # thread holds.
@@ -78,7 +80,7 @@ def instructions_in_mask(node: fx.Node) -> float:
         return _IN_MASKS[name]
     # As Inductor's decompositions spell it. In a score_mod it counts as a division of floats: the
     # limits of its kernels were fitted to that.
-    if name == "div" and node.kwargs.get("rounding_mode") and _is_integer(node):
+    if name == "div" and node.kwargs.get("rounding_mode") and not is_float(node):
         name = "floor_divide"
     return _of_element(node, name) * elements_of(node)
 
@@ -91,11 +93,6 @@ def is_function(node: fx.Node) -> bool:
 def name_of(node: fx.Node) -> str:
     """Name of a node's operator, such as "floor_divide"."""
     return getattr(node.target, "_opname", None) or getattr(node.target, "__name__", "")
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def _is_power_of_two(number: Any) -> bool:

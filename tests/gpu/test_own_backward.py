@@ -17,10 +17,7 @@ from flexhop.masks import causal
 from tests.budgets import assert_within_budget, dense_attention, dense_backward
 from tests.own_backwards import Tanh
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 HEADS = 4
 
 

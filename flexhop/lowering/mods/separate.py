@@ -4,6 +4,7 @@
 for each query, and says the same. So does every comparison of the distance with what heads and
 batches have. Magnitudes stay: two comparisons are longer in the backward kernel. So do distances
 of rows of an image: their numbers for each key take registers, and a forward step spilled.
+quotients.py writes some of these without such numbers.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 
 _LONG_MASK = 7  # instructions per score
+_SHORT = 16  # numbers of a row; tiles of mods with such rows are measured
+_WIDTH = 128  # of calls that were measured with small blocks
 
 
 def _is_light(problem: Problem) -> bool:
@@ -30,9 +32,6 @@ FEW: tuple[Rule, ...] = (
         {"forward": {64: Tile(64, 64, 4, 3)}},
     ),
 )
-
-
-_SHORT = 16  # numbers of a row; tiles of mods with such rows are measured
 
 
 def _has_long_rows(problem: Problem) -> bool:
@@ -58,9 +57,6 @@ LONG_ROWS = (
         measured=False,
     ),
 )
-
-
-_WIDTH = 128
 
 
 def _is_measured(problem: Problem, size: int) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import fx
 
-from flexhop.analysis import INDICES, analyse, name_of
 from flexhop.compat.graphs.inline import decompose
 from flexhop.lowering.mods.quotients import alone
 from flexhop.ops.graphs.subgraphs import trace_mask
+from tests.rewritten import check_values, operators_of
 
 aten = torch.ops.aten
 FAR = torch.tensor([3, -1, 2**31 - 1, -(2**31), 5, 64], dtype=torch.int32)
@@ -29,14 +28,8 @@ def check(mask: Any, position: Literal["q", "k"]) -> list[str]:
     """What divides by a position in a mask with the same values."""
     graph = traced(mask)
     new = alone(graph, position)
-    zero, at = torch.tensor(0, dtype=torch.int32), torch.tensor(POSITIONS, dtype=torch.int32)
-    for h, (q, k) in itertools.product(range(6), itertools.product(at, at)):
-        head = zero + h
-        assert bool(new(zero, head, q, k)) == bool(graph(zero, head, q, k)), (h, q, k)
-    found = analyse(new, INDICES)
-    calls = [node for node in new.graph.nodes if node.op == "call_function"]
-    return [name_of(node) for node in calls
-            if position in found[node].depends and name_of(node) in DIVISIONS]  # fmt: skip
+    check_values(new, graph, POSITIONS)
+    return [name for name in operators_of(new, position) if name in DIVISIONS]
 
 
 MASKS = {

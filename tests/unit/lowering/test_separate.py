@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from flexhop.analysis import INDICES, analyse, name_of
 from flexhop.lowering.mods.separate import separated
 from flexhop.ops.graphs.subgraphs import trace_mask
+from tests.rewritten import check_values, operators_of
 
 aten = torch.ops.aten
 WIDTHS = torch.tensor([3, -1, 2**31 - 1, -(2**31), 0, 64], dtype=torch.int32)
@@ -22,14 +21,8 @@ def check(mask: Any) -> list[str]:
     """The operators that depend on both positions, of a mask with the same values."""
     graph = trace_mask(mask, torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16), ())
     new = separated(graph)
-    zero, at = torch.tensor(0, dtype=torch.int32), torch.tensor(POSITIONS, dtype=torch.int32)
-    for h, (q, k) in itertools.product(range(6), itertools.product(at, at)):
-        head = zero + h
-        assert bool(new(zero, head, q, k)) == bool(graph(zero, head, q, k)), (h, q, k)
-    found = analyse(new, INDICES)
-    calls = [node for node in new.graph.nodes if node.op == "call_function"]
-    return [name_of(node) for node in calls
-            if {"q", "k"} <= found[node].depends]  # fmt: skip
+    check_values(new, graph, POSITIONS)
+    return operators_of(new, "q", "k")
 
 
 MASKS = {
