@@ -1,14 +1,15 @@
 """Instructions per score of an operator.
 
 The numbers are counted in machine code for sm_90, one operator at a time. They only decide between
-kernels. Work that depends only on the query is done once per row of a tile; work that depends only
-on the key, once per two rows, because of how threads hold them.
+kernels. Forward kernels hold rows of queries: work that depends only on the query is done once per
+row of a tile; work that depends only on the key, once per two rows, because of how threads hold
+them. Backward kernels hold rows of keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -43,6 +44,8 @@ _IN_MASKS = {
     **{f"{kind}_{x}": 1.5 for kind in ("bitwise", "logical") for x in ("and", "or", "not", "xor")},
     "index": 6.0,
 }
+# In backward kernels, counted in masked steps of 64 and 128 columns.
+_COMBINED_IN_GRADIENTS = 0.75
 SELECT = 1.3  # instructions to mask a score
 # Functions whose derivative follows from their value, without the score itself.
 _KEPT = ("tanh", "tanh_approx")
@@ -85,6 +88,12 @@ def instructions_in_mask(node: fx.Node) -> float:
     return _of_element(node, name) * elements_of(node)
 
 
+def instructions_in_grad_mask(node: fx.Node) -> float:
+    """The same in a backward kernel."""
+    is_combined = name_of(node).startswith(("bitwise_", "logical_"))
+    return _COMBINED_IN_GRADIENTS if is_combined else instructions_in_mask(node)
+
+
 def is_function(node: fx.Node) -> bool:
     """Whether the value of an operator is better kept than computed again for its derivative."""
     return name_of(node) in _KEPT or instructions_of(node) >= _FUNCTION
@@ -99,8 +108,11 @@ def _is_power_of_two(number: Any) -> bool:
     return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
-def rate(depends: Collection[str]) -> float:
-    """How often a value is computed per score, if it depends on these inputs."""
+def rate(depends: Collection[str], rows: Literal["q", "k"] = "q") -> float:
+    """How often a value is computed per score, if it depends on these inputs.
+
+    rows: whether threads hold rows of queries or of keys.
+    """
     if "score" in depends or "grad" in depends or ("q" in depends and "k" in depends):
         return 1.0
-    return 0.5 if "k" in depends else 0.0
+    return 0.5 if ({"q", "k"} - {rows}) & {*depends} else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
@@ -64,13 +64,14 @@ class Analysis(Mapping[fx.Node, Facts]):
         self,
         nodes: Iterable[fx.Node] | None = None,
         of: Callable[[fx.Node], float] = instructions_of,
+        rows: Literal["q", "k"] = "q",
     ) -> float:
         """Instructions per score of some nodes of `mod`, by default of all that compute.
 
-        of: instructions of one operator, at any rate.
+        of: instructions of one operator, at any rate. rows: see `rate`.
         """
         chosen = self.mod.operators if nodes is None else nodes
-        return sum(of(node) * rate(self.forms.depends_on(node)) for node in chosen)
+        return sum(of(node) * rate(self.forms.depends_on(node), rows) for node in chosen)
 
     def _find(self, node: Any) -> Facts:
         forms = self.forms

@@ -96,9 +96,9 @@ class ModFacts(NamedTuple):
     it reads any at an index that depends on one of them. reads_score: whether its result depends
     on the score. takes_products: whether the kernel's score_mod takes products that are not scaled
     and returns exponents of 2 (lowering/mods/caps.py). score_cost, mask_cost: instructions per
-    score. has_key_slope, has_key_bend:
-    whether score_mod adds a line over keys, and whether the line has bends or steps
-    (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
+    score; mask_grad_cost: of mask_mod in kernels whose threads hold rows of keys.
+    has_key_slope, has_key_bend: whether score_mod adds a line over keys, and whether the line has
+    bends or steps (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
     mask_reads_by_position: whether it does so at indices that depend on query or key;
     mask_reads_per_element: on both.
     pair_bytes, mask_pair_bytes: of what they read on both, per score, the elements at indices that
@@ -133,6 +133,7 @@ class ModFacts(NamedTuple):
     mask_uses_batch: bool
     mask_uses_head: bool
     mask_cost: float
+    mask_grad_cost: float
     mask_band: Band | None
     pair_bytes: int = 0
     mask_pair_bytes: int = 0
@@ -175,6 +176,8 @@ class GradFacts(NamedTuple):
     of captured tensors that need gradients. queries_meet: whether different queries of a head may
     read one entry of such a tensor that all keys of a query read. own_entries: those tensors, by
     position, in which each score has an entry of its own, read once, and pairs have entries.
+    captured_follow_score: whether the gradient that a score adds to any captured tensor is that of
+    the score or of the modified score, up to its sign.
     """
 
     has_score_grad: bool = True
@@ -184,6 +187,7 @@ class GradFacts(NamedTuple):
     captured_reads: tuple[ReadBy, ...] = ()
     queries_meet: bool = False
     own_entries: frozenset[int] = frozenset()
+    captured_follow_score: bool = True
 
     @property
     def adds_captured(self) -> bool:

@@ -359,12 +359,22 @@ class _Outputs:
 
 def _run_assembly(self: Any, *call: Any) -> _Outputs:
     text, _constraints, args, results, _is_pure, pack = call
+    if "ld.global" in text:
+        return _Outputs([_read_memory(self, args[0], results[0])])
     if pack > 1 or text.count(";") > 1:
         types = [np.dtype(interpreter._get_np_dtype(result)) for result in results]
         found = run_packed(text, pack, [a.data for a in args], types)
         return _Outputs([_as_handle(v, r) for v, r in zip(found, results, strict=True)])
     value = assembly_function(text)(*(_widen(a).data for a in args))
     return _Outputs([_as_handle(value, result) for result in results])
+
+
+def _read_memory(builder: Any, pointers: TensorHandle, result: Any) -> TensorHandle:
+    """Numbers in memory; those of 16 bits as the integers of a register."""
+    found = builder.create_load(pointers, None, None, False).data
+    if found.dtype.itemsize == 2:
+        found = found.view(np.uint16)
+    return TensorHandle(found.astype(interpreter._get_np_dtype(result.scalar)), result.scalar)
 
 
 def _as_handle(value: np.ndarray, result: Any) -> TensorHandle:

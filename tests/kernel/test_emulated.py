@@ -42,6 +42,10 @@ def by_distance(c):
     return lambda s, b, h, q, k: s * torch.sigmoid(s) + c.table[h, q - k + 200]
 
 
+def by_gates(c):
+    return lambda s, b, h, q, k: torch.tanh(s - c.bias[k] + c.shift[k]) * c.gates[h, c.gate_of[q]]
+
+
 CASES = [
     # Two consumers; an odd length; a gradient of a captured tensor.
     Case("alibi", score=alibi, mask=lambda c: flexhop.masks.causal, dtype=torch.bfloat16,
@@ -66,6 +70,13 @@ CASES = [
     Case("narrow", score=by_distance, mask=lambda c: flexhop.masks.causal, dtype=torch.bfloat16,
          captures=lambda s, r: {"table": r.normal(s.heads, 450)}, learned=("table",),
          shape=Shape(1, 2, 1, 130, 200, 24, 32), options=HOPPER),
+    # What score_mod reads is read once, in every dtype that has registers.
+    Case("kept", score=by_gates, dtype=torch.bfloat16, learned=("bias",),
+         captures=lambda s, r: {
+             "bias": r.normal(s.kv_len).bfloat16(), "gates": r.normal(s.heads, 8).half(),
+             "gate_of": r.integers(8, s.q_len, dtype=torch.int32), "shift": r.normal(s.kv_len),
+         },
+         shape=Shape(1, 2, 1, 130, 200, 64, 64), options=HOPPER),
     Case("narrowest", mask=lambda c: flexhop.masks.causal, dtype=torch.float16,
          shape=Shape(1, 2, 2, 150, 150, 8, 8), options=EXACT),
 ]  # fmt: skip

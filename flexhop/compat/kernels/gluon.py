@@ -26,14 +26,19 @@ from flexhop.templates.printers.holes import ScatterSite
 
 __all__ = ["fill_up", "keep_apart", "make_template", "suits_bulk_copies"]
 
+_READS = "KEEPS_READS"  # constant of a template that defines `read_captured`
 _MASK = 1  # number of mask_mod among a kernel's subgraphs
 _BULK_BYTES = 16  # alignment of the tensor memory accelerator's addresses and strides
 _RUNTIME = "flexhop.compat.kernels.gluon_runtime"
 
+_EQUALITY = r"compared\((\w+)\) ([=!]=) compared\((\w+)\)"
+
 _IMPORTS = f"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-{import_from(_RUNTIME)}from {_RUNTIME} import compared, compared_by_mask
+{import_from(_RUNTIME)}from {_RUNTIME} import (
+    compared, compared_by_mask, equated_by_mask, read_kept,
+)
 """
 
 
@@ -58,8 +63,8 @@ class GluonOverrides(tanh.Functions):
             text = f'float("{text}")'
         return f"gl.to_tensor({text}).to({triton_type(dtype)})"
 
-    # Comparisons see operands through a function, in mask_mod through `compared_by_mask`, of which
-    # a template may have its own; see gluon_runtime.py.
+    # Comparisons see operands through a function, in mask_mod through `compared_by_mask` and
+    # `equated_by_mask`, of which a template may have its own; see gluon_runtime.py.
 
     lt, le = _comparison("<"), _comparison("<=")
     gt, ge = _comparison(">"), _comparison(">=")
@@ -98,7 +103,10 @@ class GluonKernel(inductor.TemplateKernel):
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
         """Text of a user function; see inductor.TemplateKernel."""
         text = _without_constants(super().modification(subgraph_number, output_name, **inputs))
-        return text.replace("compared(", "compared_by_mask(") if subgraph_number == _MASK else text
+        if subgraph_number == _MASK:
+            text = re.sub(_EQUALITY, r"equated_by_mask(\1) \2 equated_by_mask(\3)", text)
+            return text.replace("compared(", "compared_by_mask(")
+        return text.replace("tl.load(", "read_captured(") if _READS in self.meta else text
 
     def render(self, *args: Any, **kwargs: Any) -> Any:
         """The text with holes that are filled at the end."""

@@ -17,7 +17,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from flexhop.compat.kernels import isolated
 from flexhop.compat.kernels.functions import FUNCTIONS, constant_name
 
-__all__ = ["compared", "compared_by_mask", "run_1", "run_2", "run_3"]
+__all__ = [
+    "compared", "compared_by_mask", "equated_by_mask", "read_kept", "run_1", "run_2", "run_3",
+]  # fmt: skip
 
 
 class _SourceByDialect:
@@ -53,7 +55,44 @@ def compared(x):
 
 @gluon.jit
 def compared_by_mask(x):
-    """Like compared, in a mask_mod."""
+    """Like compared, in a mask_mod, of an order."""
+    return x
+
+
+@gluon.jit
+def equated_by_mask(x):
+    """Like compared, in a mask_mod, of an equality."""
+    return x
+
+
+@gluon.jit
+def read_kept(pointers):
+    """Captured numbers that a kernel needs twice, read once.
+
+    Behind a barrier the compiler takes memory for changed, so it reads again, and computes again
+    what follows. It does not see that this reads memory, which no kernel changes while it runs.
+    """
+    T: gl.constexpr = pointers.dtype.element_ty
+    if T == gl.float32:
+        x = gl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];",
+            "=f,l",
+            [pointers],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    elif T == gl.int32:
+        x = gl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=gl.int32, is_pure=True, pack=1
+        )
+    elif T == gl.bfloat16 or T == gl.float16:
+        x = gl.inline_asm_elementwise(
+            "{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }", "=r,l",
+            [pointers], dtype=gl.int32, is_pure=True, pack=1,
+        ).to(gl.int16).to(T, bitcast=True)  # fmt: skip
+    else:
+        x = gl.load(pointers)
     return x
 
 

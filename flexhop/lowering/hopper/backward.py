@@ -118,6 +118,8 @@ class HopperBackwardConstants(SharedConstants):
     STAGES_PIECES: bool
     HAS_SCORE_GRAD: bool
     STASH_SCORES: bool
+    REMATERIALIZE_POSITIONS: bool
+    KEEPS_READS: bool
     HAS_LARGE_SCORES: bool
 
 
@@ -269,17 +271,32 @@ def _stashes_scores(problem: Problem, tile: HopperGradTile) -> bool:
     At 128 columns, threads have no registers left for them. They go to the buffer where a consumer
     stages its part of the gradient of query, which has the same size.
     """
-    # Everything that score_mod computes from a score is then recomputed. If that includes
-    # functions, it costs more than a shortage of registers. With gradients of captured tensors the
-    # shortage is far larger.
-    is_cheap = problem.has_captured_grads or not problem.grad.grad_has_functions
     return (
         problem.mods.has_score_mod
         and problem.grad.grad_reads_score
-        and is_cheap
+        and not _keeps_functions(problem)
         and width(problem) == LARGEST_OWN
         and not tile.shares_keys
     )
+
+
+def _keeps_functions(problem: Problem) -> bool:
+    """Whether functions of a score stay in registers until gradients need them.
+
+    Computed again, they cost more than a shortage of registers. Gradients of captured tensors that
+    need other numbers than that of the score make the shortage far larger.
+    """
+    needs_more = problem.has_captured_grads and not problem.grad.captured_follow_score
+    return problem.grad.grad_has_functions and not needs_more
+
+
+def _rematerializes_positions(problem: Problem, tile: HopperGradTile) -> bool:
+    """Whether what score_mod made of positions is recomputed for the gradients of scores.
+
+    With 128 columns of all operands, threads have no registers to keep it.
+    """
+    is_short = problem.has_captured_grads and width(problem) == LARGEST_OWN
+    return _stashes_scores(problem, tile) or (is_short and not _keeps_functions(problem))
 
 
 def _lacks_registers(problem: Problem) -> bool:
@@ -344,6 +361,8 @@ def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants
         STAGES_PIECES=_stages_pieces(problem, tile),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         STASH_SCORES=_stashes_scores(problem, tile),
+        REMATERIALIZE_POSITIONS=_rematerializes_positions(problem, tile),
+        KEEPS_READS=not _stashes_scores(problem, tile),
         HAS_LARGE_SCORES=problem.has_large_lse,
     )  # fmt: skip
 

@@ -26,8 +26,13 @@ _ROWS = 32  # rows per program: 128 words, one per thread
 # is less, too, if no block is full: of `(q % 3 != 1) & (q // 11 >= k // 11)`, 4.3 instructions,
 # a step has 662 and 720 instructions at 64 and 128 columns, and 531 and 585 with bits.
 _BIT_COST = 2.4
-_FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _FEWEST_SAVED_IN_ONE_LOOP = 3.0, 1.0, 5.0
+_FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _MORE_SAVED_IN_ONE_LOOP = 3.0, 1.0, 2.0
 _FEWEST_SAVED_EVERYWHERE = 1.5
+# Backward kernels wait for bits, which they do not read ahead. At (4, 16, 16, 4096, 64) on an
+# H200, masks of 7.3 and 9.3 instructions saved 12 and 9 % with bits, and those of 6.8 and 3.5 lost
+# 8 and 4 %. At 128 columns, masks of 3.5 to 9.3 instructions lost 2 to 6 %; steps of 128 x 64
+# scores have 435 instructions with bits, and take as long as steps with 575 without.
+_FEWEST_SAVED_OF_KEYS = {64: 4.5, 128: 7.4}
 # One more launch pays off if there are rounds of tiles.
 _ROUNDS = 2
 _SMALL = 64  # blocks up to here are gathered, several for a tile
@@ -105,7 +110,11 @@ def of_queries(problem: Problem) -> StoredBits:
     if blocks is None or not _is_possible(problem, blocks):
         return NONE
     columns = _Columns(blocks.kv_columns, -(-problem.key_len // blocks.kv_size))
-    return _choose(problem, (blocks.q_size, blocks.kv_size), problem.query_len, columns)
+    fewest = _FEWEST_SAVED, _FEWEST_SAVED + _MORE_SAVED_IN_ONE_LOOP
+    if problem.mods.mask_is_scattered:
+        fewest = _FEWEST_SAVED_EVERYWHERE, _FEWEST_SAVED_EVERYWHERE
+    saving = _Saving(problem.mods.mask_cost, *fewest)
+    return _choose(problem, (blocks.q_size, blocks.kv_size), problem.query_len, columns, saving)
 
 
 def of_keys(problem: Problem) -> StoredBits:
@@ -116,7 +125,10 @@ def of_keys(problem: Problem) -> StoredBits:
     if problem.is_deterministic and blocks.q_columns is None:  # full blocks are in between
         return NONE
     columns = _Columns(blocks.q_columns, -(-problem.query_len // blocks.q_size))
-    return _choose(problem, (blocks.kv_size, blocks.q_size), problem.key_len, columns)
+    is_narrow = max(problem.head_dim, problem.value_head_dim) <= 64
+    fewest = _FEWEST_SAVED_OF_KEYS[64 if is_narrow else 128]
+    saving = _Saving(problem.mods.mask_grad_cost, fewest, fewest + _MORE_SAVED_IN_ONE_LOOP)
+    return _choose(problem, (blocks.kv_size, blocks.q_size), problem.key_len, columns, saving)
 
 
 def _is_possible(problem: Problem, blocks: MaskBlocks) -> bool:
@@ -151,6 +163,17 @@ def long_question(problem: Problem, stored: StoredBits, most: int) -> str:
     )
 
 
+class _Saving(NamedTuple):
+    """Instructions of mask_mod per score, and how many bits must save to pay off.
+
+    fewest_in_one_loop: if blocks without bits may share the loop.
+    """
+
+    cost: float
+    fewest: float
+    fewest_in_one_loop: float
+
+
 class _Columns(NamedTuple):
     """How many blocks a row may list: at most, if that is known, and at this compilation."""
 
@@ -159,7 +182,7 @@ class _Columns(NamedTuple):
 
 
 def _choose(
-    problem: Problem, sides: tuple[int, int], length: int, columns: _Columns
+    problem: Problem, sides: tuple[int, int], length: int, columns: _Columns, saving: _Saving
 ) -> StoredBits:
     """Choose bits for a kernel whose lists have `length / sides[0]` rows."""
     by_batch = is_by_batch(problem)
@@ -171,7 +194,7 @@ def _choose(
     fewest = max(1, _FEWEST * 128 * 128 // (sides[0] * sides[1]))
     stored = min(max(room, fewest), columns.seen)
     holds_all = columns.most is not None and columns.most <= stored
-    if not _pays(problem, copies, holds_all=holds_all):
+    if not _pays(problem, copies, saving, holds_all=holds_all):
         return NONE
     return whole._replace(blocks=stored, holds_all=holds_all)
 
@@ -182,15 +205,13 @@ def is_by_batch(problem: Problem) -> bool:
     return per_batch or problem.mods.mask_uses_batch
 
 
-def _pays(problem: Problem, copies: int, *, holds_all: bool) -> bool:
+def _pays(problem: Problem, copies: int, saving: _Saving, *, holds_all: bool) -> bool:
     """Whether the heads' savings outweigh a launch that computes mask_mod once for them."""
     sharers = problem.batch * problem.query_heads // copies
     # One of the sharers still pays for the mask, and all of them pay for reading bits.
-    saved = problem.mods.mask_cost * (1 - 1 / max(1, sharers)) - _BIT_COST
+    saved = saving.cost * (1 - 1 / max(1, sharers)) - _BIT_COST
     tiles = -(-problem.query_len // 128) * problem.batch * problem.query_heads
-    least = _FEWEST_SAVED if holds_all else _FEWEST_SAVED_IN_ONE_LOOP
-    if problem.mods.mask_is_scattered:
-        least = _FEWEST_SAVED_EVERYWHERE
+    least = saving.fewest if holds_all else saving.fewest_in_one_loop
     if problem.mods.mask_reads:
         least = _FEWEST_SAVED_OF_READS
     return saved >= least and tiles >= _ROUNDS * problem.device.multiprocessors

@@ -31,11 +31,11 @@ _TILE = 128  # most queries or keys of a tile
 
 aten = torch.ops.aten
 _QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
-# What multiplies one operand by a number: f(a x) = a f(x).
-_SCALES = {
-    *_QUOTIENTS, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
+_SIGNS = {
+    aten.neg.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
 }  # fmt: skip
+# What multiplies one operand by a number: f(a x) = a f(x).
+_SCALES = {*_QUOTIENTS, *_SIGNS, aten.mul.Tensor, aten.mul.Scalar}
 
 
 class SiteFacts(NamedTuple):
@@ -95,6 +95,20 @@ def queries_meet(joint: Any, sites: Sequence[Site]) -> bool:
     """Whether different queries of a head may read one entry that all keys of a query read."""
     facts = (site_facts(joint, site) for site in sites)
     return any(found.by == "query" and found.repeats for found in facts)
+
+
+def follow_score(joint: Any, sites: Sequence[Site]) -> bool:
+    """Whether sites take the gradient of the score or of the modified score, up to its sign."""
+    found = analysed(joint, JOINT)
+    known = (found.mod.result, found.mod.inputs["grad"])
+    return all(_without_sign(found.mod.results[site.value]) in known for site in sites)
+
+
+def _without_sign(value: Any) -> Any:
+    """What a number is the negative of, in whatever dtype."""
+    while isinstance(value, fx.Node) and value.target in _SIGNS:
+        value = value.args[0]
+    return value
 
 
 def felt_sites(joint: Any, sites: Sequence[Site], *, moves_lse: bool) -> tuple[Site, ...]:

@@ -16,6 +16,7 @@ from flexhop.analysis import (
     copied,
     dependents,
     elements_of,
+    instructions_in_grad_mask,
     instructions_in_mask,
     is_function,
     truth_of,
@@ -35,7 +36,7 @@ from flexhop.lowering.mods.analysed import (
 from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.mods.caps import fold_caps
-from flexhop.lowering.mods.captured import own_entries, queries_meet, read_sites
+from flexhop.lowering.mods.captured import follow_score, own_entries, queries_meet, read_sites
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.large import large_scores
@@ -186,6 +187,8 @@ def read_mods(
     score_depends, mask_depends = _depends(score, SCORE), _depends(mask, INDICES)
     asked, band = analyse_kernel(alone(mask, "k"), INDICES), key_band(mask)
     mask_cost = asked.instructions(of=instructions_in_mask)
+    asked_by_keys = analyse_kernel(alone(mask, "q"), INDICES)
+    mask_grad_cost = asked_by_keys.instructions(of=instructions_in_grad_mask, rows="k")
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
@@ -208,6 +211,7 @@ def read_mods(
         mask_uses_head="h" in mask_depends,
         mask_uses_query="q" in mask_depends,
         mask_cost=mask_cost and mask_cost + SELECT,
+        mask_grad_cost=mask_grad_cost and mask_grad_cost + SELECT,
         mask_band=band,
         mask_keeps_own=_keeps_own(mask, band),
         mask_is_scattered=is_scattered(mask),
@@ -245,6 +249,7 @@ def read_joint(
         captured_reads=read_sites(joint, sites),
         queries_meet=queries_meet(joint, sites),
         own_entries=frozenset() if sizes is None else own_entries(joint, sites, sizes),
+        captured_follow_score=follow_score(joint, sites),
     )
 
 

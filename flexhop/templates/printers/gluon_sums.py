@@ -35,7 +35,7 @@ def add(kernel: Any, sites: Sites) -> str:
     """The line after the gradients of a tile; empty without sites."""
     if not sites:
         return ""
-    rest = "sums, score, p, grad, b, h, q_idx, kv_idx"
+    rest = "sums, score, p, grad_modified, b, h, q_idx, kv_idx"
     return f"\nsums = add_captured_grads({kernel.gen_argdefs()}, {rest})"
 
 

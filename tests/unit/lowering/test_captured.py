@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexhop.lowering.mods.captured import read_sites, site_facts
+from flexhop.lowering.mods.captured import follow_score, read_sites, site_facts
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint
 from tests.spellings import DISTANCES, LENGTH
@@ -82,6 +82,24 @@ def test_queries_that_share_entries(mod, shared):
     (site,) = unpack_sites(joint.sites)
     assert read_sites(joint.joint, unpack_sites(joint.sites)) == ("query",)
     assert site_facts(joint.joint, site).repeats == shared
+
+
+@pytest.mark.parametrize(
+    ("mod", "follows"),
+    [
+        (lambda s, b, h, q, k, t, which: s + t[h, q], True),
+        (lambda s, b, h, q, k, t, which: torch.tanh(s + t[h, k]), True),
+        (lambda s, b, h, q, k, t, which: torch.tanh(s - t[h, k].bfloat16()), True),
+        (lambda s, b, h, q, k, t, which: 9 * torch.tanh(s / 9) + t[h, q - k + 63], True),
+        (lambda s, b, h, q, k, t, which: s * t[h, 0], False),
+        (lambda s, b, h, q, k, t, which: torch.tanh(s * t[h, 0]), False),
+        (lambda s, b, h, q, k, t, which: torch.tanh(s + t[h, k]) * t[h, q], False),
+    ],
+)
+def test_gradients_that_are_those_of_scores(mod, follows):
+    captures = (torch.zeros(64, 128, requires_grad=True), torch.arange(64))
+    joint = trace_joint(mod, torch.zeros(1, 4, 64, 16), captures)
+    assert follow_score(joint.joint, unpack_sites(joint.sites)) == follows
 
 
 def test_every_site_is_read_by_itself():

@@ -205,11 +205,10 @@ TABLES = {
     "facts",
     [
         {},
-        {"mask_reads": False},
+        {"mask_reads": False, "mask_grad_cost": 10.0},
         {"head_dim": 256, "value_head_dim": 256},
         {"blocks": MaskBlocks(256, 384, True, kv_columns=3, q_columns=8)},
         {"mask_cost": 5.0},  # mask_mod would wait for what it reads
-        {"mask_reads": False, "mask_cost": 4.3, "mask_is_scattered": True},  # no block is full
     ],
 )
 def test_masks_that_take_long_are_stored_as_bits(facts):
@@ -222,6 +221,22 @@ def test_masks_that_take_long_are_stored_as_bits(facts):
     assert forward.HOLDS_ALL_BITS and backward.HOLDS_ALL_BITS
     assert (forward.BITS_ROWS, backward.BITS_ROWS) == (call.blocks.q_size, call.blocks.kv_size)
     assert not forward.BITS_BY_BATCH
+
+
+def test_a_mask_that_leaves_no_block_full_needs_to_save_less():
+    facts = TABLES | {"mask_reads": False, "mask_cost": 4.3}
+    for is_scattered, stored in ((False, 0), (True, 8)):
+        call = problem(**facts | {"mask_is_scattered": is_scattered})
+        assert bits.of_queries(call).blocks == stored
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "cost", "stored"), [(64, 6.8, 0), (64, 7.3, 16), (128, 9.3, 0), (128, 10.05, 16)]
+)
+def test_backward_kernels_read_bits_if_they_save_more(head_dim, cost, stored):
+    widths = {"head_dim": head_dim, "value_head_dim": head_dim}
+    facts = {"mask_reads": False, "mask_cost": 0.0, "mask_grad_cost": cost}
+    assert bits.of_keys(problem(**TABLES | widths | facts)).blocks == stored
 
 
 def test_bits_of_batches():
@@ -526,12 +541,17 @@ def test_the_widths_of_latent_attention_have_tiles_of_their_own(facts, keys):
     assert hopper_grad.shared_memory(call, tile) <= call.device.shared_memory
 
 
+KEPT = {"has_score_grad": True, "grad_reads_score": True, "grad_has_functions": True}
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
         ({"has_score_grad": True, "grad_reads_score": True}, True),
         ({"has_score_grad": True}, False),
-        ({"has_score_grad": True, "grad_reads_score": True, "grad_has_functions": True}, False),
+        (KEPT, False),
+        (KEPT | {"captured_reads": ("head",)}, True),
+        (KEPT | {"captured_reads": ("head",), "captured_follow_score": True}, False),
         ({"has_score_grad": True, "grad_reads_score": True, "head_dim": 64}, False),
         ({"has_score_grad": True, "grad_reads_score": True, "head_dim": 256}, False),
     ],
@@ -762,11 +782,12 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "is_query_multiple", "is_key_multiple", "has_score_grad", "key_len_varies",
         "bulk_obstacle", "is_deterministic", "dropout_p", "mask_uses_batch", "mask_uses_head",
         "mask_band", "reads_by_position", "score_cost", "mask_cost", "grad_cost", "has_key_slope",
-        "has_key_bend", "grad_reads_score", "grad_has_functions", "dropout_groups", "reads_score",
+        "mask_grad_cost", "has_key_bend", "grad_reads_score", "grad_has_functions",
+        "dropout_groups", "reads_score",
         "mask_reads_per_element", "mask_pair_bytes", "mask_rows", "is_tf32", "pair_bytes",
         "has_distances", "mask_reads_by_position", "key_bytes", "mask_key_bytes",
         "mask_uses_query", "mask_keeps_own", "score_uses_keys", "reads_captured",
-        "mask_is_scattered",
+        "mask_is_scattered", "captured_follow_score",
         # The kernels read and add whatever is captured.
         "row_bytes", "own_entries", "queries_meet",
         "longest_row",  # rows are counted in the costs, which pass mods with long ones over

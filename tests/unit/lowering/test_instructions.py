@@ -91,6 +91,21 @@ def test_masks_take_about_as_long_as_counted(mask_mod, counted):
     assert counted / 1.5 < estimate < counted * 1.5
 
 
+@pytest.mark.parametrize("position", ["q", "k"])
+def test_masks_are_counted_by_what_threads_hold(position):
+    """A remainder of the query is computed once per row of queries, and for rows of keys often."""
+
+    def mask_mod(b, h, q, k):
+        return ({"q": q, "k": k}[position] % 3 != 1) & (q >= k)
+
+    mask = decompose(trace_mask(mask_mod, QUERY, ()))
+    facts = read_mods(trace_score(lambda s, b, h, q, k: s, QUERY, ()), mask)
+    by_queries, by_keys = facts.mask_cost, facts.mask_grad_cost
+    most, least = (by_keys, by_queries) if position == "q" else (by_queries, by_keys)
+    assert 9 < most < 11
+    assert 3 < least < 5
+
+
 def test_an_unknown_operator_counts_as_one():
     assert cost(lambda s, b, h, q, k: torch.heaviside(s, s)) == 1
 

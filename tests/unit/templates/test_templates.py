@@ -40,7 +40,7 @@ HOLES = {
 IMPORTED = {"tl", "triton", "libdevice"}
 GLUON = {
     "tl", "gl", "gluon", "tma", "mbarrier", "fence_async_shared", "add_async", "load_async",
-    "as_parts", "in_flight", "specialize_warps", "stash", "unstash",
+    "as_parts", "in_flight", "read_kept", "specialize_warps", "stash", "unstash",
     "store_async", "warpgroup_mma", "warpgroup_mma_wait", *records.__all__,
 }  # fmt: skip
 
