@@ -47,7 +47,8 @@ def few_multiprocessors(architecture: int = 90) -> Iterator[None]:
 def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem:
     """A plain call of 2 x 8 heads and 1024 tokens; `facts` override its fields and theirs."""
     groups: tuple[Any, ...] = (ModFacts, GradFacts)
-    facts = {"mask_grad_cost": facts.get("mask_cost", False)} | facts
+    asked = dict.fromkeys(("asked_cost", "asked_grad_cost"), facts.get("mask_cost", False))
+    facts = asked | facts
     parts = {kind: dict.fromkeys(kind._fields, False) for kind in groups}
     none = {"mask_band": None, "key_bytes": frozenset(), "mask_key_bytes": frozenset()}
     parts[ModFacts] |= none | {"reads_score": True}

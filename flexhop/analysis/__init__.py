@@ -23,7 +23,7 @@ from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some
 from flexhop.analysis.cost import (
     SELECT,
     elements_of,
-    instructions_in_grad_mask,
+    instructions_in_asked_mask,
     instructions_in_mask,
     instructions_of,
     is_function,
@@ -98,7 +98,7 @@ __all__ = [
     "evaluate",
     "evaluate_result",
     "find_span",
-    "instructions_in_grad_mask",
+    "instructions_in_asked_mask",
     "instructions_in_mask",
     "instructions_of",
     "is_comparison",

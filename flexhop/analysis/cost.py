@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from flexhop.analysis.graph import is_float
+from flexhop.analysis.graph import dtype_of, is_float
 
 # One instruction unless listed. The functions of compat/kernels/functions.py are branch-free.
 # Others, of CUDA's library, have branches, and their text is repeated for every score that a
@@ -44,8 +44,9 @@ _IN_MASKS = {
     **{f"{kind}_{x}": 1.5 for kind in ("bitwise", "logical") for x in ("and", "or", "not", "xor")},
     "index": 6.0,
 }
-# In backward kernels, counted in masked steps of 64 and 128 columns.
-_COMBINED_IN_GRADIENTS = 0.75
+# As counted in masked steps of 64 and 128 columns, Triton 3.6. Limits of kernels other than that
+# of bits were fitted to the numbers above.
+_COMBINED = 0.75
 SELECT = 1.3  # instructions to mask a score
 # Functions whose derivative follows from their value, without the score itself.
 _KEPT = ("tanh", "tanh_approx")
@@ -88,10 +89,12 @@ def instructions_in_mask(node: fx.Node) -> float:
     return _of_element(node, name) * elements_of(node)
 
 
-def instructions_in_grad_mask(node: fx.Node) -> float:
-    """The same in a backward kernel."""
-    is_combined = name_of(node).startswith(("bitwise_", "logical_"))
-    return _COMBINED_IN_GRADIENTS if is_combined else instructions_in_mask(node)
+def instructions_in_asked_mask(node: fx.Node) -> float:
+    """The same, for the choice between mask_mod and bits."""
+    is_combined = (
+        name_of(node).startswith(("bitwise_", "logical_")) and dtype_of(node) == torch.bool
+    )
+    return _COMBINED if is_combined else instructions_in_mask(node)
 
 
 def is_function(node: fx.Node) -> bool:

@@ -96,7 +96,8 @@ class ModFacts(NamedTuple):
     it reads any at an index that depends on one of them. reads_score: whether its result depends
     on the score. takes_products: whether the kernel's score_mod takes products that are not scaled
     and returns exponents of 2 (lowering/mods/caps.py). score_cost, mask_cost: instructions per
-    score; mask_grad_cost: of mask_mod in kernels whose threads hold rows of keys.
+    score. asked_cost, asked_grad_cost: those that bits spare, in kernels whose threads hold rows
+    of queries, and of keys.
     has_key_slope, has_key_bend: whether score_mod adds a line over keys, and whether the line has
     bends or steps (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
     mask_reads_by_position: whether it does so at indices that depend on query or key;
@@ -133,7 +134,8 @@ class ModFacts(NamedTuple):
     mask_uses_batch: bool
     mask_uses_head: bool
     mask_cost: float
-    mask_grad_cost: float
+    asked_cost: float
+    asked_grad_cost: float
     mask_band: Band | None
     pair_bytes: int = 0
     mask_pair_bytes: int = 0

@@ -126,7 +126,7 @@ LOCAL = {
     (128, "distance"): 2,  # 0 with 3.6
     (128, "bucket"): 3,
     (128, "temperature"): 4,  # 2 with 3.6; of 700
-    (128, "scaled"): 21,  # 19 with 3.6; of 900
+    (128, "scaled"): 50,  # of 900; choice takes the portable kernels
     (128, "cap"): 50,  # of 2100
     (256, "factor"): 1,
 }

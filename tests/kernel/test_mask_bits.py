@@ -124,12 +124,13 @@ def test_bits_are_what_mask_mod_says(mod, length, block_size, width, dynamic):
     batch = BATCH if mod.__qualname__.startswith("documents_by_batch") else None
     mask = flexhop.create_block_mask(mod, batch, None, length, length, "cpu", block_size)
     found = stored_bits(mask, length, width=width, dynamic=dynamic, grad=True)
-    assert len(found) == 2
+    # Threads of backward kernels hold keys, and are asked once for each.
+    assert len(found) == (1 if mod.__qualname__.startswith("of_keys") else 2)
     assert all(stored.holds_all != dynamic for stored in found)
     assert found[0].seen.size(0) == (batch or 1)
     lists = (mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices)
     mods = (lambda b, r, c: mod(b, 0, r, c)), (lambda b, r, c: mod(b, 0, c, r))
-    for stored, of_side, by_side in zip(found, lists, mods, strict=True):
+    for stored, of_side, by_side in zip(found, lists, mods, strict=False):
         assert check_blocks(stored, of_side, by_side, length) >= (batch or 1)
 
 

@@ -86,6 +86,19 @@ def read_kept(pointers):
         x = gl.inline_asm_elementwise(
             "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=gl.int32, is_pure=True, pack=1
         )
+    elif T == gl.float64:
+        x = gl.inline_asm_elementwise(
+            "ld.global.nc.f64 $0, [$1];",
+            "=d,l",
+            [pointers],
+            dtype=gl.float64,
+            is_pure=True,
+            pack=1,
+        )
+    elif T == gl.int64:
+        x = gl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];", "=l,l", [pointers], dtype=gl.int64, is_pure=True, pack=1
+        )
     elif T == gl.bfloat16 or T == gl.float16:
         x = gl.inline_asm_elementwise(
             "{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }", "=r,l",

@@ -23,11 +23,11 @@ _ROWS = 32  # rows per program: 128 words, one per thread
 # Instructions per score in a step: the cost of stored bits, and what a mask must save beyond it.
 # It is less if the mask waits for memory. It is more if some blocks may be left to mask_mod,
 # because full blocks then share a loop with blocks that have bits, and look theirs up as well. It
-# is less, too, if no block is full: of `(q % 3 != 1) & (q // 11 >= k // 11)`, 4.3 instructions,
+# is less, too, if no block is full: of `(q % 3 != 1) & (q // 11 >= k // 11)`, 3.6 instructions,
 # a step has 662 and 720 instructions at 64 and 128 columns, and 531 and 585 with bits.
 _BIT_COST = 2.4
-_FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _MORE_SAVED_IN_ONE_LOOP = 3.0, 1.0, 2.0
-_FEWEST_SAVED_EVERYWHERE = 1.5
+_FEWEST_SAVED, _FEWEST_SAVED_OF_READS, _MORE_SAVED_IN_ONE_LOOP = 2.2, 1.0, 2.0
+_FEWEST_SAVED_EVERYWHERE = 1.0
 # Backward kernels wait for bits, which they do not read ahead. At (4, 16, 16, 4096, 64) on an
 # H200, masks of 7.3 and 9.3 instructions saved 12 and 9 % with bits, and those of 6.8 and 3.5 lost
 # 8 and 4 %. At 128 columns, masks of 3.5 to 9.3 instructions lost 2 to 6 %; steps of 128 x 64
@@ -113,7 +113,7 @@ def of_queries(problem: Problem) -> StoredBits:
     fewest = _FEWEST_SAVED, _FEWEST_SAVED + _MORE_SAVED_IN_ONE_LOOP
     if problem.mods.mask_is_scattered:
         fewest = _FEWEST_SAVED_EVERYWHERE, _FEWEST_SAVED_EVERYWHERE
-    saving = _Saving(problem.mods.mask_cost, *fewest)
+    saving = _Saving(problem.mods.asked_cost, *fewest)
     return _choose(problem, (blocks.q_size, blocks.kv_size), problem.query_len, columns, saving)
 
 
@@ -127,7 +127,7 @@ def of_keys(problem: Problem) -> StoredBits:
     columns = _Columns(blocks.q_columns, -(-problem.query_len // blocks.q_size))
     is_narrow = max(problem.head_dim, problem.value_head_dim) <= 64
     fewest = _FEWEST_SAVED_OF_KEYS[64 if is_narrow else 128]
-    saving = _Saving(problem.mods.mask_grad_cost, fewest, fewest + _MORE_SAVED_IN_ONE_LOOP)
+    saving = _Saving(problem.mods.asked_grad_cost, fewest, fewest + _MORE_SAVED_IN_ONE_LOOP)
     return _choose(problem, (blocks.kv_size, blocks.q_size), problem.key_len, columns, saving)
 
 

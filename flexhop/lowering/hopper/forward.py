@@ -33,6 +33,9 @@ _LARGEST_WIDTH = 256
 # Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
 # at other widths; and above which score_mod needs the registers that could hold queries.
 _COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 24, 20, 8
+# Likewise at 64 columns, unless score_mod follows distances: it took 0.90 of the time for a cap in
+# a tensor (15), 0.93 for `sin`, 0.95 for `softplus` (14), and 1.00 for `gelu` (17).
+_COSTLY_SCORE_64 = 13
 # Columns up to which the portable kernel is faster if score_mod reads rows of keys: 1.04 (128
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
 _WIDTH_OF_ROWS = 128
@@ -124,12 +127,19 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     # Small blocks, several of which make a tile here, were not compared.
     if wider(problem) <= _WIDTH_OF_READS and not fits_blocks(problem, ROWS):
         yield from _slower_reads(problem)
-    most = _COSTLY_SCORE_128 if wider(problem) == 128 else _COSTLY_SCORE
+    most = _most_instructions(problem)
     if problem.mods.score_cost > most:
         yield (
             f"score_mod takes about {problem.mods.score_cost:.0f} instructions per score: above "
             f"{most} the portable kernel is faster"
         )
+
+
+def _most_instructions(problem: Problem) -> int:
+    columns = wider(problem)
+    if columns == 64 and not _follows_distances(problem.mods):
+        return _COSTLY_SCORE_64
+    return _COSTLY_SCORE_128 if columns == 128 else _COSTLY_SCORE
 
 
 def _spares_little(problem: Problem) -> bool:

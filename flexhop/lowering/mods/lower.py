@@ -16,7 +16,7 @@ from flexhop.analysis import (
     copied,
     dependents,
     elements_of,
-    instructions_in_grad_mask,
+    instructions_in_asked_mask,
     instructions_in_mask,
     is_function,
     truth_of,
@@ -188,7 +188,8 @@ def read_mods(
     asked, band = analyse_kernel(alone(mask, "k"), INDICES), key_band(mask)
     mask_cost = asked.instructions(of=instructions_in_mask)
     asked_by_keys = analyse_kernel(alone(mask, "q"), INDICES)
-    mask_grad_cost = asked_by_keys.instructions(of=instructions_in_grad_mask, rows="k")
+    asked_cost = asked.instructions(of=instructions_in_asked_mask)
+    asked_grad_cost = asked_by_keys.instructions(of=instructions_in_asked_mask, rows="k")
     # A score that stays as it is would be a line of slope 0.
     line = None if is_identity(score) else key_line(score)
     return ModFacts(
@@ -211,7 +212,8 @@ def read_mods(
         mask_uses_head="h" in mask_depends,
         mask_uses_query="q" in mask_depends,
         mask_cost=mask_cost and mask_cost + SELECT,
-        mask_grad_cost=mask_grad_cost and mask_grad_cost + SELECT,
+        asked_cost=asked_cost and asked_cost + SELECT,
+        asked_grad_cost=asked_grad_cost and asked_grad_cost + SELECT,
         mask_band=band,
         mask_keeps_own=_keeps_own(mask, band),
         mask_is_scattered=is_scattered(mask),

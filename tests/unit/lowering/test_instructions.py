@@ -100,7 +100,7 @@ def test_masks_are_counted_by_what_threads_hold(position):
 
     mask = decompose(trace_mask(mask_mod, QUERY, ()))
     facts = read_mods(trace_score(lambda s, b, h, q, k: s, QUERY, ()), mask)
-    by_queries, by_keys = facts.mask_cost, facts.mask_grad_cost
+    by_queries, by_keys = facts.asked_cost, facts.asked_grad_cost
     most, least = (by_keys, by_queries) if position == "q" else (by_queries, by_keys)
     assert 9 < most < 11
     assert 3 < least < 5

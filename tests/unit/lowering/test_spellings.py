@@ -34,7 +34,7 @@ def facts(score, mask, captures=()):
     found = read_mods(*traced)
     assert found.score_cost < 12
     return (
-        found._replace(score_cost=0.0, mask_cost=0.0, mask_grad_cost=0.0),
+        found._replace(score_cost=0.0, mask_cost=0.0, asked_cost=0.0, asked_grad_cost=0.0),
         read_joint(lowered)._replace(grad_cost=0.0),
         read_sites(lowered, unpack_sites(joint.sites)),
     )
