@@ -127,7 +127,10 @@ def of_keys(problem: Problem) -> StoredBits:
     columns = _Columns(blocks.q_columns, -(-problem.query_len // blocks.q_size))
     is_narrow = max(problem.head_dim, problem.value_head_dim) <= 64
     fewest = _FEWEST_SAVED_OF_KEYS[64 if is_narrow else 128]
-    saving = _Saving(problem.mods.asked_grad_cost, fewest, fewest + _MORE_SAVED_IN_ONE_LOOP)
+    cost = problem.mods.asked_grad_cost
+    if problem.mods.mask_reads:  # what masks read at queries alone was not compared
+        cost = min(cost, problem.mods.asked_cost)
+    saving = _Saving(cost, fewest, fewest + _MORE_SAVED_IN_ONE_LOOP)
     return _choose(problem, (blocks.kv_size, blocks.q_size), problem.key_len, columns, saving)
 
 
