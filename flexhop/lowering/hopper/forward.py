@@ -233,7 +233,9 @@ def attempts(problem: Problem, options: KernelOptions) -> Iterator[tuple[bool, i
     """
     mods = problem.mods
     few = _FEW_BYTES_OF_DISTANCES if mods.has_distances else FEW_BYTES
-    if is_long(problem) or mods.reads_by_position or mods.has_distances:
+    # LLVM then knows what keys have in common: `kv_idx % 4` has two values in a thread.
+    uses_keys = mods.score_uses_keys and not mods.has_key_slope
+    if is_long(problem) or mods.reads_by_position or mods.has_distances or uses_keys:
         yield False, few if mods.score_cost > _TABLE_SCORE else None
     yield True, local_memory_limit(problem, options)
 
