@@ -14,9 +14,8 @@ from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank, note_wrong_type
 from flexhop.ops.dropout_seed import Dropout
 from flexhop.ops.sharding import SLOT
-from flexhop.sequences.ranges import Packing, pack_mask
+from flexhop.sequences.ranges import Packing, pack_mask, window_mistake
 from flexhop.sequences.row_tables import RowTables, Window, local_score_mod
-from flexhop.sequences.windows import window_mistake
 
 
 def varlen_attention(

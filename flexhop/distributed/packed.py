@@ -7,8 +7,8 @@ import dataclasses
 from torch import Tensor
 
 from flexhop.mods.functions import MaskMod
+from flexhop.sequences.ranges import window_mistake
 from flexhop.sequences.row_tables import RowTables, Window, tabulate_rows
-from flexhop.sequences.windows import window_mistake
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -97,9 +97,9 @@ class ModFacts(NamedTuple):
     on the score. takes_products: whether the kernel's score_mod takes products that are not scaled
     and returns exponents of 2 (lowering/mods/caps.py). score_cost, mask_cost: instructions per
     score. asked_cost, asked_grad_cost: those that bits spare, in kernels whose threads hold rows
-    of queries, and of keys.
-    has_key_slope, has_key_bend: whether score_mod adds a line over keys, and whether the line has
-    bends or steps (lowering/mods/lines.py). mask_reads: whether mask_mod reads captured tensors.
+    of queries, and of keys. has_key_slope, has_key_bend: whether score_mod adds a line over keys,
+    and whether the line has bends or steps (lowering/mods/lines.py). mask_reads: whether mask_mod
+    reads captured tensors.
     mask_reads_by_position: whether it does so at indices that depend on query or key;
     mask_reads_per_element: on both.
     pair_bytes, mask_pair_bytes: of what they read on both, per score, the elements at indices that

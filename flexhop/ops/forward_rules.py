@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.compat.operators.mutation import has_input_mutation
+from flexhop.compat.operators.overloads import has_input_mutation
 from flexhop.errors import CaptureMutationError
 from flexhop.ops import wide_lse
 from flexhop.ops.args import AttentionArgs, CachedArgs

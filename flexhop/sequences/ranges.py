@@ -1,13 +1,15 @@
-"""Packed sequences as a block mask of the packed tensors."""
+"""Packed sequences as a block mask of the packed tensors; windows as users write them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexhop import errors
 from flexhop.mods.functions import MaskMod
+from flexhop.ops.call import Mistake, note_mistake
 from flexhop.sequences.row_tables import (
     RowTables,
     Window,
@@ -104,3 +106,15 @@ def mask_ranges(
 def _shaped(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     first, end = first.to(torch.int32), end.to(torch.int32)
     return first[None, None], end[None, None, :, None]
+
+
+def window_mistake(window: Any) -> Mistake | None:
+    """What is wrong with a window. flash-attn's -1 would mean that the next key is the first."""
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if is_pair and all([n is None or (isinstance(n, int) and n >= 0) for n in window]):
+        return None
+    allowed = "two numbers (before, after) from 0, or None for no bound (flash-attn's -1)"
+    found = window if is_pair else type(window).__name__
+    return note_mistake(
+        errors.OptionValueError, name="window_size", value=str(found), allowed=allowed
+    )

@@ -72,40 +72,32 @@ def read_kept(pointers):
     Behind a barrier the compiler takes memory for changed, so it reads again, and computes again
     what follows. It does not see that this reads memory, which no kernel changes while it runs.
     """
+    # fmt: off
     T: gl.constexpr = pointers.dtype.element_ty
     if T == gl.float32:
         x = gl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];",
-            "=f,l",
-            [pointers],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=1,
+            "ld.global.nc.f32 $0,[$1];", "=f,l", [pointers], dtype=gl.float32, is_pure=True, pack=1
         )
     elif T == gl.int32:
         x = gl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=gl.int32, is_pure=True, pack=1
+            "ld.global.nc.b32 $0,[$1];", "=r,l", [pointers], dtype=gl.int32, is_pure=True, pack=1
         )
     elif T == gl.float64:
         x = gl.inline_asm_elementwise(
-            "ld.global.nc.f64 $0, [$1];",
-            "=d,l",
-            [pointers],
-            dtype=gl.float64,
-            is_pure=True,
-            pack=1,
+            "ld.global.nc.f64 $0,[$1];", "=d,l", [pointers], dtype=gl.float64, is_pure=True, pack=1
         )
     elif T == gl.int64:
         x = gl.inline_asm_elementwise(
-            "ld.global.nc.b64 $0, [$1];", "=l,l", [pointers], dtype=gl.int64, is_pure=True, pack=1
+            "ld.global.nc.b64 $0,[$1];", "=l,l", [pointers], dtype=gl.int64, is_pure=True, pack=1
         )
     elif T == gl.bfloat16 or T == gl.float16:
         x = gl.inline_asm_elementwise(
-            "{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }", "=r,l",
-            [pointers], dtype=gl.int32, is_pure=True, pack=1,
-        ).to(gl.int16).to(T, bitcast=True)  # fmt: skip
+            "{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }", "=r,l", [pointers],
+            dtype=gl.int32, is_pure=True, pack=1,
+        ).to(gl.int16).to(T, bitcast=True)
     else:
         x = gl.load(pointers)
+    # fmt: on
     return x
 
 

@@ -24,7 +24,6 @@ from flexhop.lowering.portable.constants import (
 )
 from flexhop.lowering.portable.memory import shared_memory
 from flexhop.lowering.portable.names import Kernel, adders
-from flexhop.lowering.portable.search import search_tiles
 from flexhop.lowering.portable.shared import (
     LOG2_E,
     branches_for_mask,
@@ -40,6 +39,7 @@ from flexhop.lowering.portable.shared import (
     weighing,
 )
 from flexhop.lowering.portable.shared import shared as shared_constants
+from flexhop.lowering.portable.special_tiles import search_tiles
 from flexhop.lowering.portable.tiles import smaller_tiles, table_tile
 from flexhop.lowering.problem import MaskBlocks, Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile

@@ -1,4 +1,4 @@
-"""Tiles for some kinds of calls: data.
+"""Tiles for some kinds of calls, and those of a search: data.
 
 Heads of up to 32 columns, as in Swin, MiniLM and AlphaFold; score_mods that compute rows of more
 than 16 numbers, as small networks do; masks of small blocks, measured on an H200 in bf16.
@@ -6,6 +6,7 @@ than 16 numbers, as small networks do; masks of small blocks, measured on an H20
 
 from __future__ import annotations
 
+from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.rules import Rule, fits_blocks, has_few_columns, is_sm90
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
@@ -96,3 +97,49 @@ SMALL_BLOCKS: tuple[Rule, ...] = (
         {"grad_query": {128: Tile(64, 64, 4, 2)}},
     ),
 )
+
+# Tiles that `mode="max-autotune"` adds to the table's choice.
+_SEARCH: dict[Kernel, tuple[Tile, ...]] = {
+    "forward": (
+        Tile(128, 128, 8, 2),
+        Tile(128, 128, 8, 3),
+        Tile(128, 64, 8, 3),
+        Tile(128, 64, 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(64, 32, 4, 3),
+    ),
+    "jvp_forward": (
+        Tile(128, 64, 8, 1),
+        Tile(128, 32, 8, 2),
+        Tile(64, 64, 4, 2),
+        Tile(64, 32, 4, 2),
+        Tile(64, 32, 4, 3),
+    ),
+    "decode": (
+        Tile(64, 128, 4, 3),
+        Tile(64, 128, 8, 3),
+        Tile(64, 64, 2, 4),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 4),
+        Tile(64, 32, 4, 4),
+    ),
+    "grad_query": (
+        Tile(128, 64, 8, 2),
+        Tile(128, 32, 8, 3),
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 8, 2),
+        Tile(64, 32, 4, 3),
+    ),
+    "grad_key_value": (
+        Tile(64, 128, 8, 2),
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 8, 2),
+        Tile(32, 128, 8, 2),
+        Tile(32, 64, 4, 2),
+    ),
+}
+
+
+def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:
+    """Further candidate tiles if the user requests a search."""
+    return _SEARCH.get(kernel, _SEARCH["grad_key_value"])

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexhop.compat.mods.signs import TRACEABLE
 from flexhop.compat.operators import transforms
-from flexhop.compat.operators.opnames import operator_name
+from flexhop.compat.operators.overloads import operator_name
 from flexhop.errors import UnsupportedFeatureError
 
 

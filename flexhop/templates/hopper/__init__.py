@@ -12,10 +12,10 @@ _LATENT = (
 )  # fmt: skip
 KERNELS = {
     "forward": (
-        "hopper/forward/kernel", "hopper/forward/memory", "hopper/forward/produce",
+        "hopper/forward/kernel", "hopper/forward/produce",
         "hopper/forward/consume", "hopper/forward/one_loop", "hopper/forward/three_loops",
         "hopper/forward/step", "hopper/forward/score", "hopper/forward/line",
-        "hopper/forward/bits", "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
+        "hopper/spans", "hopper/forward/weights", "hopper/forward/store",
         "hopper/weighing",
         "hopper/forward/tile", "hopper/forward/gather", "hopper/forward/places",
         *_SHARED, "mods/mods",

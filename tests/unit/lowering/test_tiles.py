@@ -7,7 +7,7 @@ import torch
 
 from flexhop.lowering.dialect import plan
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.search import search_tiles
+from flexhop.lowering.portable.special_tiles import search_tiles
 from flexhop.lowering.portable.tiles import RULES, smaller_tiles, table_rule, table_tile
 from flexhop.lowering.problem import MaskBlocks
 from flexhop.offline.cubin import ARCHITECTURES

@@ -10,7 +10,7 @@ from torch.fx import symbolic_trace
 
 from flexhop import flex_attention
 from flexhop.compat import compilation
-from flexhop.compat.operators import mutation, retrace
+from flexhop.compat.operators import overloads, retrace
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph
 from flexhop.ops.graphs import subgraphs, tables
 from tests.unit.ops.support import HEADS, LENGTH, assert_same, causal_mask, operands, quiet
@@ -25,7 +25,7 @@ def _count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     asked = {
         "trace_callable": subgraphs,
         "analyse": tables,
-        "_has_potential_branch_input_mutation": mutation,
+        "_has_potential_branch_input_mutation": overloads,
         "_retrace": retrace,
     }
 

@@ -1,4 +1,7 @@
-"""Whether a function writes to its inputs. The names are the same in torch 2.11 to 2.15."""
+"""Names of operators, and whether functions of them write to their inputs.
+
+PyTorch's names are the same in torch 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._higher_order_ops.utils import _has_potential_branch_input_mutation
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
-__all__ = ["has_input_mutation"]
+__all__ = ["has_input_mutation", "operator_name"]
 
 
 def has_input_mutation(
@@ -26,3 +29,17 @@ def _writes_nothing(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
         return not node.target._schema.is_mutable
     return node.op in ("placeholder", "get_attr", "output")
+
+
+def operator_name(target: Any) -> str:
+    """namespace::name of an operator, without its overload; empty for other functions.
+
+    Graphs of Dynamo call the packet of all overloads, graphs of make_fx one overload.
+    """
+    if isinstance(target, OpOverloadPacket):
+        return target._qualified_op_name
+    if isinstance(target, OpOverload):
+        return target.name().partition(".")[0]
+    if isinstance(target, HigherOrderOperator):
+        return f"{target.namespace}::{target.name()}"
+    return ""
