@@ -61,6 +61,18 @@ def opposite(score, b, h, q_idx, kv_idx):
     return score + DISTANCES[h, -kv_idx + 511 + q_idx]
 
 
+def remainder(score, b, h, q_idx, kv_idx):
+    return torch.where(kv_idx % 4 == 1, score - 1, score)
+
+
+def parity(score, b, h, q_idx, kv_idx):
+    return score * (kv_idx % 2 + 1)
+
+
+def parities(score, b, h, q_idx, kv_idx):
+    return torch.where((q_idx ^ kv_idx) & 1 == 0, score, score - 1)
+
+
 def decay(score, b, h, q_idx, kv_idx):
     return score * torch.exp((kv_idx - q_idx) * 0.01)
 
@@ -152,6 +164,15 @@ def test_order_takes_one_instruction_and_a_cap_five(mod, most):
     plain, changed = (len(instructions(full_steps(build(m, 128), 128)[0])) for m in (None, mod))
     assert changed - plain <= most * SCORES + 8
     assert build(mod, 128).spills == 0
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("mod", "most"), [(remainder, 2.2), (parity, 2.0), (parities, 2.2)])
+def test_what_keys_have_in_common_is_computed_once(mod, most, width):
+    plain, changed = (
+        len(instructions(full_steps(build(m, width, False), width)[0])) for m in (None, mod)
+    )
+    assert changed - plain <= most * SCORES
 
 
 @pytest.mark.parametrize(

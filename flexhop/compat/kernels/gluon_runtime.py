@@ -72,33 +72,34 @@ def read_kept(pointers):
     Behind a barrier the compiler takes memory for changed, so it reads again, and computes again
     what follows. It does not see that this reads memory, which no kernel changes while it runs.
     """
-    # fmt: off
     T: gl.constexpr = pointers.dtype.element_ty
-    if T == gl.float32:
-        x = gl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0,[$1];", "=f,l", [pointers], dtype=gl.float32, is_pure=True, pack=1
-        )
-    elif T == gl.int32:
-        x = gl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0,[$1];", "=r,l", [pointers], dtype=gl.int32, is_pure=True, pack=1
-        )
-    elif T == gl.float64:
-        x = gl.inline_asm_elementwise(
-            "ld.global.nc.f64 $0,[$1];", "=d,l", [pointers], dtype=gl.float64, is_pure=True, pack=1
-        )
-    elif T == gl.int64:
-        x = gl.inline_asm_elementwise(
-            "ld.global.nc.b64 $0,[$1];", "=l,l", [pointers], dtype=gl.int64, is_pure=True, pack=1
-        )
-    elif T == gl.bfloat16 or T == gl.float16:
+    if T == gl.bfloat16 or T == gl.float16:
         x = gl.inline_asm_elementwise(
             "{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }", "=r,l", [pointers],
             dtype=gl.int32, is_pure=True, pack=1,
-        ).to(gl.int16).to(T, bitcast=True)
+        ).to(gl.int16).to(T, bitcast=True)  # fmt: skip
+    elif T == gl.float32 or T == gl.int32 or T == gl.float64 or T == gl.int64:
+        TEXT: gl.constexpr = _read_text(T)
+        REGISTERS: gl.constexpr = _registers(T)
+        x = gl.inline_asm_elementwise(
+            TEXT, REGISTERS, [pointers], dtype=pointers.dtype.element_ty, is_pure=True, pack=1
+        )
     else:
         x = gl.load(pointers)
-    # fmt: on
     return x
+
+
+@gluon.constexpr_function
+def _read_text(element):
+    """Assembly that reads a number of this type."""
+    return f"ld.global.nc.b{element.primitive_bitwidth} $0,[$1];"
+
+
+@gluon.constexpr_function
+def _registers(element):
+    """Constraints of what it fills, and of a pointer."""
+    letters = {"fp32": "f", "fp64": "d", "int32": "r", "int64": "l"}
+    return f"={letters[str(element)]},l"
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ _TILE = 128  # most queries or keys of a tile
 
 aten = torch.ops.aten
 _QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
+# What changes the sign of a number, or its dtype.
 _SIGNS = {
     aten.neg.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
 }  # fmt: skip
