@@ -129,6 +129,13 @@ _ERFC_TEXT = f"""
     setp.lt.f32 is_negative, $1, {number(0.0)};
     selp.f32 $0, other, far, is_negative;
 """
+# Of NaN it is 0. Inductor's conversion from 8 bits takes as long as eight instructions.
+_SIGN = f"""
+    abs.f32 size, $1;
+    setp.gt.f32 is_some, size, {number(0.0)};
+    copysign.f32 size, $1, {number(1.0)};
+    selp.f32 $0, size, {number(0.0)}, is_some;
+"""
 # Squares of numbers above 2**60 are computed of 2**-70 times these.
 _HYPOT = f"""
     abs.f32 size, $1;
@@ -223,6 +230,8 @@ FUNCTIONS: dict[str, Function] = {
     "cos": Function(_COS_TEXT, "turns, rest, square, near", "count, sign, bits"),
     "sqrt": Function("sqrt.approx.ftz.f32 $0, $1;"),
     "rsqrt": Function("rsqrt.approx.ftz.f32 $0, $1;"),
+    "reciprocal": Function("rcp.approx.ftz.f32 $0, $1;"),
+    "sign": Function(_SIGN, "size", predicates="is_some"),
     "divide": Function("rcp.approx.ftz.f32 t, $2;\nmul.f32 $0, $1, t;", "t"),
     "log2_of_size": Function(
         _LOG2_TEXT, "size, end, rest, far, near", "bits, exponent", "is_usual"

@@ -78,6 +78,11 @@ class Functions(Numbers):
         return _call("divide", x, y)
 
     @classmethod
+    def isnan(cls, x: Any) -> str:
+        """Without the library's call, whose integer is compared once more."""
+        return f"({x} != {x})" if _are_floats(x) else str(super().isnan(x))
+
+    @classmethod
     def pow(cls, a: Any, b: Any) -> str:
         """A power."""
         if not (_are_floats(a, b) and cls.has_texts()):

@@ -28,12 +28,28 @@ def arithmetic(instruction: Instruction, registers: Registers) -> Run | None:
     kinds = widths(opcode)
     if not kinds:
         return None
-    function = _PACKED.get((name, kinds[-1]))
-    if function is None:
-        function = _FUNCTIONS.get(f"{name}.{_mode(opcode)}") or _FUNCTIONS.get(name)
+    function = _FUNCTIONS.get(f"{name}.{_mode(opcode)}") or _FUNCTIONS.get(name)
     if function is None:
         return None
+    function = _modified(function, opcode)
+    if kinds[-1] in _HALVES:
+        function = _pairs(function, _HALVES[kinds[-1]])
     return _simple(instruction, registers, function, kinds[-1])
+
+
+def _modified(function: Function, opcode: str) -> Function:
+    """The function with what the rest of an opcode says of it."""
+    rest = set(opcode.split(".")[1:]) - DTYPES.keys() - _HALVES.keys() - _AS_IT_IS
+    if "NaN" in rest and function in _WITH_NAN:
+        rest.remove("NaN")
+        function = _WITH_NAN[function]
+    if "relu" in rest:
+        rest.remove("relu")
+        signed = function
+        function = lambda *values: np.maximum(signed(*values), 0)  # noqa: E731
+    if rest:
+        raise NotImplementedError(f"the emulator has no {opcode}")
+    return function
 
 
 def _mode(opcode: str) -> str:
@@ -182,17 +198,14 @@ _FUNCTIONS: dict[str, Function] = {
     "tanh": np.tanh, "popc": _count_bits, "clz": _leading_zeros, "brev": _reversed,
     "copysign": lambda x, y: np.copysign(y, x),
 }  # fmt: skip
-_PACKED: dict[tuple[str, str], Function] = {
-    (name, kind): _pairs(function, view)
-    for name, function in (
-        ("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("fma", _fma),
-        ("max", _maximum), ("min", _minimum), ("neg", np.negative), ("abs", np.abs),
-    )
-    for kind, view in (
-        ("f16x2", np.float16), ("bf16x2", "bf16"), ("s16x2", np.int16), ("u16x2", np.uint16),
-        ("f32x2", np.float32),
-    )
+_WITH_NAN: dict[Function, Function] = {_maximum: np.maximum, _minimum: np.minimum}
+# Registers of two numbers.
+_HALVES: dict[str, Any] = {
+    "f16x2": np.float16, "bf16x2": "bf16", "s16x2": np.int16, "u16x2": np.uint16,
+    "f32x2": np.float32,
 }  # fmt: skip
+# Results are rounded to nearest, and small ones are kept: nothing that kernels rely on.
+_AS_IT_IS = {"lo", "hi", "wide", "rn", "ftz", "approx", "full"}
 
 
 def _move(instruction: Instruction, registers: Registers) -> Run:
