@@ -16,7 +16,7 @@ from torch import Tensor
 from flexhop.block_mask.graphed import Mask
 from flexhop.block_mask.scores import Grid
 from flexhop.compat.operators import hop, transforms
-from flexhop.compat.operators.composite import register_composite
+from flexhop.compat.operators.overloads import register_composite
 from flexhop.mods.functions import MaskMod
 
 

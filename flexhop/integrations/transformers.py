@@ -24,7 +24,7 @@ from flexhop import AuxRequest, install
 from flexhop.attention import flex_attention
 from flexhop.block_mask import BlockMask
 from flexhop.block_mask.fields import TENSOR_FIELDS
-from flexhop.compat.dynamo.dynamic import mark_dynamic
+from flexhop.compat.dynamo.compiling import mark_dynamic
 from flexhop.integrations.transformers_masks import (
     BlocksOfAnyLength,
     block_mask,

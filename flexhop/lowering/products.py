@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexhop.compat.kernels import inductor, rounding
+from flexhop.compat.kernels import inductor, pointwise
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -19,7 +19,7 @@ def product(left: Any, right: Any) -> Any:
     would remain where grad_weight - delta cancels.
     """
     factors = (
-        inductor.call_lowering(convert, rounding.as_stored(t), torch.float32)
+        inductor.call_lowering(convert, pointwise.as_stored(t), torch.float32)
         for t in (left, right)
     )
     return inductor.call_lowering(aten.mul.Tensor, *factors)

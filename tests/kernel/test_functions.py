@@ -56,6 +56,7 @@ def assert_exact(found: torch.Tensor, exact: torch.Tensor, relative: float = 2.0
         ("log1p", POSITIVE),
         ("sqrt", POSITIVE),
         ("rsqrt", POSITIVE),
+        *((name, x) for name in ("sign", "reciprocal") for x in (POSITIVE, -POSITIVE)),
         *((name, x) for name in ("sin", "cos") for x in (NUMBERS, ANGLES)),
         *((name, NUMBERS) for name in ("erfc", "sinh", "cosh", "asinh", "atan")),
         *((name, UP_TO_ONE) for name in ("asin", "acos", "atanh")),
@@ -147,6 +148,7 @@ def test_powers():
         ("cosh", [torch.inf, torch.inf, torch.nan, 1, torch.inf, torch.inf]),
         ("atanh", [torch.nan, torch.nan, torch.nan, 0, torch.nan, torch.nan]),
         ("asin", [torch.nan, torch.nan, torch.nan, 0, torch.nan, torch.nan]),
+        ("sign", [1, -1, 0, 0, 1, -1]),
     ],
 )
 def test_functions_at_the_ends(name, ends):
@@ -174,6 +176,8 @@ MODS: dict[str, Callable[..., torch.Tensor]] = {
     "exp": lambda s, b, h, m, n: s.exp(),
     "divide": lambda s, b, h, m, n: s / (1 + s * s),
     "power": lambda s, b, h, m, n: s.abs() ** (1 + s * s),
+    "sign": lambda s, b, h, m, n: s.sign() + 2 * s,
+    "reciprocal": lambda s, b, h, m, n: s.square().add(1).reciprocal(),
 }
 
 

@@ -1,15 +1,17 @@
-"""When a compilation starts and ends, and what rests meanwhile. torch 2.11 to 2.15."""
+"""When a compilation starts and ends, what rests, and which sizes change. torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._guards import CompileContext
 
-__all__ = ["OldObjects", "watch_compilations"]
+__all__ = ["OldObjects", "mark_dynamic", "watch_compilations"]
 
 
 class OldObjects:
@@ -76,3 +78,11 @@ def watch_compilations(start: Callable[[], None], end: Callable[[], None]) -> Ca
     """
     watch = _Watch(start, end)
     return watch.keep
+
+
+def mark_dynamic(tensor: Tensor, dims: Iterable[int]) -> None:
+    """Compile for any size of these dimensions except 1; code that needs one size may
+    specialise."""
+    for dim in dims:
+        if tensor.size(dim) != 1:
+            maybe_mark_dynamic(tensor, dim)

@@ -14,9 +14,9 @@ import torch
 from torch._inductor import config, ir
 from torch._inductor.exc import SubgraphLoweringException
 from torch._inductor.graph import GraphLowering
-from torch._inductor.lowering import to_dtype
+from torch._inductor.lowering import make_pointwise, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
-from torch._inductor.virtualized import V
+from torch._inductor.virtualized import V, ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexhop.compat.kernels.inductor import hint
@@ -164,3 +164,20 @@ def _scalar_buffer(output: Any) -> Any:
         ).data  # fmt: skip
     layout = ir.FlexibleLayout(device=box.get_device(), dtype=box.get_dtype(), size=box.get_size())
     return ir.ComputedBuffer(name=None, data=box.data, layout=layout)
+
+
+def as_stored(value: Any) -> Any:
+    """IR of the same value, rounded to its dtype if that has 16 bits.
+
+    Inductor computes with such values in fp32, and a kernel that stores one goes on with what it
+    had before it was rounded.
+    """
+    dtype = value.get_dtype()
+    if dtype not in (torch.float16, torch.bfloat16):
+        return value
+
+    def through_bits(x: Any) -> Any:
+        bits = ops.to_dtype_bitcast(x, torch.int16, dtype)
+        return ops.to_dtype_bitcast(bits, dtype, torch.int16)
+
+    return make_pointwise(through_bits)(value)

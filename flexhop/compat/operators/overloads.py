@@ -1,4 +1,4 @@
-"""Names of operators, and whether functions of them write to their inputs.
+"""Names of operators, whether functions of them write to their inputs, and those that are others.
 
 PyTorch's names are the same in torch 2.11 to 2.15.
 """
@@ -10,9 +10,14 @@ from typing import Any
 
 from torch._higher_order_ops.utils import _has_potential_branch_input_mutation
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-__all__ = ["has_input_mutation", "operator_name"]
+from flexhop.compat.operators.hop import Operator
+
+__all__ = ["has_input_mutation", "operator_name", "register_composite"]
 
 
 def has_input_mutation(
@@ -43,3 +48,18 @@ def operator_name(target: Any) -> str:
     if isinstance(target, HigherOrderOperator):
         return f"{target.namespace}::{target.name()}"
     return ""
+
+
+def register_composite(op: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: every tracer records an operator as the operators that the rule calls."""
+
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def record(mode: Any, *operands: Any) -> Any:
+            with mode:
+                return rule(*operands)
+
+        for kind in (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode):
+            op.py_impl(kind)(record)
+        return rule
+
+    return register

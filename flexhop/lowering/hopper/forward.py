@@ -143,12 +143,18 @@ def _most_instructions(problem: Problem) -> int:
 
 
 def _spares_little(problem: Problem) -> bool:
-    """Whether there are no mods, or a mask that bits would not shorten much and no distances."""
+    """Whether there is no mask, or one that bits would not shorten much; and no distances.
+
+    Without one, at 32 columns, (4, 16, 16, 4096) on an H200: 0.533 instead of 0.593 ms for a
+    factor by batch and head, 0.569 instead of 0.632 for a square, 1.14 instead of 1.29 for
+    softplus; equal for a bias of keys and gelu. Tables by distance took twice as long, lines 7 %
+    longer.
+    """
     mods = problem.mods
-    if problem.blocks is None:
-        return not mods.has_score_mod
     if _follows_distances(mods):
         return False
+    if problem.blocks is None:
+        return not mods.reads_per_element
     return mods.mask_cost <= _COSTLY_MASK_OF_FEW or not bits.of_queries(problem).blocks
 
 

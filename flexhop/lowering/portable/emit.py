@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexhop.compat.kernels import inductor
-from flexhop.compat.kernels.cache_template import CacheTemplate
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.operands import benchmark_inputs
@@ -21,6 +20,22 @@ from flexhop.templates import portable
 
 # The block lists are the last inputs of every template.
 _NUM_LISTS = 4
+
+
+class CacheTemplateKernel(inductor.TemplateKernel):
+    """Passes dtypes that Triton lacks on the device as bytes."""
+
+    def jit_lines(self) -> str:
+        """Inductor's decorator; a missing pointer type in it would be an error."""
+        lines = super().jit_lines()
+        as_bits = self.meta.get("KEY_AS_BITS") or self.meta.get("VALUE_AS_BITS")
+        return lines.replace("*fp8e4nv", "*u8") if as_bits else lines
+
+
+class CacheTemplate(inductor.Template):
+    """A template whose kernels are CacheTemplateKernels."""
+
+    kernel_type = CacheTemplateKernel
 
 
 def _count_tiles(length: Any, side: str, sparse: str, meta: dict[str, Any], cdiv: Any) -> Any:

@@ -310,6 +310,29 @@ def test_unknown_instructions_are_named():
         _run("tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1;")
 
 
+@pytest.mark.parametrize("opcode", ["max.xorsign.abs.f32", "add.sat.s32", "mul.rz.f32"])
+def test_unknown_ends_of_instructions_are_named(opcode):
+    with pytest.raises(NotImplementedError, match=rf"no {opcode}"):
+        _run(f"{opcode} %r2, %r1, %r1;")
+
+
+def test_the_larger_number_at_least_0_and_not_a_number():
+    body = """
+	sub.s32 	%r3, 9, %r1;
+	sub.s32 	%r4, 7, %r1;
+	max.relu.s32 	%r2, %r3, %r4;
+	max.NaN.f32 	%r5, 0f7FC00000, 0f3F800000;
+	max.f32 	%r6, 0f7FC00000, 0f3F800000;
+	setp.nan.f32 	%p1, %r5, %r5;
+	selp.b32 	%r5, 100, 0, %p1;
+	setp.eq.f32 	%p1, %r6, 0f3F800000;
+	selp.b32 	%r6, 1000, 0, %p1;
+	add.s32 	%r2, %r2, %r5;
+	add.s32 	%r2, %r2, %r6;
+	"""
+    assert _run(body) == [max(9 - n, 0) + 1100 for n in range(64)]
+
+
 def test_bits():
     body = """
 	bfe.s32 	%r3, %r1, 1, 2;
