@@ -394,7 +394,7 @@ def mask_operands(
     if has_queries and mask.full_q_num_blocks is not None:
         full_queries = (mask.full_q_num_blocks, mask.full_q_indices)
     is_sliced = mask.mask_mod is sliced_mask_mod
-    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced)
     # In the order of BlockTensors.
-    lists = mask_lists.with_all_dimensions((*partial, *full, *queries, *full_queries))
+    lists, sizes = mask_lists.normalized((*partial, *full, *queries, *full_queries))
+    facts = MaskFacts(q_len, kv_len, q_size, kv_size, has_full, has_queries, is_sliced, "", sizes)
     return lists, mask.mask_mod, facts

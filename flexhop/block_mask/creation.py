@@ -76,7 +76,8 @@ def create_block_mask(
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors, all in range.
         B: number of batches; None is 1, shared by all batches.
-        H: number of query heads, or a divisor: head h has the blocks of h % H. None is 1.
+        H: number of query heads, or a divisor: head h has the blocks of h % H. None is 1. Batches
+            and heads that mask_mod does not tell apart share the memory of their lists.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
         device: the device of the lists. None is the accelerator, or the CPU if there is none.
@@ -198,6 +199,10 @@ def _block_mask(
         # A mask may outlive an evaluation that made it, and be used in training.
         with torch.inference_mode(False), torch.no_grad():
             fields = _remembered_lists(mask_mod, grid, sides)
+    if (
+        fields[0].shape[:2] != grid[:2]
+    ):  # no b or h: one memory for all, and kernels share its bits
+        fields = tuple(t.expand(grid.batch, grid.heads, *t.shape[2:]) for t in fields)
     counts, indices, *others = all_lists(fields, sides)
     assert counts is not None and indices is not None  # the others may be omitted
     lengths = (grid.q_len, grid.kv_len)

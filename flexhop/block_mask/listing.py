@@ -26,7 +26,7 @@ def listed(
 
     Returns:
         Counts and indices of partial blocks, and of full ones if they are separate; then the same
-        of the query side, if it is wanted. Each has memory of its own.
+        of the query side, if it is wanted. Each has memory of its own, of [B', H', ...].
     """
     some, every = covered
     separate, with_queries = sides
@@ -34,24 +34,26 @@ def listed(
     if not in_graph and count * some.numel() <= LISTED_AT_ONCE:
         is_cut = grid.q_len % grid.block[0] or grid.kv_len % grid.block[1]
         full = every & whole_blocks(grid) if is_cut else every
-        return copies(_at_once([some > full, full] if separate else [some], grid, with_queries))
+        parts = [some > full, full] if separate else [some]
+        return copies(_at_once(parts, with_queries, is_square=grid.rows == grid.columns))
     full = every & whole_blocks(grid)
     parts = [some & ~full, full] if separate else [some]
     if with_queries:
         parts += [part.mT for part in parts]
     lists = (t for part in parts for t in dense_to_lists(part, in_graph=in_graph))
-    return tuple(_for_all(t, grid) for t in lists)
+    # Never a view: an AOTInductor package with views of other tensors as constants read the wrong
+    # memory.
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in lists)
 
 
-def _at_once(parts: list[Tensor], grid: Grid, with_queries: bool) -> list[Tensor]:
+def _at_once(parts: list[Tensor], with_queries: bool, *, is_square: bool) -> list[Tensor]:
     """The lists of parts, [B', H', R, C] bool each, by few operators; they share memory."""
     sides = [parts, [part.mT for part in parts]] if with_queries else [parts]
-    if with_queries and grid.rows == grid.columns:
+    if with_queries and is_square:
         sides = [[*sides[0], *sides[1]]]
     found: list[Tensor] = []
     for side in sides:
-        lead = (len(side), grid.batch, grid.heads)
-        lists = (t.expand(*lead, *t.shape[3:]) for t in dense_to_lists(torch.stack(side)))
+        lists = dense_to_lists(torch.stack(side))
         pairs = zip(*(t.contiguous().unbind() for t in lists), strict=True)
         found += [t for pair in pairs for t in pair]
     return found
@@ -65,13 +67,3 @@ def all_lists(fields: Sequence[Tensor], sides: tuple[bool, bool]) -> list[Tensor
         found[2:2] = [None, None]
         found += [None, None] if with_queries else []
     return found if with_queries else [*found, None, None, None, None]
-
-
-def _for_all(lists: Tensor, grid: Grid) -> Tensor:
-    """Lists for every batch and head of the grid, in their own memory.
-
-    Never a view, not even of the same shape: an AOTInductor package with views of other tensors as
-    constants read the wrong memory.
-    """
-    shape = (grid.batch, grid.heads, *lists.shape[2:])
-    return lists.expand(shape).clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ data, so everything can be traced and captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,22 @@ def listed_count(length: int, block: int) -> int:
     """
     spare = block if is_symbolic(length) else 0
     return block_count(length + spare, block)
+
+
+def by_memory(change: Callable[[Tensor], Tensor], lists: Tensor) -> Tensor:
+    """Change a tensor of lists; what batches or heads share, they share afterwards.
+
+    change: keeps shapes.
+    """
+    return change(in_memory(lists)).expand(lists.shape)
+
+
+def in_memory(lists: Tensor) -> Tensor:
+    """One of the batches or heads that share memory."""
+    for dim, stride in enumerate(lists.stride()):
+        if stride == 0 and lists.size(dim) != 1:
+            lists = lists.narrow(dim, 0, 1)
+    return lists
 
 
 def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:

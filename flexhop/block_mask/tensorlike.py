@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.fields import TENSOR_FIELDS, MaskFields, MaskModKey
+from flexhop.block_mask.lists import by_memory, in_memory
 from flexhop.errors import BlockMaskFieldError
 from flexhop.mods.captured import captured_tensors, map_captured
 
@@ -43,8 +44,8 @@ class TensorLikeMask(MaskFields):
         return self.device.type == "cuda"
 
     def is_contiguous(self) -> bool:
-        """Whether every list is contiguous."""
-        return all(t.is_contiguous() for t in self._tensors())
+        """Whether every list is contiguous, or one that batches or heads share."""
+        return all(in_memory(t).is_contiguous() for t in self._tensors())
 
     def contiguous(self) -> Self:
         """The mask with contiguous lists; itself if they are. Captured tensors stay."""
@@ -156,7 +157,10 @@ class TensorLikeMask(MaskFields):
             own = own[..., : other.size(-1)]
         if own.shape != other.shape:
             _refuse(name, f"shape {tuple(other.shape)} does not fit into {tuple(own.shape)}")
-        return own, other
+        written, read = in_memory(own), in_memory(other)
+        if written.shape != own.shape and written.shape != read.shape:
+            _refuse(name, "batches or heads share the target's lists, but not the source's")
+        return (own, other) if written.shape == own.shape else (written, read)
 
     def _matched_captures(self, source: MaskFields) -> list[tuple[Tensor, Tensor]]:
         """Pairs of tensors that the two mask_mods captured."""
@@ -191,7 +195,7 @@ class TensorLikeMask(MaskFields):
         made.__dict__.update(self.__dict__)
         for name in TENSOR_FIELDS:
             if (tensor := getattr(self, name)) is not None:
-                setattr(made, name, change(tensor))
+                setattr(made, name, by_memory(change, tensor))
         return made
 
 

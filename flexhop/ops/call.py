@@ -40,6 +40,7 @@ class MaskFacts(NamedTuple):
     has_q_blocks: bool
     is_sliced: bool = False  # whether its mask_mod was lost by slicing
     kind: str = ""  # RANGES of ops/args.py, or empty for lists
+    sizes: tuple[int, int] = (1, 1)  # batches and heads, also of lists that they share
 
 
 class Mistake(NamedTuple):
@@ -266,10 +267,15 @@ def _check_mask(query: Tensor, key: Tensor, blocks: tuple[Tensor, ...], mask: Ma
             mask_q=int(mask.query_length), mask_kv=int(mask.key_length),
             query_len=int(query.size(2)), key_len=int(key.size(2)),
         )  # fmt: skip
-    if counts.size(0) != 1 and counts.size(0) != query.size(0):
-        raise errors.BlockMaskBatchError(mask_batch=int(counts.size(0)), batch=int(query.size(0)))
-    if counts.size(1) != 1 and counts.size(1) != query.size(1):
-        raise errors.BlockMaskHeadsError(mask_heads=int(counts.size(1)), heads=int(query.size(1)))
+    # Lists that all share have one batch or head.
+    batch, heads = (
+        size if size != 1 else of for size, of in zip(counts.shape[:2], mask.sizes, strict=True)
+    )
+    if batch != 1 and batch != query.size(0):
+        raise errors.BlockMaskBatchError(mask_batch=int(batch), batch=int(query.size(0)))
+    is_shared = counts.size(1) == 1 and heads > 0 and query.size(1) % heads == 0
+    if not is_shared and heads != query.size(1):
+        raise errors.BlockMaskHeadsError(mask_heads=int(heads), heads=int(query.size(1)))
 
 
 def _mask_options(mask: MaskFacts) -> Wire:

@@ -6,23 +6,36 @@ from torch import Tensor
 
 from flexhop.ops.call import MaskFacts
 
-__all__ = ["of_heads", "with_all_dimensions"]
+__all__ = ["normalized", "of_heads"]
 
 Lists = tuple[Tensor, ...]
 
 
-def with_all_dimensions(lists: Lists) -> Lists:
-    """Lists with batch and head, which the fields of a mask may omit.
+def normalized(lists: Lists) -> tuple[Lists, tuple[int, int]]:
+    """Lists with batch and head, which the fields of a mask may omit, and the sizes of both.
+
+    Of batches or heads that share memory, one is left: kernels then know that none has blocks of
+    its own.
 
     Args:
         lists: numbers of blocks, [B, H, R], and their indices, [B, H, R, W], in turn.
     """
-    return tuple(_with(3 + place % 2, tensor) for place, tensor in enumerate(lists))
+    lists = tuple(_with(3 + place % 2, tensor) for place, tensor in enumerate(lists))
+    batch, heads = lists[0].shape[:2]
+    if all(_is_shared(tensor, 0) for tensor in lists):
+        lists = tuple(tensor[:1] for tensor in lists)
+    if all(_is_shared(tensor, 1) for tensor in lists):
+        lists = tuple(tensor[:, :1] for tensor in lists)
+    return lists, (batch, heads)
 
 
 def _with(dim: int, tensor: Tensor) -> Tensor:
     missing = dim - tensor.dim()
     return tensor[(None,) * missing] if missing > 0 else tensor
+
+
+def _is_shared(tensor: Tensor, dim: int) -> bool:
+    return tensor.stride(dim) == 0 and tensor.size(dim) != 1
 
 
 def of_heads(lists: Lists, facts: MaskFacts | None, query: Tensor) -> Lists:
@@ -32,7 +45,7 @@ def of_heads(lists: Lists, facts: MaskFacts | None, query: Tensor) -> Lists:
     query's.
 
     Args:
-        lists: as `with_all_dimensions` returns them.
+        lists: as `normalized` returns them.
         facts: of the mask. Ranges of keys stay as they are.
         query: [B, H, M, D], unchecked.
     """

@@ -170,8 +170,10 @@ def _function_of(operator: Operator, operands: Sequence[Any]) -> Callable[..., A
         else:
             args.append(_with_placeholders(graph, position, operand))
     graph.output(graph.call_function(operator, operator.wire(operator.args_type(*args))))
-    module = fx.GraphModule(owner, graph)
-    return lambda *leaves: pytree.tree_leaves(module(*leaves))
+    # Not the module itself, for which hooks of all modules would be called: Dynamo does not trace
+    # that of FlopCounterMode.
+    forward = fx.GraphModule(owner, graph).forward
+    return lambda *leaves: pytree.tree_leaves(forward(*leaves))
 
 
 def is_leaf(value: Any) -> bool:

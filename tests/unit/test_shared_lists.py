@@ -1,0 +1,101 @@
+"""Batches and heads that a mask does not tell apart share its lists, and its kernels."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexhop
+from flexhop.block_mask import BlockMask, create_block_mask, create_mask
+from flexhop.block_mask.fields import TENSOR_FIELDS
+from flexhop.errors import BlockMaskFieldError, FlexhopError
+from flexhop.offline import generate_code
+from tests.needs import needs_hopper
+
+IDS = torch.arange(300) // 70
+SHARED: dict[str, tuple[Any, tuple[bool, bool]]] = {
+    "all": (lambda b, h, q, k: IDS[q] == IDS[k], (True, True)),
+    "batches": (lambda b, h, q, k: (q >= k) & (k >= 100 * h), (True, False)),
+    "heads": (lambda b, h, q, k: (q >= k) | (k < 100 * b), (False, True)),
+    "none": (lambda b, h, q, k: (q >= k) & (k >= 100 * h - b), (False, False)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_batches_and_heads_that_a_mask_ignores_share_its_lists(name: str, is_compiled: bool):
+    mask_mod, shared = SHARED[name]
+    mask = create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu", _compile=is_compiled)
+    fields = [t for name in TENSOR_FIELDS if (t := getattr(mask, name)) is not None]
+    expected = dense_lists(mask_mod, 2, 4, 300)
+    assert mask.shape == (2, 4, 300, 300)
+    assert torch.equal(mask.to_dense(), expected)
+    for held in (mask, mask.to("cpu", copy=True), copy.deepcopy(mask)):
+        lists = [t for name in TENSOR_FIELDS if (t := getattr(held, name)) is not None]
+        assert all(tuple(n == 0 for n in t.stride()[:2]) == shared for t in lists)
+        assert held.is_contiguous() and held.contiguous() is held
+        assert all(map(torch.equal, lists, fields))
+
+
+def dense_lists(mask_mod: Any, batch: int, heads: int, length: int) -> Tensor:
+    """Which blocks of 128 x 128 hold a visible pair, [B, H, R, C] int32, from every pair."""
+    dense = create_mask(mask_mod, batch, heads, length, length, device="cpu")
+    padded = torch.nn.functional.pad(dense, (0, -length % 128) * 2)
+    return padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).amax((-1, -3)).int()
+
+
+def test_masks_that_share_lists_are_copied_into_each_other():
+    def made(first: int) -> BlockMask:
+        edge = torch.tensor(first)
+        return create_block_mask(lambda b, h, q, k: k >= edge, 2, 4, 300, 300, device="cpu")
+
+    target, source = made(0), made(200)
+    target.copy_(source)
+    assert torch.equal(target.kv_indices, source.kv_indices)
+    assert torch.equal(target.full_kv_num_blocks, source.full_kv_num_blocks)
+    lists = (source.kv_num_blocks.contiguous(), source.kv_indices.contiguous())
+    apart = BlockMask.from_kv_blocks(
+        *lists, source.full_kv_num_blocks.contiguous(), source.full_kv_indices.contiguous(),
+        mask_mod=source.mask_mod, seq_lengths=(300, 300),
+    )  # fmt: skip
+    apart.copy_(source)  # the target has room for each
+    with pytest.raises(BlockMaskFieldError, match="share the target's lists"):
+        target.copy_(apart)
+
+
+@pytest.mark.parametrize(("sizes", "error"), [((3, 4), "batch 3"), ((2, 3), "3 heads")])
+def test_shared_lists_are_refused_for_other_sizes(sizes: tuple[int, int], error: str):
+    mask = create_block_mask(lambda b, h, q, k: q >= k, *sizes, 64, 64, device="cpu")
+    query = torch.randn(2, 4, 64, 16)
+    with pytest.raises(FlexhopError, match=error):
+        flexhop.flex_attention(query, query, query, block_mask=mask)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", ["all", "heads"])
+def test_kernels_are_those_of_a_mask_without_batches_and_heads(name: str):
+    """Bits belong to masks that heads share, however their blocks were asked for."""
+    ids = torch.arange(4096) // 300
+    mods = {
+        "all": lambda b, h, q, k: ids[q] == ids[k],
+        "heads": lambda b, h, q, k: (q // 3 >= k // 5) | (k % 7 == b),
+    }
+    inputs = [
+        torch.zeros(2, 8, 4096, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+    sizes = [(None, None), (2, 8)] if name == "all" else [(2, None), (2, 8)]
+    masks = [create_block_mask(mods[name], *size, 4096, 4096, device="cpu") for size in sizes]
+    codes = [
+        generate_code(lambda *x: flexhop.flex_attention(*x, block_mask=mask), *inputs, grad=True)  # noqa: B023
+        for mask in masks
+    ]
+    constants = re.compile(r"^[A-Z_0-9]+ = \w+\.constexpr\(.*\)$", re.MULTILINE)
+    few, many = ([constants.findall(kernel.source) for kernel in code.templates] for code in codes)
+    assert few == many
+    assert any("BITS_WORDS" in line for lines in few for line in lines)
+    assert any(
+        line.startswith("STORED_BLOCKS") and "(0)" not in line for lines in few for line in lines
+    )
