@@ -92,7 +92,7 @@ class Builder:
         if not stays and _passes_on(packet, args, example):
             return args[0]
         if packet is aten.index:
-            args = _composed(args)
+            args = self._without_repeats(*_composed(args))
         number = self._rows.number(target, args, kwargs, example)
         if number is not None:
             return number
@@ -103,6 +103,25 @@ class Builder:
             self._seen[key] = node
             self._rows.note(node, example)
         return self._seen[key]
+
+    def _without_repeats(self, table: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
+        """A read of a table with one place in dimensions along which it repeats itself.
+
+        As after `expand`. Tables with gradients have one for each place.
+        """
+        tensor = self.captures.get(table)
+        example = table.meta["val"] if tensor is None else tensor
+
+        def place(index: Any, stride: Any) -> Any:
+            if not (isinstance(stride, int) and stride == 0 and is_number(index)):
+                return index
+            number = index.meta["val"].new_zeros(())
+            return self.call(aten.zeros.default, ([],), {"dtype": number.dtype}, number)
+
+        if example.dtype.is_floating_point or example.dtype.is_complex:
+            return table, indices
+        places = [*map(place, indices, example.stride())]
+        return table, [*places, *indices[len(places) :]]
 
     def mod(self, results: Sequence[Any]) -> Mod:
         """The function that returns `results`."""

@@ -235,10 +235,15 @@ def _by_every_score(
 def _lists(
     mask: MaskMod | Mask, grid: Grid, sides: tuple[bool, bool], *, in_graph: bool
 ) -> tuple[Tensor, ...]:
-    """The lists of a mask. sides: whether to list full blocks, and the query side."""
+    """The lists of a mask. sides: whether to list full blocks, and the query side.
+
+    They have memory for each batch and head: their sizes must not depend on what is known of the
+    mask, which is more outside a graph.
+    """
     find: Callable[..., tuple[Tensor, Tensor]] = graph_coverage if in_graph else coverage
     covered = find(mask, checked(mask), grid)
-    return listed(covered, grid, sides, in_graph=in_graph)
+    lists = listed(covered, grid, sides, in_graph=in_graph)
+    return tuple(t.expand(grid.batch, grid.heads, *t.shape[2:]).contiguous() for t in lists)
 
 
 block_lists.find = _lists

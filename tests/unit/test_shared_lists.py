@@ -25,10 +25,9 @@ SHARED: dict[str, tuple[Any, tuple[bool, bool]]] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_batches_and_heads_that_a_mask_ignores_share_its_lists(name: str, is_compiled: bool):
+def test_batches_and_heads_that_a_mask_ignores_share_its_lists(name: str):
     mask_mod, shared = SHARED[name]
-    mask = create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu", _compile=is_compiled)
+    mask = create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu")
     fields = [t for name in TENSOR_FIELDS if (t := getattr(mask, name)) is not None]
     expected = dense_lists(mask_mod, 2, 4, 300)
     assert mask.shape == (2, 4, 300, 300)
@@ -38,6 +37,37 @@ def test_batches_and_heads_that_a_mask_ignores_share_its_lists(name: str, is_com
         assert all(tuple(n == 0 for n in t.stride()[:2]) == shared for t in lists)
         assert held.is_contiguous() and held.contiguous() is held
         assert all(map(torch.equal, lists, fields))
+
+
+@pytest.mark.parametrize("name", ["heads", "expanded"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_function_makes_the_same_lists(name: str, backend: str):
+    """Its graph knows less of a captured tensor than an eager call."""
+
+    def made(kept: Tensor) -> BlockMask:
+        mods = {"expanded": lambda b, h, q, k: kept[b, h, q, k], "heads": SHARED["heads"][0]}
+        return create_block_mask(mods[name], 2, 4, 300, 300, device="cpu")
+
+    kept = (torch.rand(2, 1, 300, 300) > 0.9).expand(-1, 4, -1, -1)
+    mask = torch.compile(made, fullgraph=True, backend=backend)(kept)
+    for name_of in TENSOR_FIELDS:
+        one, other = getattr(mask, name_of), getattr(made(kept), name_of)
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_a_captured_tensor_may_repeat_itself():
+    """As a dense mask that was expanded to all heads: no head has blocks of its own."""
+    kept = (torch.rand(2, 1, 300, 300) > 0.9).expand(-1, 4, -1, -1)
+    masks = [
+        create_block_mask(lambda b, h, q, k: table[b, h, q, k], 2, 4, 300, 300, device="cpu")  # noqa: B023
+        for table in (kept, kept.contiguous())
+    ]
+    assert [mask.kv_indices.stride(1) for mask in masks] == [0, masks[1].kv_indices[0, 0].numel()]
+    assert torch.equal(masks[0].kv_indices, masks[1].kv_indices)
+    query = torch.randn(2, 4, 300, 16)
+    attend = torch.compile(lambda x, mask: flexhop.flex_attention(x, x, x, block_mask=mask))
+    results = [attend(query, mask) for mask in masks]
+    torch.testing.assert_close(results[0], results[1])
 
 
 def dense_lists(mask_mod: Any, batch: int, heads: int, length: int) -> Tensor:
