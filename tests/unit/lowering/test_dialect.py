@@ -47,7 +47,8 @@ TABLE = {"has_score_mod": True, "has_distances": True, "reads_per_element": True
     "facts",
     [
         {},
-        NARROW | {"has_score_mod": True},
+        NARROW | {"has_score_mod": True, "has_key_slope": True},
+        NARROW | TABLE,
         NARROW | TABLE | {"blocks": MaskBlocks(128, 128, True, has_ranges=True)},
         {"head_dim": 128, "value_head_dim": 128},
         {"head_dim": 192, "value_head_dim": 128},
@@ -119,12 +120,36 @@ def test_packed_sequences_have_it():
     assert choose_forward(packed, AUTO) == ("hopper", "")
 
 
-@pytest.mark.parametrize("blocks", [None, MaskBlocks(128, 128, True, has_ranges=True)])
-def test_few_columns_and_little_to_compute(blocks):
-    call = problem(**NARROW, blocks=blocks)
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"has_score_mod": True}, {"blocks": MaskBlocks(128, 128, True, has_ranges=True)}],
+)
+def test_few_columns_and_little_to_compute(facts):
+    call = problem(**NARROW | facts)
     reason = "up to 32 columns the portable kernel is as fast"
     assert choose_forward(call, AUTO) == ("triton", reason)
     assert choose_forward(call, ANY) == ("hopper", "")
+
+
+PAIR_ROWS = {"has_score_mod": True, "row_bytes": 4, "reads_per_element": True}
+CAUSAL_BLOCKS = {
+    "blocks": MaskBlocks(128, 128, True, kv_columns=8),
+    "has_mask_mod": True,
+    "mask_cost": 1.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "backend"),
+    [
+        ({}, "triton"),
+        (CAUSAL_BLOCKS, "triton"),
+        (CAUSAL_BLOCKS | {"row_bytes": 1}, "hopper"),
+        (CAUSAL_BLOCKS | {"mask_cost": 12.0, "mask_reads": True, "batch": 32}, "hopper"),
+    ],
+)
+def test_rows_of_keys_are_loaded_ahead_unless_a_mask_has_bits(facts, backend):
+    assert choose_forward(problem(**PAIR_ROWS | facts), AUTO)[0] == backend
 
 
 def test_it_can_be_forbidden():
