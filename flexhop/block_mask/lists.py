@@ -34,20 +34,25 @@ def listed_count(length: int, block: int) -> int:
     return block_count(length + spare, block)
 
 
-def by_memory(change: Callable[[Tensor], Tensor], lists: Tensor) -> Tensor:
-    """Change a tensor of lists; what batches or heads share, they share afterwards.
+def by_memory(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A change of tensors, such as a copy, after which batches or heads share what they shared.
 
     change: keeps shapes.
     """
-    return change(in_memory(lists)).expand(lists.shape)
+
+    def changed(tensor: Tensor) -> Tensor:
+        one = in_memory(tensor)
+        return change(tensor) if one is tensor else change(one).expand(tensor.shape)
+
+    return changed
 
 
-def in_memory(lists: Tensor) -> Tensor:
-    """One of the batches or heads that share memory."""
-    for dim, stride in enumerate(lists.stride()):
-        if stride == 0 and lists.size(dim) != 1:
-            lists = lists.narrow(dim, 0, 1)
-    return lists
+def in_memory(tensor: Tensor) -> Tensor:
+    """One of the batches or heads that share memory; the tensor itself if none do."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:

@@ -49,7 +49,7 @@ class TensorLikeMask(MaskFields):
 
     def contiguous(self) -> Self:
         """The mask with contiguous lists; itself if they are. Captured tensors stay."""
-        return self if self.is_contiguous() else self._with_lists(Tensor.contiguous)
+        return self if self.is_contiguous() else self._with_lists(by_memory(Tensor.contiguous))
 
     def to(self, *args: Any, **choices: Any) -> Self:
         """A mask on another device, with the tensors that mask_mod captured.
@@ -68,7 +68,7 @@ class TensorLikeMask(MaskFields):
         def change(tensor: Tensor) -> Tensor:
             return tensor.to(moved.device, dtype if tensor.is_floating_point() else None, **flags)
 
-        return self.map_tensors(change)
+        return self.map_tensors(by_memory(change))
 
     def cpu(self) -> Self:
         """Same as to("cpu")."""
@@ -81,7 +81,7 @@ class TensorLikeMask(MaskFields):
 
     def pin_memory(self) -> Self:
         """A mask in page-locked memory, for asynchronous copies to a GPU."""
-        return self.map_tensors(Tensor.pin_memory)
+        return self.map_tensors(by_memory(Tensor.pin_memory))
 
     def is_pinned(self) -> bool:
         """Whether every list is in page-locked memory."""
@@ -93,7 +93,7 @@ class TensorLikeMask(MaskFields):
             tensor.record_stream(stream)
 
     def clone(self) -> Self:
-        """A copy that shares no tensor with this mask."""
+        """A copy that shares no tensor with this mask, with lists for each batch and head."""
         return self.map_tensors(Tensor.clone)
 
     def detach(self) -> Self:
@@ -106,9 +106,11 @@ class TensorLikeMask(MaskFields):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = by_memory(Tensor.clone)
+
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                memo[id(tensor)] = clone(tensor.detach()).requires_grad_(tensor.requires_grad)
             return memo[id(tensor)]
 
         made = self.map_tensors(copied)
@@ -195,7 +197,7 @@ class TensorLikeMask(MaskFields):
         made.__dict__.update(self.__dict__)
         for name in TENSOR_FIELDS:
             if (tensor := getattr(self, name)) is not None:
-                setattr(made, name, by_memory(change, tensor))
+                setattr(made, name, change(tensor))
         return made
 
 

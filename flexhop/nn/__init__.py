@@ -8,6 +8,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from flexhop.block_mask import BlockMask
+from flexhop.block_mask.lists import by_memory
 from flexhop.nn.attention import Attention, Cache
 
 __all__ = ["Attention", "Cache", "HeldMask"]
@@ -36,5 +37,5 @@ class HeldMask(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.mask = self.mask.map_tensors(fn)
+        self.mask = self.mask.map_tensors(by_memory(fn))
         return self

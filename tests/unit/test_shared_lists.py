@@ -37,6 +37,9 @@ def test_batches_and_heads_that_a_mask_ignores_share_its_lists(name: str):
         assert all(tuple(n == 0 for n in t.stride()[:2]) == shared for t in lists)
         assert held.is_contiguous() and held.contiguous() is held
         assert all(map(torch.equal, lists, fields))
+    written = mask.clone()  # each batch and head has its own
+    written.kv_num_blocks[0, 0] = 0
+    assert written.kv_num_blocks[1, 1].tolist() == mask.kv_num_blocks[1, 1].tolist()
 
 
 @pytest.mark.parametrize("name", ["heads", "expanded"])
