@@ -116,7 +116,8 @@ class Builder:
             if not (isinstance(stride, int) and stride == 0 and is_number(index)):
                 return index
             number = index.meta["val"].new_zeros(())
-            return self.call(aten.zeros.default, ([],), {"dtype": number.dtype}, number)
+            choices = {"dtype": number.dtype, "device": example.device}
+            return self.call(aten.zeros.default, ([],), choices, number)
 
         if example.dtype.is_floating_point or example.dtype.is_complex:
             return table, indices

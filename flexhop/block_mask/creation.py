@@ -199,9 +199,8 @@ def _block_mask(
         # A mask may outlive an evaluation that made it, and be used in training.
         with torch.inference_mode(False), torch.no_grad():
             fields = _remembered_lists(mask_mod, grid, sides)
-    if (
-        fields[0].shape[:2] != grid[:2]
-    ):  # no b or h: one memory for all, and kernels share its bits
+    # Kernels do more for masks without batches and heads of their own.
+    if fields[0].shape[:2] != grid[:2]:
         fields = tuple(t.expand(grid.batch, grid.heads, *t.shape[2:]) for t in fields)
     counts, indices, *others = all_lists(fields, sides)
     assert counts is not None and indices is not None  # the others may be omitted
