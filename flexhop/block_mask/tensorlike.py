@@ -132,9 +132,9 @@ class TensorLikeMask(MaskFields):
         for own, other in pairs:
             own.copy_(other)
         if self.full_kv_num_blocks is not None and source.full_kv_num_blocks is None:
-            self.full_kv_num_blocks.zero_()
+            in_memory(self.full_kv_num_blocks).zero_()
             if self.full_q_num_blocks is not None:
-                self.full_q_num_blocks.zero_()
+                in_memory(self.full_q_num_blocks).zero_()
         return self
 
     def _matched_lists(self, source: MaskFields) -> list[tuple[Tensor, Tensor]]:

@@ -81,14 +81,16 @@ def dense_lists(mask_mod: Any, batch: int, heads: int, length: int) -> Tensor:
 
 
 def test_masks_that_share_lists_are_copied_into_each_other():
-    def made(first: int) -> BlockMask:
+    def made(first: int, **how: bool) -> BlockMask:
         edge = torch.tensor(first)
-        return create_block_mask(lambda b, h, q, k: k >= edge, 2, 4, 300, 300, device="cpu")
+        return create_block_mask(lambda b, h, q, k: k >= edge, 2, 4, 300, 300, device="cpu", **how)
 
     target, source = made(0), made(200)
     target.copy_(source)
     assert torch.equal(target.kv_indices, source.kv_indices)
     assert torch.equal(target.full_kv_num_blocks, source.full_kv_num_blocks)
+    target.copy_(made(0, separate_full_blocks=False))
+    assert not target.full_kv_num_blocks.any() and not target.full_q_num_blocks.any()
     lists = (source.kv_num_blocks.contiguous(), source.kv_indices.contiguous())
     apart = BlockMask.from_kv_blocks(
         *lists, source.full_kv_num_blocks.contiguous(), source.full_kv_indices.contiguous(),
