@@ -77,7 +77,8 @@ def create_block_mask(
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, of 0-d int32 tensors, all in range.
         B: number of batches; None is 1, shared by all batches.
         H: number of query heads, or a divisor: head h has the blocks of h % H. None is 1. Batches
-            and heads that mask_mod does not tell apart share the memory of their lists.
+            and heads that mask_mod does not tell apart share the memory of their lists; `clone`
+            gives each its own, to write to.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
         device: the device of the lists. None is the accelerator, or the CPU if there is none.
