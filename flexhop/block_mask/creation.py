@@ -192,17 +192,14 @@ def _block_mask(
     if 0 in grid[:4]:  # nothing to analyse or to evaluate
         _check_mask_mod(mask_mod)
         nothing = torch.zeros(1, 1, grid.rows, grid.columns, dtype=torch.bool, device=grid.device)
-        fields = listed((nothing, nothing), grid, sides, in_graph=True)
+        fields = _of_all(listed((nothing, nothing), grid, sides, in_graph=True), grid)
     elif is_traced:
         probe = torch.empty(0, device=grid.device)
         fields = block_lists(probe, mask_mod, grid[:4], grid.block, sides)
     else:
         # A mask may outlive an evaluation that made it, and be used in training.
         with torch.inference_mode(False), torch.no_grad():
-            fields = _remembered_lists(mask_mod, grid, sides)
-    # Kernels do more for masks without batches and heads of their own.
-    if fields[0].shape[:2] != grid[:2]:
-        fields = tuple(t.expand(grid.batch, grid.heads, *t.shape[2:]) for t in fields)
+            fields = _of_all(_remembered_lists(mask_mod, grid, sides), grid)
     counts, indices, *others = all_lists(fields, sides)
     assert counts is not None and indices is not None  # the others may be omitted
     lengths = (grid.q_len, grid.kv_len)
@@ -237,16 +234,23 @@ def _lists(
 ) -> tuple[Tensor, ...]:
     """The lists of a mask. sides: whether to list full blocks, and the query side.
 
-    They have memory for each batch and head: their sizes must not depend on what is known of the
-    mask, which is more outside a graph.
+    They have all batches and heads: sizes must not depend on what is known of the mask, which is
+    more outside a graph.
     """
     find: Callable[..., tuple[Tensor, Tensor]] = graph_coverage if in_graph else coverage
     covered = find(mask, checked(mask), grid)
     lists = listed(covered, grid, sides, in_graph=in_graph)
-    return tuple(t.expand(grid.batch, grid.heads, *t.shape[2:]).contiguous() for t in lists)
+    return _of_all(lists, grid)
 
 
 block_lists.find = _lists
+
+
+def _of_all(lists: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
+    """Lists of every batch and head. Kernels do more for a mask if some share theirs."""
+    if lists[0].shape[:2] == grid[:2]:
+        return lists
+    return tuple(t.expand(grid.batch, grid.heads, *t.shape[2:]) for t in lists)
 
 
 def _remembered_lists(

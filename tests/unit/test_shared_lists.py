@@ -1,6 +1,7 @@
 """Batches and heads that a mask does not tell apart share its lists, and its kernels."""
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -53,6 +54,8 @@ def test_a_compiled_function_makes_the_same_lists(name: str, backend: str):
 
     kept = (torch.rand(2, 1, 300, 300) > 0.9).expand(-1, 4, -1, -1)
     mask = torch.compile(made, fullgraph=True, backend=backend)(kept)
+    assert mask.shape == (2, 4, 300, 300)
+    assert mask.kv_indices.stride(1) == 0
     for name_of in TENSOR_FIELDS:
         one, other = getattr(mask, name_of), getattr(made(kept), name_of)
         assert (one is None and other is None) or torch.equal(one, other)
@@ -78,6 +81,29 @@ def dense_lists(mask_mod: Any, batch: int, heads: int, length: int) -> Tensor:
     dense = create_mask(mask_mod, batch, heads, length, length, device="cpu")
     padded = torch.nn.functional.pad(dense, (0, -length % 128) * 2)
     return padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).amax((-1, -3)).int()
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (2, 0)])
+def test_no_batches_or_heads(sizes: tuple[int, int]):
+    mask = create_block_mask(lambda b, h, q, k: q >= k, *sizes, 300, 300, device="cpu")
+    assert mask.shape == (*sizes, 300, 300)
+
+
+@needs_hopper
+def test_kernels_of_a_mask_made_inside_are_the_same():
+    inputs = [torch.zeros(2, 8, 4096, 64, dtype=torch.bfloat16) for _ in range(3)]
+
+    def attend(*x: Tensor, sizes: tuple[int | None, int | None]) -> Tensor:
+        mask_mod = lambda b, h, q, k: (q // 3 >= k // 5) | (k % 7 == 0)  # noqa: E731
+        mask = create_block_mask(mask_mod, *sizes, 4096, 4096, device=x[0].device)
+        return flexhop.flex_attention(*x, block_mask=mask)
+
+    codes = [
+        generate_code(functools.partial(attend, sizes=sizes), *inputs)
+        for sizes in ((None, None), (2, 8))
+    ]
+    few, many = ([constants_of(kernel.source) for kernel in code.templates] for code in codes)
+    assert few == many
 
 
 def test_masks_that_share_lists_are_copied_into_each_other():
@@ -127,10 +153,14 @@ def test_kernels_are_those_of_a_mask_without_batches_and_heads(name: str):
         generate_code(lambda *x: flexhop.flex_attention(*x, block_mask=mask), *inputs, grad=True)  # noqa: B023
         for mask in masks
     ]
-    constants = re.compile(r"^[A-Z_0-9]+ = \w+\.constexpr\(.*\)$", re.MULTILINE)
-    few, many = ([constants.findall(kernel.source) for kernel in code.templates] for code in codes)
+    few, many = ([constants_of(kernel.source) for kernel in code.templates] for code in codes)
     assert few == many
     assert any("BITS_WORDS" in line for lines in few for line in lines)
     assert any(
         line.startswith("STORED_BLOCKS") and "(0)" not in line for lines in few for line in lines
     )
+
+
+def constants_of(source: str) -> list[str]:
+    """Lines of a kernel's text, of which names and strides may differ."""
+    return re.findall(r"^[A-Z_0-9]+ = \w+\.constexpr\(.*\)$", source, re.MULTILINE)
