@@ -13,7 +13,7 @@ import torch
 import flexhop
 from flexhop.compat.kernels.functions import FUNCTIONS
 from flexhop.offline import generate_code
-from flexhop.offline.interpret import run_kernel
+from flexhop.offline.interpret import interpret, run_kernel
 from flexhop.offline.packed_assembly import run_packed
 from tests.compiler_stages import compile_to_layouts
 from tests.needs import needs_hopper
@@ -197,6 +197,21 @@ def test_only_kernels_that_round_to_16_bits_have_them(name):
     used = re.compile(rf"= run_\d\(.*PTX_{name.upper()}\)")
     assert used.search(mod_source(name, torch.bfloat16))
     assert not used.search(mod_source(name, torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_scores_that_are_no_numbers_are_found():
+    query, key, value = (torch.randn(1, 1, 32, 16, dtype=torch.bfloat16) for _ in range(3))
+    query[0, 0, 5] = torch.nan
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return flexhop.flex_attention(
+            *x, lambda s, b, h, q, k: torch.where(s.isnan(), 0.5 * k, s.nan_to_num() * 2)
+        )
+
+    found = interpret(attend, query, key, value).result
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, attend(query, key, value), atol=2e-2, rtol=2e-2)
 
 
 EVERY = """
