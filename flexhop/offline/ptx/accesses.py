@@ -44,9 +44,12 @@ def _load(instruction: Instruction, machine: Machine) -> Found:
 def _memory(
     operand: Operand, space: str, machine: Machine
 ) -> tuple[Callable[[Threads], np.ndarray], GlobalMemory | SharedMemory]:
-    """Addresses of threads, and what has them."""
+    """Addresses of threads, and what has them.
+
+    Addresses of no space are those of a thread's own arrays, if it has some: LLVM converts them.
+    """
     places = addresses_of(operand, machine)
-    if space == "local":
+    if space == "local" or (not space and machine.program.local):
         own = machine.registers.threads * sum(machine.program.local.values())
         return lambda threads: places(threads) + own[threads], machine.local
     return places, machine.shared if space == "shared" else machine.memory

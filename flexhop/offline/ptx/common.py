@@ -87,8 +87,8 @@ def ends_group(
 
 
 def space_of(opcode: str) -> str:
-    """The memory that an opcode names, or global memory."""
+    """The memory that an opcode names, or ""."""
     for part in opcode.replace("::", ".").split("."):
         if part in ("global", "shared", "local", "param"):
             return part
-    return "global"
+    return ""

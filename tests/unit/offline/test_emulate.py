@@ -301,6 +301,9 @@ def test_memory_of_each_thread():
 	st.local.b32 	[%rd2+8], %r1;
 	bar.sync 	0;
 	ld.local.b32 	%r2, [%rd2+8];
+	cvta.local.u64 	%rd2, %rd2;
+	st.b32 	[%rd2+4], %r2;
+	ld.b32 	%r2, [%rd2+4];
 	"""
     assert _run(body) == list(range(64))
 
