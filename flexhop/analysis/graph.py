@@ -105,10 +105,8 @@ class Builder:
         return self._seen[key]
 
     def _without_repeats(self, table: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
-        """A read of a table with one place in dimensions along which it repeats itself.
-
-        As after `expand`. Tables with gradients have one for each place.
-        """
+        """A read of a table, with one place where `expand` repeats it; tables of floats may have a
+        gradient for each."""
         tensor = self.captures.get(table)
         example = table.meta["val"] if tensor is None else tensor
 

@@ -232,10 +232,9 @@ def _by_every_score(
 def _lists(
     mask: MaskMod | Mask, grid: Grid, sides: tuple[bool, bool], *, in_graph: bool
 ) -> tuple[Tensor, ...]:
-    """The lists of a mask. sides: whether to list full blocks, and the query side.
+    """The lists of a mask, for all batches and heads: graphs know less of it than eager calls.
 
-    They have all batches and heads: sizes must not depend on what is known of the mask, which is
-    more outside a graph.
+    sides: whether to list full blocks, and the query side.
     """
     find: Callable[..., tuple[Tensor, Tensor]] = graph_coverage if in_graph else coverage
     covered = find(mask, checked(mask), grid)

@@ -41,8 +41,7 @@ def listed(
     if with_queries:
         parts += [part.mT for part in parts]
     lists = (t for part in parts for t in dense_to_lists(part, in_graph=in_graph))
-    # Never a view: an AOTInductor package with views of other tensors as constants read the wrong
-    # memory.
+    # AOTInductor's packages did not read constants right that were views of others.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in lists)
 
 

@@ -35,10 +35,7 @@ def listed_count(length: int, block: int) -> int:
 
 
 def by_memory(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A change of tensors, such as a copy, after which batches or heads share what they shared.
-
-    change: keeps shapes.
-    """
+    """A change of tensors that keeps shapes, and what batches or heads share."""
 
     def changed(tensor: Tensor) -> Tensor:
         one = in_memory(tensor)

@@ -14,8 +14,7 @@ Lists = tuple[Tensor, ...]
 def normalized(lists: Lists) -> tuple[Lists, tuple[int, int]]:
     """Lists with batch and head, which the fields of a mask may omit, and the sizes of both.
 
-    Of batches or heads that share memory, one is left: kernels then know that none has blocks of
-    its own.
+    Of batches or heads that share memory, one is left.
 
     Args:
         lists: numbers of blocks, [B, H, R], and their indices, [B, H, R, W], in turn.

@@ -129,7 +129,7 @@ _ERFC_TEXT = f"""
     setp.lt.f32 is_negative, $1, {number(0.0)};
     selp.f32 $0, other, far, is_negative;
 """
-# Of NaN it is 0. Inductor's conversion from 8 bits takes as long as eight instructions.
+# Of NaN it is 0. Inductor converts it from 8 bits, which is slow.
 _SIGN = f"""
     abs.f32 size, $1;
     setp.gt.f32 is_some, size, {number(0.0)};

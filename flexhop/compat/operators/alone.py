@@ -170,8 +170,7 @@ def _function_of(operator: Operator, operands: Sequence[Any]) -> Callable[..., A
         else:
             args.append(_with_placeholders(graph, position, operand))
     graph.output(graph.call_function(operator, operator.wire(operator.args_type(*args))))
-    # Not the module itself, for which hooks of all modules would be called: Dynamo does not trace
-    # that of FlopCounterMode.
+    # A module would call the hooks of all modules. Dynamo does not trace FlopCounterMode's.
     forward = fx.GraphModule(owner, graph).forward
     return lambda *leaves: pytree.tree_leaves(forward(*leaves))
 

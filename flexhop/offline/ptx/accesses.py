@@ -44,10 +44,7 @@ def _load(instruction: Instruction, machine: Machine) -> Found:
 def _memory(
     operand: Operand, space: str, machine: Machine
 ) -> tuple[Callable[[Threads], np.ndarray], GlobalMemory | SharedMemory]:
-    """Addresses of threads, and what has them.
-
-    Addresses of no space are those of a thread's own arrays, if it has some: LLVM converts them.
-    """
+    """Addresses of threads, and what has them: without a space, arrays of threads, if any."""
     places = addresses_of(operand, machine)
     if space == "local" or (not space and machine.program.local):
         own = machine.registers.threads * sum(machine.program.local.values())

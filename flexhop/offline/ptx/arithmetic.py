@@ -43,6 +43,10 @@ def _modified(function: Function, opcode: str) -> Function:
     if "NaN" in rest and function in _WITH_NAN:
         rest.remove("NaN")
         function = _WITH_NAN[function]
+    directions = rest & _DIRECTED.keys()
+    if directions and widths(opcode)[-1] == "f32":
+        rest -= directions
+        function = _rounded(function, directions.pop())
     if "relu" in rest:
         rest.remove("relu")
         signed = function
@@ -50,6 +54,19 @@ def _modified(function: Function, opcode: str) -> Function:
     if rest:
         raise NotImplementedError(f"the emulator has no {opcode}")
     return function
+
+
+def _rounded(function: Function, direction: str) -> Function:
+    """The function in fp32, with the result rounded in one direction."""
+    end = _DIRECTED[direction]
+
+    def run(*values: Any) -> Any:
+        exact = function(*(np.asarray(value, np.float64) for value in values))
+        near = exact.astype(np.float32)
+        is_beyond = np.abs(near) > np.abs(exact) if end == 0 else (near > exact) == (end < 0)
+        return np.where(is_beyond & (near != exact), np.nextafter(near, np.float32(end)), near)
+
+    return run
 
 
 def _mode(opcode: str) -> str:
@@ -204,7 +221,8 @@ _HALVES: dict[str, Any] = {
     "f16x2": np.float16, "bf16x2": "bf16", "s16x2": np.int16, "u16x2": np.uint16,
     "f32x2": np.float32,
 }  # fmt: skip
-# Results are rounded to nearest, and small ones are kept: nothing that kernels rely on.
+_DIRECTED = {"rm": -np.inf, "rp": np.inf, "rz": 0.0}
+# Other results are rounded to nearest, and small ones are kept: nothing that kernels rely on.
 _AS_IT_IS = {"lo", "hi", "wide", "rn", "ftz", "approx", "full"}
 
 

@@ -313,7 +313,7 @@ def test_unknown_instructions_are_named():
         _run("tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1;")
 
 
-@pytest.mark.parametrize("opcode", ["max.xorsign.abs.f32", "add.sat.s32", "mul.rz.f32"])
+@pytest.mark.parametrize("opcode", ["max.xorsign.abs.f32", "add.sat.s32", "mul.rz.f64"])
 def test_unknown_ends_of_instructions_are_named(opcode):
     with pytest.raises(NotImplementedError, match=rf"no {opcode}"):
         _run(f"{opcode} %r2, %r1, %r1;")
@@ -334,6 +334,22 @@ def test_the_larger_number_at_least_0_and_not_a_number():
 	add.s32 	%r2, %r2, %r6;
 	"""
     assert _run(body) == [max(9 - n, 0) + 1100 for n in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("direction", "above", "below"), [("rm", 0, 1), ("rp", 1, 0), ("rz", 0, 0), ("rn", 0, 0)]
+)
+def test_directions_of_rounding(direction, above, below):
+    """A quarter beyond 2**23 and its negative: how many numbers farther from 0 they become."""
+    body = f"""
+	fma.{direction}.f32 	%r2, 0f3E800000, 0f3F800000, 0f4B000000;
+	fma.{direction}.f32 	%r3, 0fBE800000, 0f3F800000, 0fCB000000;
+	sub.s32 	%r2, %r2, {0x4B000000};
+	sub.s32 	%r3, %r3, {0xCB000000 - (1 << 32)};
+	mul.lo.s32 	%r3, %r3, 10;
+	add.s32 	%r2, %r2, %r3;
+	"""
+    assert _run(body) == [above + 10 * below] * 64
 
 
 def test_bits():
