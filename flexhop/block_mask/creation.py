@@ -238,8 +238,7 @@ def _lists(
     """
     find: Callable[..., tuple[Tensor, Tensor]] = graph_coverage if in_graph else coverage
     covered = find(mask, checked(mask), grid)
-    lists = listed(covered, grid, sides, in_graph=in_graph)
-    return _of_all(lists, grid)
+    return _of_all(listed(covered, grid, sides, in_graph=in_graph), grid)
 
 
 block_lists.find = _lists

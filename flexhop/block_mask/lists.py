@@ -46,10 +46,15 @@ def by_memory(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def in_memory(tensor: Tensor) -> Tensor:
     """One of the batches or heads that share memory; the tensor itself if none do."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dim) > 1:
+    for dim in range(tensor.dim()):
+        if is_shared(tensor, dim):
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def is_shared(tensor: Tensor, dim: int) -> bool:
+    """Whether all places of a dimension, such as all heads, have the same memory."""
+    return tensor.stride(dim) == 0 and tensor.size(dim) > 1
 
 
 def lists_to_dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:

@@ -159,10 +159,13 @@ class TensorLikeMask(MaskFields):
             own = own[..., : other.size(-1)]
         if own.shape != other.shape:
             _refuse(name, f"shape {tuple(other.shape)} does not fit into {tuple(own.shape)}")
-        written, read = in_memory(own), in_memory(other)
-        if written.shape != own.shape and written.shape != read.shape:
+        written = in_memory(own)
+        if written is own:
+            return own, other
+        read = in_memory(other)
+        if written.shape != read.shape:
             _refuse(name, "batches or heads share the target's lists, but not the source's")
-        return (own, other) if written.shape == own.shape else (written, read)
+        return written, read
 
     def _matched_captures(self, source: MaskFields) -> list[tuple[Tensor, Tensor]]:
         """Pairs of tensors that the two mask_mods captured."""

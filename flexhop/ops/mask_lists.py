@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexhop.block_mask.lists import is_shared
 from flexhop.ops.call import MaskFacts
 
 __all__ = ["normalized", "of_heads"]
@@ -21,9 +22,9 @@ def normalized(lists: Lists) -> tuple[Lists, tuple[int, int]]:
     """
     lists = tuple(_with(3 + place % 2, tensor) for place, tensor in enumerate(lists))
     batch, heads = lists[0].shape[:2]
-    if all(_is_shared(tensor, 0) for tensor in lists):
+    if all(is_shared(tensor, 0) for tensor in lists):
         lists = tuple(tensor[:1] for tensor in lists)
-    if all(_is_shared(tensor, 1) for tensor in lists):
+    if all(is_shared(tensor, 1) for tensor in lists):
         lists = tuple(tensor[:, :1] for tensor in lists)
     return lists, (batch, heads)
 
@@ -31,10 +32,6 @@ def normalized(lists: Lists) -> tuple[Lists, tuple[int, int]]:
 def _with(dim: int, tensor: Tensor) -> Tensor:
     missing = dim - tensor.dim()
     return tensor[(None,) * missing] if missing > 0 else tensor
-
-
-def _is_shared(tensor: Tensor, dim: int) -> bool:
-    return tensor.stride(dim) == 0 and tensor.size(dim) != 1
 
 
 def of_heads(lists: Lists, facts: MaskFacts | None, query: Tensor) -> Lists:

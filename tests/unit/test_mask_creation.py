@@ -12,7 +12,6 @@ from torch import Tensor
 
 import flexhop
 from flexhop.block_mask import BlockMask, coverage, create_block_mask, create_mask, scores
-from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.block_mask.lists import in_memory
 from flexhop.errors import (
     BlockMaskFieldError,
@@ -396,7 +395,7 @@ def test_a_branch_is_located():
 def test_fields_have_memory_of_their_own(batch: int | None):
     """AOTInductor's packages keep fields as constants, and did not read views of others right."""
     mask = create_block_mask(lambda b, h, i, j: i >= j, batch, None, 512, 512, device="cpu")
-    fields = [t for name in TENSOR_FIELDS if (t := getattr(mask, name)) is not None]
+    fields = mask._tensors()
     own = [in_memory(t) for t in fields]
     assert all(t.is_contiguous() and t.storage_offset() == 0 for t in own)
     assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in own)

@@ -29,12 +29,12 @@ SHARED: dict[str, tuple[Any, tuple[bool, bool]]] = {
 def test_batches_and_heads_that_a_mask_ignores_share_its_lists(name: str):
     mask_mod, shared = SHARED[name]
     mask = create_block_mask(mask_mod, 2, 4, 300, 300, device="cpu")
-    fields = [t for name in TENSOR_FIELDS if (t := getattr(mask, name)) is not None]
+    fields = mask._tensors()
     expected = dense_lists(mask_mod, 2, 4, 300)
     assert mask.shape == (2, 4, 300, 300)
     assert torch.equal(mask.to_dense(), expected)
     for held in (mask, mask.to("cpu", copy=True), copy.deepcopy(mask)):
-        lists = [t for name in TENSOR_FIELDS if (t := getattr(held, name)) is not None]
+        lists = held._tensors()
         assert all(tuple(n == 0 for n in t.stride()[:2]) == shared for t in lists)
         assert held.is_contiguous() and held.contiguous() is held
         assert all(map(torch.equal, lists, fields))

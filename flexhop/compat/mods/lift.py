@@ -124,7 +124,7 @@ def _backend(operator: Operator) -> Callable[..., Any]:
         output.args = (tuple(tuple(getattr(args, field)) for field in fields),)
         module.graph.eliminate_dead_code()
         module.recompile()
-        return lambda *inputs: (Lifted(graphs, module(*inputs)),)
+        return lambda *inputs: (Lifted(graphs, module.forward(*inputs)),)
 
     return take_operands
 

@@ -16,6 +16,7 @@ __all__ = ["arithmetic"]
 
 Run = Callable[[Threads], None]
 Function = Callable[..., Any]
+_MODES = ("lo", "hi", "wide")
 
 
 def arithmetic(instruction: Instruction, registers: Registers) -> Run | None:
@@ -71,7 +72,7 @@ def _rounded(function: Function, direction: str) -> Function:
 
 def _mode(opcode: str) -> str:
     """Which half of a product an opcode asks for; or ""."""
-    return next((part for part in opcode.split(".") if part in ("lo", "hi", "wide")), "")
+    return next((part for part in opcode.split(".") if part in _MODES), "")
 
 
 def _simple(instruction: Instruction, registers: Registers, function: Function, kind: str) -> Run:
@@ -223,7 +224,7 @@ _HALVES: dict[str, Any] = {
 }  # fmt: skip
 _DIRECTED = {"rm": -np.inf, "rp": np.inf, "rz": 0.0}
 # Other results are rounded to nearest, and small ones are kept: nothing that kernels rely on.
-_AS_IT_IS = {"lo", "hi", "wide", "rn", "ftz", "approx", "full"}
+_AS_IT_IS = {*_MODES, "rn", "ftz", "approx", "full"}
 
 
 def _move(instruction: Instruction, registers: Registers) -> Run:
