@@ -36,7 +36,7 @@ from flexhop.block_mask.scores import (
 )
 from flexhop.compat.mods.errors import refused
 from flexhop.compat.mods.private import private
-from flexhop.compat.symbols import is_exporting, is_flag, is_symbolic
+from flexhop.compat.sizes import is_exporting, is_flag, is_symbolic
 from flexhop.errors import (
     BlockMaskFieldError,
     CaptureDeviceError,

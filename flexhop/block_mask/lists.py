@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.compat.symbols import is_symbolic
+from flexhop.compat.sizes import is_symbolic
 
 # Entries of lists to create at once: about 20 bytes of temporaries each.
 LISTED_AT_ONCE = 4 * 1024 * 1024

@@ -33,7 +33,7 @@ from flexhop.block_mask.saving import SavedMask, dump_context, load_context
 from flexhop.block_mask.selection import Index, select_blocks, sliced_mask_mod
 from flexhop.block_mask.tensorlike import TensorLikeMask
 from flexhop.compat.pytree import Serializer, register_container
-from flexhop.compat.symbols import is_symbolic
+from flexhop.compat.sizes import is_symbolic
 from flexhop.errors import BlockMaskFieldError, BlockMaskTypeError, UnsupportedFeatureError
 from flexhop.mods.functions import MaskMod, noop_mask
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexhop.block_mask.lists import block_count, listed_count
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.compat.symbols import is_symbolic
+from flexhop.compat.sizes import is_symbolic
 from flexhop.mods.functions import MaskMod
 
 # Mask elements that eager creation evaluates at once. A mask of a few comparisons needs about 16

@@ -1,4 +1,4 @@
-"""Bounds on symbolic sizes during tracing. torch 2.11 to 2.15.
+"""Sizes during tracing: whether they are symbols, and their bounds. torch 2.11 to 2.15.
 
 Symbols need SymPy, which `import flexhop` does not import.
 """
@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["assert_all", "bound_of", "broadcast", "hint_of", "is_empty", "is_known"]
+__all__ = [
+    "assert_all", "bound_of", "broadcast", "hint_of", "is_empty", "is_exporting", "is_flag",
+    "is_known", "is_symbolic",
+]  # fmt: skip
 
 # Code recompiles if a size exceeds the first of these that bounded it.
 _LIMITS = (2**17, 2**20, 2**24, 2**31 - 1)
@@ -94,3 +97,27 @@ def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
         if all(len(size) == 1 for size in sizes):
             return torch.Size(size.pop() for size in sizes)
     return torch.broadcast_shapes(*map(tuple, shapes))
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is tracing; `torch.compiler.is_exporting` is constant in Dynamo's
+    traces (2.11 to 2.13)."""
+    return torch.compiler._is_exporting_flag
+
+
+def is_flag(value: object) -> bool:
+    """Whether an argument is a choice: a bool, also NumPy's or a symbol, 0 or 1, or None."""
+    is_plain = value is None or isinstance(value, (bool, int, torch.SymBool))
+    return is_plain or type(value).__name__ in ("bool", "bool_")  # NumPy 2, and 1
+
+
+def is_symbolic(size: int) -> bool:
+    """Whether a size is dynamic in the code being traced.
+
+    Dynamo hides it: while it traces, a symbolic size is an instance of int.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return isinstance(size, torch.SymInt)
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(size)

@@ -1,4 +1,4 @@
-"""Which tensors share memory. torch 2.11 to 2.15."""
+"""Memory of tensors: which share it, and how nested ones divide it. torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-__all__ = ["begins_with", "below_functorch", "shares_memory"]
+__all__ = [
+    "begins_with", "below_functorch", "is_jagged", "ragged_dim", "shares_memory", "token_count",
+]  # fmt: skip
 
 
 def begins_with(tensor: Tensor, part: Tensor) -> bool:
@@ -32,3 +34,22 @@ def below_functorch(value: Any) -> Any:
     while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
         value = get_unwrapped(value)
     return value
+
+
+def is_jagged(tensor: Tensor) -> bool:
+    """Whether a tensor is nested, of layout torch.jagged."""
+    return tensor.is_nested and tensor.layout == torch.jagged
+
+
+def ragged_dim(tensor: Tensor) -> int:
+    """The ragged dimension of a jagged nested tensor, counted with the batch.
+
+    `_ragged_idx` is an int that Dynamo reads as a constant.
+    """
+    jagged: Any = tensor
+    return int(jagged._ragged_idx)
+
+
+def token_count(tensor: Tensor) -> int:
+    """Tokens in the buffer of a jagged nested tensor, including holes."""
+    return tensor.values().size(ragged_dim(tensor) - 1)

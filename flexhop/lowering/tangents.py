@@ -12,6 +12,7 @@ import torch
 from flexhop.compat.graphs import guards, inline
 from flexhop.compat.kernels import inductor
 from flexhop.compat.kernels.gluon_versions import triton_version
+from flexhop.compat.kernels.pointwise import convert, product
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.lowering import fallback
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
@@ -31,7 +32,6 @@ from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.problem import UNREAD, Problem
-from flexhop.lowering.products import convert, product
 from flexhop.lowering.second import Second, Wanted, read_second
 from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of
 from flexhop.ops.derivatives.program import read_step

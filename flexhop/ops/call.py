@@ -16,8 +16,7 @@ from torch import Tensor
 from flexhop import errors, mods
 from flexhop.compat.fingerprint import source_fingerprint
 from flexhop.compat.operators.autocast import dtype_under, wanted_dtype
-from flexhop.compat.sizes import is_empty
-from flexhop.compat.symbols import is_flag
+from flexhop.compat.sizes import is_empty, is_flag
 from flexhop.ops import wide_lse
 from flexhop.ops.agreement import agree
 from flexhop.ops.verification.certified import verify_option

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors
-from flexhop.compat.jagged import is_jagged, ragged_dim
+from flexhop.compat.storage import is_jagged, ragged_dim
 from flexhop.mods.functions import ScoreMod
 from flexhop.ops.call import Mistake, note_mistake
 from flexhop.sequences.nested_mask import Cut, NestedBlockMask, nested_tables

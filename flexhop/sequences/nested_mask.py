@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexhop.block_mask.creation import create_block_mask
 from flexhop.block_mask.mask import BlockMask
-from flexhop.compat.jagged import is_jagged, token_count
+from flexhop.compat.storage import is_jagged, token_count
 from flexhop.errors import NestedOperandError
 from flexhop.mods.functions import MaskMod, check_arity
 from flexhop.sequences.row_tables import RowTables, Window, local_mask_mod, tabulate_rows

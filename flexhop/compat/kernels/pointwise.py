@@ -1,4 +1,4 @@
-"""A user's function lowered by Inductor to scalars that a kernel computes per score."""
+"""A user's function lowered by Inductor to scalars that a kernel computes per score; products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexhop.compat.kernels.inductor import hint
+from flexhop.compat.kernels.inductor import call_lowering, hint
 from flexhop.compat.kernels.integer_powers import INTEGER_POWERS
 from flexhop.compat.kernels.once import remembered
 from flexhop.compat.kernels.row_parts import ROW_PARTS
@@ -29,6 +29,7 @@ from flexhop.compat.sizes import LONGEST_SUM
 from flexhop.errors import ModLoweringError
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 
 
 class _ModLowering(PointwiseSubgraphLowering):
@@ -181,3 +182,13 @@ def as_stored(value: Any) -> Any:
         return ops.to_dtype_bitcast(bits, dtype, torch.int16)
 
     return make_pointwise(through_bits)(value)
+
+
+def product(left: Any, right: Any) -> Any:
+    """The elementwise product of two IR values, fp32.
+
+    delta = rowsum(out * grad_out) takes what our kernels read: without the rounding, a difference
+    would remain where grad_weight - delta cancels.
+    """
+    factors = (call_lowering(convert, as_stored(t), torch.float32) for t in (left, right))
+    return call_lowering(aten.mul.Tensor, *factors)

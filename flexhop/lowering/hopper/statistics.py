@@ -12,11 +12,11 @@ import torch
 
 from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import gluon, inductor
+from flexhop.compat.kernels.pointwise import product
 from flexhop.lowering import wide_lse
 from flexhop.lowering.hopper import backward, schedule
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.products import product
 
 aten = torch.ops.aten
 INF = float("inf")

@@ -10,6 +10,7 @@ from torch import fx
 
 from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import inductor
+from flexhop.compat.kernels.pointwise import product
 from flexhop.lowering import wide_lse
 from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs
@@ -21,7 +22,6 @@ from flexhop.lowering.portable.names import Kernel, key_value_kernels
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.shared import is_float32, weighing
 from flexhop.lowering.problem import Problem
-from flexhop.lowering.products import product
 from flexhop.ops.args import AttentionArgs, BackwardArgs
 from flexhop.options import KernelOptions
 
