@@ -295,6 +295,7 @@ HOPPER = [
     ((128, 128), 1024, False),
     ((128, 128), 1000, True),
     ((192, 128), 1024, True),
+    ((192, 192), 1000, True),
     ((256, 256), 1024, True),
 ]
 
@@ -313,9 +314,9 @@ def test_the_hopper_kernel_is_pipelined(dims, length, is_causal):
 @pytest.mark.slow
 @needs_hopper
 def test_empty_columns_take_no_products():
-    """Scores of 64 keys take 12 products instead of 16, out takes 4."""
-    wide, full = (build_hopper(dims, 1024, True).cubin for dims in ((192, 128), (256, 256)))
-    assert wide.wgmma * (16 + 4) == full.wgmma * (12 + 4)
+    """Scores of 128 keys take 9 products instead of 12, out takes 8."""
+    some, full = (build_hopper((width, 128), 1024, True).cubin for width in (144, 192))
+    assert some.wgmma * (12 + 8) == full.wgmma * (9 + 8)
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ from flexhop.lowering.hopper.tiles import (
     HopperTile,
     block_obstacles,
     gathers,
-    round_width,
+    is_long,
+    keeps_queries,
+    memories,
     stages_out,
     table_tile,
     wider,
@@ -31,8 +33,8 @@ from flexhop.options import KernelOptions
 
 _LARGEST_WIDTH = 256
 # Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
-# at other widths; and above which score_mod needs the registers that could hold queries.
-_COSTLY_SCORE_128, _COSTLY_SCORE, _REGISTER_SCORE = 24, 20, 8
+# at other widths.
+_COSTLY_SCORE_128, _COSTLY_SCORE = 24, 20
 # Likewise at 64 columns, unless score_mod follows distances: it took 0.90 of the time for a cap in
 # a tensor (15), 0.93 for `sin`, 0.95 for `softplus` (14), and 1.00 for `gelu` (17).
 _COSTLY_SCORE_64 = 13
@@ -87,6 +89,8 @@ class HopperForwardConstants(SharedConstants):
     SPARSE_KV_BLOCK_SIZE: int
     QK_HEAD_DIM_ROUNDED: int
     V_HEAD_DIM_ROUNDED: int
+    QK_REST: int
+    V_REST: int
     HEADS_PER_SECTION: int
     HAS_SLOPE: bool
     HAS_BEND: bool
@@ -236,11 +240,6 @@ def stored_bits(problem: Problem, tile: HopperTile) -> bits.StoredBits:
     return bits.of_queries(problem) if whole else bits.NONE
 
 
-def is_long(problem: Problem) -> bool:
-    """Whether score_mod needs the registers that could hold queries."""
-    return problem.mods.score_cost > _REGISTER_SCORE
-
-
 def attempts(problem: Problem, options: KernelOptions) -> Iterator[tuple[bool, int | None]]:
     """Kernels to try in order: whether keys are hidden (see `constants`), the most local memory.
 
@@ -285,6 +284,7 @@ def constants(
     multiples = (tile.block_m, kv_size)
     stored = stored_bits(problem, tile)
     common = shared(problem, tile, stored, multiples=multiples, scales=scales)
+    qk_columns, v_columns = memories(problem.head_dim), memories(problem.value_head_dim)
     if gathered.is_gathered:
         # Keys are no neighbours, and missing blocks are keys that do not exist.
         common |= {"HAS_SPANS": False, "HAS_BAND": False, "CHECK_KV": True}
@@ -300,11 +300,13 @@ def constants(
         Q_BLOCKS=gathered.q_blocks,
         ONE_LOOP=not any(separate_loops(problem, tile, stored)),
         STORES_EMPTY_TILES=_expects_empty_tiles(problem),
-        Q_IN_REGISTERS=_keeps_queries(problem, tile),
+        Q_IN_REGISTERS=keeps_queries(problem, tile),
         STAGE_OUT=stages_out(problem, tile),
         SPARSE_KV_BLOCK_SIZE=kv_size,
-        QK_HEAD_DIM_ROUNDED=round_width(problem.head_dim),
-        V_HEAD_DIM_ROUNDED=round_width(problem.value_head_dim),
+        QK_HEAD_DIM_ROUNDED=qk_columns[0],
+        V_HEAD_DIM_ROUNDED=v_columns[0],
+        QK_REST=qk_columns[1],
+        V_REST=v_columns[1],
         HEADS_PER_SECTION=max(1, _heads_per_section(problem) // tile.heads),
         HAS_SLOPE=has_slope,
         HAS_BEND=has_slope and problem.mods.has_key_bend,
@@ -346,9 +348,3 @@ def _heads_per_section(problem: Problem) -> int:
     nearest = min(even, key=lambda n: (max(n / wanted, wanted / n), -n))
     is_near = max(nearest / wanted, wanted / nearest) <= _NEAR
     return (nearest if is_near else wanted) * problem.group
-
-
-def _keeps_queries(problem: Problem, tile: HopperTile) -> bool:
-    """Whether queries stay in registers: faster, unless score_mod itself needs the registers."""
-    needs_many = problem.mods.reads_by_position or is_long(problem)
-    return tile.num_consumers == 2 and problem.head_dim <= (64 if needs_many else 128)

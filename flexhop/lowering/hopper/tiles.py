@@ -23,9 +23,12 @@ _SLACK = 1024
 # Keys per step, by width, if each consumer has slots of its own: with 64 of 128 columns, three
 # slots fit. Two slots of 128 keys ran at 0.8 of their speed.
 _SPLIT_KEYS = {64: 128, 128: 64, 256: 32}
+_LARGEST_REST = 192  # columns that two memories hold, see `memories`
 # Instructions of score_mod per score above which steps of 64 keys are faster than of 128: half as
 # much text in a step. Measured with 14 and 10 instructions; a folded soft cap has 7.
 _LONG_SCORE = 10
+# Likewise, above which score_mod needs the registers that could hold queries.
+_REGISTER_SCORE = 8
 # Instructions of a mask_mod that is asked about every score. Dilations by head, a remainder by
 # `dilations[h]`: a masked step had 2,965 instructions, 374 of them for spills; half a step has
 # 1,166, 17 for spills. Not measured. With 16 there are no spills.
@@ -102,13 +105,40 @@ def _whole_tile(problem: Problem) -> HopperTile:
     is_dense = problem.blocks is None and not problem.mods.has_score_mod
     queries = problem.query_len
     pads_little = _padded(queries, 3 * ROWS) <= _MOST_PADDING * _padded(queries, 2 * ROWS)
-    is_long = problem.mods.score_cost > _LONG_SCORE or _asks_much(problem)
+    asks_long = problem.mods.score_cost > _LONG_SCORE or _asks_much(problem)
     tile = HopperTile(
-        block_n=64 if width > 128 or is_long else 128,
+        block_n=64 if asks_long or not _fits_long_steps(problem) else 128,
         num_consumers=3 if width == 64 and is_dense and pads_little else 2,
-        num_slots=6 if width == 64 and is_long else 4,
+        num_slots=6 if width == 64 and asks_long else 4,
     )
+    # With 192 columns a third slot took a table by distance 1.16 times as long, `s * sigmoid(s)`
+    # 1.12 times; without score_mod two slots took 1.03 to 1.08 times as long.
+    if width > 128 and _needs_registers(problem):
+        tile = dataclasses.replace(tile, num_slots=2)
     return _fit(problem, tile)
+
+
+def _fits_long_steps(problem: Problem) -> bool:
+    """Whether two slots of 128 keys fit, and their scores beside the sums."""
+    return problem.value_head_dim <= 128 and problem.head_dim <= _LARGEST_REST
+
+
+def is_long(problem: Problem) -> bool:
+    """Whether a score_mod has many instructions."""
+    return problem.mods.score_cost > _REGISTER_SCORE
+
+
+def _needs_registers(problem: Problem) -> bool:
+    """Whether score_mod needs the registers that could hold queries."""
+    return problem.mods.reads_by_position or is_long(problem)
+
+
+def keeps_queries(problem: Problem, tile: HopperTile) -> bool:
+    """Whether queries stay in registers, which is faster: 192 columns beside scores of 64 keys."""
+    largest = 128 if tile.block_n > 64 or problem.value_head_dim > _LARGEST_REST else _LARGEST_REST
+    if _needs_registers(problem):
+        largest = 64
+    return tile.num_consumers == 2 and problem.head_dim <= largest
 
 
 def _asks_much(problem: Problem) -> bool:
@@ -202,6 +232,15 @@ def round_width(size: int) -> int:
     return max(64, 1 << (size - 1).bit_length())
 
 
+def memories(size: int) -> tuple[int, int]:
+    """Columns of the memory that holds a tile of `size` columns, and of a second one, or 0.
+
+    Only tiles of 129 to 192 columns have two: in one of 256, queries of 192 leave room for two
+    slots of 64 keys, in these for three.
+    """
+    return (128, 64) if 128 < size <= _LARGEST_REST else (round_width(size), 0)
+
+
 def stages_out(problem: Problem, tile: HopperTile) -> bool:
     """Whether results are stored through shared memory, where they need as much as the queries."""
     is_narrow = max(problem.head_dim, problem.value_head_dim) <= 128
@@ -210,7 +249,7 @@ def stages_out(problem: Problem, tile: HopperTile) -> bool:
 
 def shared_memory(problem: Problem, tile: HopperTile) -> int:
     """Upper bound of the shared memory per program, in bytes."""
-    qk, v = round_width(problem.head_dim), round_width(problem.value_head_dim)
+    qk, v = sum(memories(problem.head_dim)), sum(memories(problem.value_head_dim))
     rows = ROWS * tile.num_sharers * (qk + (v if stages_out(problem, tile) else 0))
     keys = tile.block_n * (qk + v) * tile.num_slots
     return ((rows + keys) * problem.itemsize + _SLACK) * tile.num_tiles
