@@ -192,3 +192,25 @@ def product(left: Any, right: Any) -> Any:
     """
     factors = (call_lowering(convert, as_stored(t), torch.float32) for t in (left, right))
     return call_lowering(aten.mul.Tensor, *factors)
+
+
+def beside(value: Any, other: Any) -> Any:
+    """IR of `value`, computed by the kernel that computes `other`, if Inductor agrees.
+
+    It fuses two computations if one reads what the other computes, or both the same memory. What
+    is read without being used is dropped when Triton compiles the kernel.
+
+    Args:
+        value: IR with the sizes of `other`.
+        other: the result of a reduction, or the elements that one reads.
+    """
+    load, load_other = value.make_loader(), other.make_loader()
+
+    def inner(index: Any) -> Any:
+        # A choice between equal values: Inductor keeps it, Triton does not.
+        found, read = load(index), load_other(index)
+        return ops.where(ops.lt(read, read), found, found)
+
+    return ir.Pointwise.create(
+        device=value.get_device(), dtype=value.get_dtype(), inner_fn=inner, ranges=value.get_size()
+    )

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import gluon, inductor
-from flexhop.compat.kernels.pointwise import product
+from flexhop.compat.kernels.pointwise import beside, product
 from flexhop.lowering import wide_lse
 from flexhop.lowering.hopper import backward, schedule
 from flexhop.lowering.portable import kernels

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from flexhop.compat.graphs.beside import beside
 from flexhop.compat.kernels import inductor
-from flexhop.compat.kernels.pointwise import product
+from flexhop.compat.kernels.pointwise import beside, product
 from flexhop.lowering import wide_lse
 from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs
