@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ForwardSources(NamedTuple):
-    """Tensor descriptors that the producer reads."""
+    """Tensor descriptors that the producer reads, one or two of each, as there are memories."""
 
     q: Any
     k: Any
@@ -44,6 +44,7 @@ class ForwardSources(NamedTuple):
 class ForwardMemory(NamedTuple):
     """Shared memory.
 
+    q, k, v: tuples of one memory, or of two, of which the second has the columns from 128 on.
     tile: the numbers of the tiles that are handed out. places: of a tile of gathered keys, their
     positions and tags, by turns for each slot.
     """
