@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-from flexhop.block_mask.lists import block_count, lists_to_dense
+from flexhop.block_mask.lists import block_count, by_memory, lists_to_dense
 from flexhop.compat.pytree import attribute_key
 from flexhop.errors import BlockMaskFieldError, BlockSizeError
 from flexhop.errors.base import shape_text
@@ -183,6 +183,14 @@ def block_size_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     if pair[0] <= 0 or pair[1] <= 0:
         raise BlockSizeError(block_size=block_size, reason="sizes must be greater than 0")
     return pair[0], pair[1]
+
+
+def narrow_lists(fields: MaskFields) -> None:
+    """Convert lists of int64, as topk and sort return them, to int32. Others stay as they are."""
+    for name in (name for pair in PAIRS for name in pair):
+        tensor = getattr(fields, name)
+        if isinstance(tensor, Tensor) and tensor.dtype == torch.int64:
+            setattr(fields, name, by_memory(lambda one: one.to(torch.int32))(tensor))
 
 
 def check_fields(fields: MaskFields) -> None:

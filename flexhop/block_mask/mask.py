@@ -20,6 +20,7 @@ from flexhop.block_mask.fields import (
     check_fields,
     dense_blocks,
     is_mask_like,
+    narrow_lists,
 )
 from flexhop.block_mask.lists import (
     block_count,
@@ -110,6 +111,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         self.dq_kv_order_spt = dq_kv_order_spt
         self.BLOCK_SIZE = block_size_pair(BLOCK_SIZE)
         self.mask_mod = mask_mod
+        narrow_lists(self)
         check_fields(self)
 
     @classmethod
@@ -136,7 +138,7 @@ class BlockMask(MaskPictures, TensorLikeMask, SavedMask, TorchBlockMask):  # pyr
         Args:
             kv_num_blocks: [B, H, R] int32, number of partial blocks in each row of blocks.
             kv_indices: [B, H, R, W] int32, their columns. Without seq_lengths, W is the number of
-                key blocks.
+                key blocks. Lists of int64, as topk returns them, are copied.
             full_kv_num_blocks: [B, H, R] int32, number of full blocks, or None.
             full_kv_indices: [B, H, R, W] int32, or None.
             BLOCK_SIZE: queries and keys per block; an int means a square.

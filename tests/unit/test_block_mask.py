@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as in_tree
 from torch.utils import _pytree as pytree
 
+import flexhop
 from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.block_mask.fields import MaskModKey
 from flexhop.block_mask.lists import dense_to_lists, lists_to_dense, transpose_lists
@@ -103,6 +104,37 @@ def test_from_kv_blocks_infers_lengths():
     assert mask.seq_lengths == (384, 256) and mask.BLOCK_SIZE == (128, 128)
 
 
+def test_lists_of_int64_are_converted():
+    """topk and sort return them, and PyTorch's masks take them."""
+    wide = {name: tensor.long() for name, tensor in HAND.items()}
+    expected = BlockMask.from_kv_blocks(**HAND)
+    theirs = in_tree.BlockMask.from_kv_blocks(**wide)
+    assert theirs.kv_indices.dtype == torch.int64
+    for mask in (BlockMask.from_kv_blocks(**wide), BlockMask.of(theirs)):
+        assert mask.same_structure(expected)
+        assert {t.dtype for t in (mask.kv_num_blocks, mask.kv_indices)} == {torch.int32}
+    shared = {name: tensor.expand(3, 2, *tensor.shape[2:]) for name, tensor in wide.items()}
+    mask = BlockMask.from_kv_blocks(**shared)
+    assert mask.shape[:2] == (3, 2) and mask.kv_indices.stride()[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_blocks_chosen_by_topk_in_a_graph(backend):
+    def attend(q, scores):
+        chosen = scores.topk(2).indices.sort().values
+        counts = torch.full(chosen.shape[:-1], 2)
+        mask = BlockMask.from_kv_blocks(counts, chosen, BLOCK_SIZE=16, seq_lengths=(64, 64))
+        return flexhop.flex_attention(q, q, q, block_mask=mask)
+
+    q, scores = torch.randn(1, 2, 64, 8, requires_grad=True), torch.randn(1, 2, 4, 4)
+    seen = torch.zeros(scores.shape).scatter_(-1, scores.topk(2).indices, 1.0).bool()
+    seen = seen.repeat_interleave(16, -1).repeat_interleave(16, -2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, seen)
+    out = torch.compile(attend, fullgraph=True, backend=backend)(q, scores)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(o.sin().sum(), q) for o in (out, expected)))
+
+
 def test_positional_constructor():
     mask = BlockMask(
         (96, 64), *HAND.values(), None, None, None, None, None, None, (32, 32), causal
@@ -125,7 +157,7 @@ def test_as_tuple():
     [
         ({"full_kv_num_blocks": HAND["kv_num_blocks"]}, "full_kv_indices"),
         ({"full_kv_indices": HAND["kv_indices"]}, "full_kv_num_blocks"),
-        ({"kv_indices": HAND["kv_indices"].long()}, "int32"),
+        ({"kv_indices": HAND["kv_indices"].short()}, "int32"),
         ({"kv_num_blocks": int32([1, 2], 1, 1, 2)}, "shape"),
         ({"kv_num_blocks": int32(1), "kv_indices": int32([0], 1)}, "2 dimensions"),
         ({"kv_indices": HAND["kv_indices"].to("meta")}, "cpu"),
