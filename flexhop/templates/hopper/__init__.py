@@ -8,7 +8,7 @@ from flexhop.templates.portable import BLOCKS, LISTS
 _SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
 _LATENT = (
     "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/produce",
-    "hopper/latent/weigh", "hopper/latent/score", "hopper/latent/follow", "hopper/weighing",
+    "hopper/latent/weigh", "hopper/latent/follow", "hopper/weighing",
 )  # fmt: skip
 KERNELS = {
     "forward": (
