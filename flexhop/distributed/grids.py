@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.fields import dense_blocks
-from flexhop.block_mask.lists import block_count, ranges_to_dense, real_sizes
+from flexhop.block_mask.lists import block_count, is_shared, ranges_to_dense, real_sizes
 from flexhop.block_mask.mask import BlockMask
 from flexhop.distributed.packed import PackedSequences
 from flexhop.errors import PlanError
@@ -25,8 +25,8 @@ DEFAULT_BLOCK = 128
 class MaskGrid(NamedTuple):
     """A block mask of a whole sequence in dense form, on the CPU.
 
-    partial, full: [B', H', R, C] bool, with B' and H' as in the mask. block: queries and keys per
-    block. length: tokens.
+    partial, full: [B', H', R, C] bool, with B' and H' as in the mask, or 1 if all share their
+    lists. block: queries and keys per block. length: tokens.
     """
 
     partial: Tensor
@@ -134,8 +134,16 @@ def _grid(mask: Any, length: int) -> MaskGrid:
         return _full_grid(length)
     if isinstance(mask, PackedSequences):
         return _packed_grid(mask)
-    partial, full = (dense.cpu() for dense in dense_blocks(BlockMask.of(mask)))
+    partial, full = (dense.cpu() for dense in dense_blocks(_without_repeats(BlockMask.of(mask))))
     return MaskGrid(partial & ~full, full, tuple(mask.BLOCK_SIZE), length)
+
+
+def _without_repeats(mask: BlockMask) -> BlockMask:
+    """A mask with one of the batches, and one of the heads, that share their lists."""
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    given = [tensor for tensor in lists if tensor is not None]
+    shares = [all(is_shared(tensor, dim) for tensor in given) for dim in (0, 1)]
+    return mask[tuple(slice(0, 1 if share else None) for share in shares)]
 
 
 def _full_grid(length: int) -> MaskGrid:

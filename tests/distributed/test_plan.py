@@ -34,6 +34,16 @@ def test_zigzag_balances_a_causal_mask():
     assert max(visits) == min(visits)
 
 
+def test_batches_and_heads_that_share_their_lists_count_once():
+    alone = sharded.make_plan(mask_of(masks.causal, 300), 4)
+    many = flexhop.create_block_mask(masks.causal, 3, 2, 300, 300, "cpu", BLOCK_SIZE=16)
+    plan = sharded.make_plan(many, 4)
+    assert plan.masks[""].grid.partial.shape[:2] == (1, 1)
+    assert plan.fingerprint() == alone.fingerprint()
+    differs = mask_of(lambda b, h, q, k: q >= k + 16 * h, 300, heads=2)
+    assert sharded.make_plan(differs, 4).masks[""].grid.full.shape[:2] == (1, 2)
+
+
 def test_greedy_fills_every_rank_alike():
     owner = greedy([9, 1, 1, 1, 8, 1, 7, 1], 4)
     assert sorted(owner) == [0, 0, 1, 1, 2, 2, 3, 3]
