@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.fields import dense_blocks
-from flexhop.block_mask.lists import block_count, is_shared, ranges_to_dense, real_sizes
+from flexhop.block_mask.lists import block_count, ranges_to_dense, real_sizes
 from flexhop.block_mask.mask import BlockMask
 from flexhop.distributed.packed import PackedSequences
 from flexhop.errors import PlanError
+from flexhop.ops.mask_lists import normalized
 
 DEFAULT_BLOCK = 128
 
@@ -139,11 +140,12 @@ def _grid(mask: Any, length: int) -> MaskGrid:
 
 
 def _without_repeats(mask: BlockMask) -> BlockMask:
-    """A mask with one of the batches, and one of the heads, that share their lists."""
+    """The key blocks of a mask, with one of the batches or heads that share their lists."""
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    given = [tensor for tensor in lists if tensor is not None]
-    shares = [all(is_shared(tensor, dim) for tensor in given) for dim in (0, 1)]
-    return mask[tuple(slice(0, 1 if share else None) for share in shares)]
+    given, _ = normalized(tuple(tensor for tensor in lists if tensor is not None))
+    return BlockMask.from_kv_blocks(
+        *given, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths, compute_q_blocks=False
+    )
 
 
 def _full_grid(length: int) -> MaskGrid:

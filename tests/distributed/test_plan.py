@@ -40,6 +40,11 @@ def test_batches_and_heads_that_share_their_lists_count_once():
     plan = sharded.make_plan(many, 4)
     assert plan.masks[""].grid.partial.shape[:2] == (1, 1)
     assert plan.fingerprint() == alone.fingerprint()
+    lists = many.kv_num_blocks, many.kv_indices, many.full_kv_num_blocks, many.full_kv_indices
+    bare = flexhop.BlockMask.from_kv_blocks(
+        *(tensor[0, 0] for tensor in lists), BLOCK_SIZE=16, seq_lengths=(300, 300)
+    )
+    assert sharded.make_plan(bare, 4).fingerprint() == alone.fingerprint()
     differs = mask_of(lambda b, h, q, k: q >= k + 16 * h, 300, heads=2)
     assert sharded.make_plan(differs, 4).masks[""].grid.full.shape[:2] == (1, 2)
 

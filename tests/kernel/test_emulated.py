@@ -97,7 +97,8 @@ def padded(name: str, shape: Shape, block_size: int = 128, **more) -> Case:
 
 PADDED = [
     padded("rows", Shape(3, 2, 2, 390, 390, 64, 64)),
-    padded("odd", Shape(3, 2, 1, 390, 390, 144, 160)),
+    padded("odd", Shape(3, 2, 1, 390, 390, 80, 200)),
+    padded("two memories", Shape(3, 2, 1, 390, 390, 144, 160)),
     padded("split", Shape(3, 2, 2, 390, 390, 64, 64), block_size=64),
     padded("packed", Shape(3, 4, 1, 250, 250, 64, 64), block_size=32),
     padded("gathered", Shape(3, 2, 2, 250, 250, 64, 64), block_size=32),

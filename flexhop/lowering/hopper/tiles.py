@@ -106,15 +106,16 @@ def _whole_tile(problem: Problem) -> HopperTile:
     queries = problem.query_len
     pads_little = _padded(queries, 3 * ROWS) <= _MOST_PADDING * _padded(queries, 2 * ROWS)
     asks_long = problem.mods.score_cost > _LONG_SCORE or _asks_much(problem)
+    num_slots = 6 if width == 64 and asks_long else 4
+    # With 192 columns a third slot took a table by distance 1.16 times as long, `s * sigmoid(s)`
+    # 1.12 times; without score_mod two slots took 1.03 to 1.09 times as long.
+    if width > 128 and _needs_registers(problem):
+        num_slots = 2
     tile = HopperTile(
         block_n=64 if asks_long or not _fits_long_steps(problem) else 128,
         num_consumers=3 if width == 64 and is_dense and pads_little else 2,
-        num_slots=6 if width == 64 and asks_long else 4,
+        num_slots=num_slots,
     )
-    # With 192 columns a third slot took a table by distance 1.16 times as long, `s * sigmoid(s)`
-    # 1.12 times; without score_mod two slots took 1.03 to 1.08 times as long.
-    if width > 128 and _needs_registers(problem):
-        tile = dataclasses.replace(tile, num_slots=2)
     return _fit(problem, tile)
 
 
