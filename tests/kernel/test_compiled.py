@@ -308,7 +308,25 @@ def test_the_hopper_kernel_is_pipelined(dims, length, is_causal):
     cubin, estimate, notes = build_hopper(dims, length, is_causal)
     assert cubin.wgmma > 0
     assert cubin.shared <= estimate <= GPUS[(9, 0)].shared_memory
-    assert (cubin.spills, notes) == (0, [])
+    steps = sorted((loop for loop in cubin.loops() if "MUFU.EX2" in loop), key=len)
+    # The shortest loops of two consumers: with a mask, and without.
+    in_steps = [local_accesses(loop) for loop in steps[: 4 if is_causal else 2]]
+    assert (max(in_steps), notes) == (0, [])
+    # If results are stored from registers, a few numbers of a program or tile wait in local
+    # memory: 6 at 256 columns, with Triton 3.6 also 8 at 192 and an odd length.
+    assert cubin.spills <= (8 if dims[1] > 128 else 0)
+
+
+@pytest.mark.slow
+@needs_hopper
+@pytest.mark.parametrize(("dims", "length", "is_causal"), HOPPER[4:])
+def test_results_that_find_no_room_are_stored_in_16_bytes(dims, length, is_causal):
+    """With a store for the two columns that a thread has, half of each sector is empty."""
+    ptx = build_hopper(dims, length, is_causal).cubin.ptx
+    stores = re.findall(r"st\.global\S*", ptx)
+    # Two consumers with 64 rows each; the others are lse and tiles without keys.
+    assert stores.count("st.global.v4.b32") >= 2 * 64 * dims[1] // 128 // 8
+    assert stores.count("st.global.b32") + stores.count("st.global.v2.b32") <= 4
 
 
 @pytest.mark.slow
