@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from flexhop.lowering.hopper import bits, versions
 from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
-from flexhop.lowering.hopper.loops import is_table, separate_loops
+from flexhop.lowering.hopper.loops import awaits_values_first, is_table, separate_loops
 from flexhop.lowering.hopper.tiles import (
     ROWS,
     HopperTile,
@@ -83,6 +83,7 @@ class HopperForwardConstants(SharedConstants):
     KV_BLOCKS: int
     Q_BLOCKS: int
     ONE_LOOP: bool
+    VALUES_FIRST: bool
     STORES_EMPTY_TILES: bool
     Q_IN_REGISTERS: bool
     STAGE_OUT: bool
@@ -299,6 +300,7 @@ def constants(
         KV_BLOCKS=gathered.kv_blocks,
         Q_BLOCKS=gathered.q_blocks,
         ONE_LOOP=not any(separate_loops(problem, tile, stored)),
+        VALUES_FIRST=awaits_values_first(problem, tile, stored),
         STORES_EMPTY_TILES=_expects_empty_tiles(problem),
         Q_IN_REGISTERS=keeps_queries(problem, tile),
         STAGE_OUT=stages_out(problem, tile),

@@ -168,3 +168,30 @@ def test_reads_of_score_mods(mod, reads):
     assert read_mods(trace_score(mod, query, ()), mask).reads_captured == reads
     passed = trace_score(lambda s, b, h, q, k, x: s * x + s, query, (FACTOR,))
     assert read_mods(passed, mask).reads_captured
+
+
+SHORT = {"query_len": 1024, "key_len": 1024}
+LONGER = {"query_len": 4096, "key_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("width", "facts", "is_first"),
+    [
+        (64, SHORT, True),
+        (64, LONGER, False),
+        (64, {"query_len": 960, "key_len": 960}, False),  # three consumers
+        (64, LONGER | CAP, True),
+        (64, LONGER | CAUSAL | TABLE, True),
+        (64, LONGER | CAUSAL | LINE, False),
+        (64, LONGER | WINDOW | LINE, False),
+        (64, LONGER | CAUSAL, False),
+        (64, LONGER | STORED, True),
+        (64, LONGER | WINDOW, True),
+        (64, LONGER | {"blocks": MaskBlocks(64, 64, True)}, False),
+        (128, SHORT | STORED, False),
+    ],
+)
+def test_where_values_are_waited_for(width, facts, is_first):
+    call = problem(90, width, **{"value_head_dim": width} | facts)
+    tile = forward.table_tile(call)
+    assert forward.constants(call, KernelOptions(), tile).VALUES_FIRST == is_first
