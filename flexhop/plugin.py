@@ -12,8 +12,7 @@ from torch import Tensor
 from flexhop import compat, mods
 from flexhop.block_mask.operator import block_lists
 from flexhop.compat import compilation
-from flexhop.compat.dynamo.refusals import install_refusals
-from flexhop.compat.dynamo.trackers import announce
+from flexhop.compat.dynamo.hooks import announce, install_refusals
 from flexhop.compat.imports import after_import
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.errors import FlexhopError, NoTritonError

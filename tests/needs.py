@@ -2,8 +2,8 @@
 
 import pytest
 
-from flexhop.lowering.hopper import versions
+from flexhop.compat.kernels import gluon_versions
 
 needs_hopper = pytest.mark.skipif(
-    versions.obstacle() != "", reason=f"no Hopper kernels: {versions.obstacle()}"
+    gluon_versions.obstacle() != "", reason=f"no Hopper kernels: {gluon_versions.obstacle()}"
 )

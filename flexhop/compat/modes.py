@@ -1,13 +1,20 @@
-"""Dispatch modes without Dynamo. torch 2.11 to 2.15."""
+"""Dispatch modes without Dynamo, and `torch.no_grad()` inside a mod. torch 2.11 to 2.15.
+
+A trace into operators drops the switches of grad mode that Dynamo records, and derivatives of the
+graph would go through what they enclose.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
+import torch.utils._pytree as pytree
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DispatchMode"]
+__all__ = ["DetachMode", "DispatchMode"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -34,3 +41,20 @@ class DispatchMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         set_eval_frame(self._callbacks.pop())
+
+
+class DetachMode(TorchFunctionMode):
+    """Detach what functions return while gradients are off; to trace a mod with gradients on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        return pytree.tree_map_only(torch.Tensor, _detach, result)
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.detach.default(tensor) if tensor.is_floating_point() else tensor

@@ -42,7 +42,7 @@ class FlexhopError(Worded, Exception):
     """Base of every error that flexhop raises on purpose."""
 
     message = "flexhop failed."
-    # Raises an error in code that Dynamo traces; compat/dynamo/refusals.py sets it.
+    # Raises an error in code that Dynamo traces; compat/dynamo/hooks.py sets it.
     refuse: ClassVar[Callable[[type[FlexhopError], dict[str, Any]], None] | None] = None
 
     def __init__(self, **facts: object) -> None:

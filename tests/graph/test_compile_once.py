@@ -10,9 +10,9 @@ from torch._inductor.codegen.triton import TritonScheduling
 
 import flexhop
 from flexhop.compat.graphs import ahead
+from flexhop.compat.kernels import gluon_versions
 from flexhop.errors import ModLoweringError
 from flexhop.lowering.hopper import gradients as backward_hopper
-from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate_code
 
@@ -34,7 +34,7 @@ def test_texts_of_a_kernel_are_equal(
     backend: Literal["triton", "hopper"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers take a text when it is generated and when its module is loaded: one job if equal."""
-    if backend == "hopper" and (obstacle := versions.obstacle()):
+    if backend == "hopper" and (obstacle := gluon_versions.obstacle()):
         pytest.skip(obstacle)
     early: list[str] = []
     define = TritonScheduling.define_kernel
@@ -118,7 +118,7 @@ def _operands(
 @pytest.mark.parametrize("case", EARLY)
 def test_backward_kernel_is_predicted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled with the forward kernel is the very text that the backward graph needs."""
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
     query, key, value = _operands(**EARLY[case])
@@ -165,7 +165,7 @@ def test_packed_and_varying_lengths_are_predicted(
     is_dynamic: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
     operands = _operands(is_transposed=is_transposed)
@@ -186,7 +186,7 @@ def _learned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def test_what_cannot_be_predicted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a captured tensor."""
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     started, finished = _watch(monkeypatch)
     generate_code(_learned, *_operands(), grad=True)
@@ -198,7 +198,7 @@ def test_gradient_without_kernel_is_left_to_the_backward_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forward pass whose backward pass never runs must not fail for its sake."""
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
 
     def refuse(*_: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flexhop
-from flexhop.lowering.hopper import versions
+from flexhop.compat.kernels import gluon_versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, generate_code
 
@@ -118,8 +118,8 @@ KERNELS = (*MARKS, *DECODE_MARKS, *CACHED_MARKS, *TANGENT_MARKS, *SECOND_MARKS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel(kernel: str):
     is_hopper = kernel.startswith("hopper")
-    if is_hopper and versions.obstacle():
-        pytest.skip(versions.obstacle())
+    if is_hopper and gluon_versions.obstacle():
+        pytest.skip(gluon_versions.obstacle())
     if kernel in CACHED_MARKS:
         generated = _cached()
     elif kernel in DECODE_MARKS:

@@ -18,9 +18,8 @@ from torch._inductor.utils import fresh_cache
 
 import flexhop
 from flexhop.compat.graphs import ahead
-from flexhop.compat.kernels import launcher
+from flexhop.compat.kernels import gluon_versions, launcher
 from flexhop.compat.workers import chained as chained_jobs
-from flexhop.lowering.hopper import versions
 from flexhop.masks import causal
 from flexhop.offline import Generated, Kernel, generate_code
 from flexhop.offline.kernel import read_kernel
@@ -30,7 +29,7 @@ from tests.processes import new_processes
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Name and text of every kernel that is handed to a worker, who does nothing."""
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     handed: list[tuple[str, str]] = []
 
@@ -238,7 +237,7 @@ def test_the_next_kernel_to_try_is_compiled_beside_the_first(
 
 def test_nothing_is_begun_without_a_gpu() -> None:
     """The offline tools forbid caches, and there is no device."""
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     before = dict(ahead._jobs)
     _generate()

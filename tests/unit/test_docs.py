@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import chart, report
 from flexhop import masks, mods
-from flexhop.lowering.hopper import versions
+from flexhop.compat.kernels import gluon_versions
 from flexhop.mods import library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 def is_runnable(block: Block) -> bool:
     if block.marker == "hopper":
-        return versions.obstacle() == ""
+        return gluon_versions.obstacle() == ""
     return not block.marker or (block.marker == "gpu" and torch.cuda.is_available())
 
 

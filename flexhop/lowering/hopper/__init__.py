@@ -3,8 +3,8 @@ them."""
 
 from __future__ import annotations
 
+from flexhop.compat.kernels import gluon_versions
 from flexhop.compat.workers import warm as warm_workers
-from flexhop.lowering.hopper import versions
 from flexhop.lowering.hopper.attention import ATTENTION
 from flexhop.lowering.hopper.gradients import GRADIENTS
 from flexhop.templates.hopper import MODULES
@@ -23,7 +23,7 @@ class Hopper:
 
     def expect(self) -> None:
         """Make Inductor's workers import the modules that the kernels need."""
-        if not versions.obstacle():
+        if not gluon_versions.obstacle():
             warm_workers.warm_workers(*MODULES)
 
 

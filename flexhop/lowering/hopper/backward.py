@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flexhop.lowering.hopper import bits, forward, versions
+from flexhop.compat.kernels import gluon_versions
+from flexhop.lowering.hopper import bits, forward
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
 from flexhop.lowering.hopper.loops import gradients_share_loop, is_table
 from flexhop.lowering.hopper.schedule import LARGEST_OWN, heads_per_section, owns_heads
@@ -140,7 +141,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "it does not support prescale_qk"
     if options.grad_query is not None or options.grad_key_value is not None:
         yield "kernel_options set a tile of the portable kernels"
-    yield from filter(None, [versions.obstacle()])
+    yield from filter(None, [gluon_versions.obstacle()])
 
 
 def _block_obstacles(blocks: MaskBlocks | None, block_m: int, block_n: int) -> Iterator[str]:

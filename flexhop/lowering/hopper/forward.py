@@ -10,7 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from flexhop.lowering.hopper import bits, versions
+from flexhop.compat.kernels import gluon_versions
+from flexhop.lowering.hopper import bits
 from flexhop.lowering.hopper.constants import ELEMENTS, SharedConstants, block_sizes, shared
 from flexhop.lowering.hopper.loops import awaits_values_first, is_table, separate_loops
 from flexhop.lowering.hopper.tiles import (
@@ -116,7 +117,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "kernel_options select the decode kernel"
     if options.prescale_qk:
         yield "it does not support prescale_qk"
-    yield from filter(None, [versions.obstacle()])
+    yield from filter(None, [gluon_versions.obstacle()])
 
 
 def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from flexhop.lowering.hopper import versions
+from flexhop.compat.kernels import gluon_versions
 from flexhop.lowering.hopper.constants import ELEMENTS
 from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.problem import Problem
@@ -109,7 +109,7 @@ def obstacles(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield "kernel_options set a tile of the portable kernel"
     if options.prescale_qk:
         yield "it does not support prescale_qk"
-    yield from filter(None, [versions.obstacle()])
+    yield from filter(None, [gluon_versions.obstacle()])
 
 
 def _cache_obstacles(problem: Problem) -> Iterator[str]:

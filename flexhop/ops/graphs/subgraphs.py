@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from flexhop.analysis import INDICES, dependents, is_float
 from flexhop.compat.compilation import copy_of, forms_of, once, say
 from flexhop.compat.kept import is_marked, mark
-from flexhop.compat.mods.grad_modes import DetachMode
+from flexhop.compat.modes import DetachMode
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.mods.own_backward import (
     deriving,

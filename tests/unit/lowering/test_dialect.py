@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from flexhop.compat.kernels import gluon_versions
 from flexhop.errors import OptionConflictError
 from flexhop.lowering.dialect import Direction, candidates, plan
 from flexhop.lowering.hopper import backward as hopper_grad
-from flexhop.lowering.hopper import bits, schedule, tiles, versions
+from flexhop.lowering.hopper import bits, schedule, tiles
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.lowering.mods.bands import Band
 from flexhop.lowering.problem import Cache, GradFacts, MaskBlocks, ModFacts, Problem
@@ -36,7 +37,7 @@ def choose_backward(call: Problem, options: KernelOptions) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def _a_checked_triton(monkeypatch):
     """The choice as on the versions that have the kernel."""
-    monkeypatch.setattr(versions, "obstacle", lambda: "")
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
 
 
 NARROW = {"head_dim": 32, "value_head_dim": 32}
@@ -158,15 +159,15 @@ def test_it_can_be_forbidden():
 
 
 def test_an_unknown_triton_has_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(versions, "obstacle", lambda: "it is checked with Triton 3.6")
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "it is checked with Triton 3.6")
     assert choose_forward(problem(), AUTO) == ("triton", "it is checked with Triton 3.6")
 
 
 @pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.9", False)])
 def test_versions(monkeypatch, version, known):
     monkeypatch.undo()
-    monkeypatch.setattr(versions.gluon_versions.metadata, "version", lambda name: version)
-    assert (versions.obstacle() == "") == known
+    monkeypatch.setattr(gluon_versions.metadata, "version", lambda name: version)
+    assert (gluon_versions.obstacle() == "") == known
 
 
 @pytest.mark.parametrize("width", [16, 48, 64, 96, 128, 192, 256])
@@ -533,7 +534,7 @@ def test_up_to_64_tokens_have_the_portable_forward_kernel(queries, keys, is_hopp
 
 
 def test_an_unknown_triton_has_the_portable_backward_kernels(monkeypatch):
-    monkeypatch.setattr(versions, "obstacle", lambda: "it is checked with Triton 3.6")
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "it is checked with Triton 3.6")
     found = choose_backward(problem(**LARGE), ANY)
     assert found == ("triton", "it is checked with Triton 3.6")
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from flexhop.compat.kernels import gluon_versions
 from flexhop.errors import OptionConflictError
 from flexhop.lowering.dialect import candidates, plan
-from flexhop.lowering.hopper import latent, versions
+from flexhop.lowering.hopper import latent
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Cache, MaskBlocks
 from flexhop.options import KernelOptions, TileRequest
@@ -18,7 +19,7 @@ PAGES = Cache(64, torch.bfloat16, torch.bfloat16)
 @pytest.fixture(autouse=True)
 def _a_checked_triton(monkeypatch):
     """The choice as on the versions that have the kernel."""
-    monkeypatch.setattr(versions, "obstacle", lambda: "")
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
 
 
 def step(**facts):

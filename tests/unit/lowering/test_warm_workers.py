@@ -19,12 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexhop
 from flexhop import lowering
-from flexhop.compat.kernels import launcher
+from flexhop.compat.kernels import gluon_versions, launcher
 from flexhop.compat.workers import early as early_workers
 from flexhop.compat.workers import orders as worker_orders
 from flexhop.compat.workers import parent as worker
 from flexhop.compat.workers import warm as warm_workers
-from flexhop.lowering.hopper import versions
 from flexhop.templates import hopper
 from tests.programs import run_code
 
@@ -62,7 +61,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> _Workers:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(versions, "obstacle", lambda: "")
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "")
     return pool
 
 
@@ -146,7 +145,7 @@ print([started.process is pool.process for started in early_workers._started])
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_workers_have_what_their_parent_imported(is_early: bool) -> None:
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     result = subprocess.run(
         [sys.executable, "-c", _LOOK.format(is_early=is_early)],
@@ -245,7 +244,7 @@ def _older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unknown_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "obstacle", lambda: "not checked")
+    monkeypatch.setattr(gluon_versions, "obstacle", lambda: "not checked")
 
 
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +264,7 @@ def test_nothing_is_imported_in_vain(
 
 def test_a_worker_has_what_a_kernel_imports() -> None:
     """Later imports of a generated kernel find everything there."""
-    if obstacle := versions.obstacle():
+    if obstacle := gluon_versions.obstacle():
         pytest.skip(obstacle)
     text = (
         "import sys; from flexhop.compat.kernels import gluon; "
