@@ -21,7 +21,11 @@ FIRST = int(os.environ.get("FLEXHOP_FUZZ_SEED") or random.SystemRandom().randran
 # Eager and traced problems, and problems whose kernels are generated and compiled.
 COUNTS = {"eager": 24, "aot_eager": 8}
 OFFLINE = 2
-pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning"),
+    # Gradients of some mods meet PyTorch's own batching rules, some of which say they are slow.
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
 
 
 def report(seed: int, words: str, mode: str) -> str:

@@ -199,6 +199,9 @@ FAULTS = {
     "values are read before they come": (
         "mbarrier.wait(barriers.ready.index(SLOTS + slot), phase)", "may still be written",
     ),
+    "values come later than the next keys": (
+        "mbarrier.wait(barriers.ready.index(SLOTS + v_slot), v_phase)", "may still be written",
+    ),
     "keys come before others are read": (
         "mbarrier.wait(barriers.free.index(slot), phase)", "may still be",
     ),
@@ -213,8 +216,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_barrier_is_found(fault):
-    kernel, arguments = launched(300, 600)  # one program computes several tiles
     line, error = FAULTS[fault]
+    # One program computes several tiles. Two consumers wait for values first, three do not.
+    kernel, arguments = launched(250 if "later" in fault else 300, 600)
+    assert kernel.constants["VALUES_FIRST"] == ("later" in fault)
     place = kernel.source.index(line)  # the first
     broken = f"{kernel.source[:place]}pass{kernel.source[place + len(line) :]}"
     kernel = dataclasses.replace(kernel, source=broken)
@@ -237,7 +242,10 @@ def test_a_missing_fence_is_found(monkeypatch):
 
 def test_a_missing_barrier_is_seen_in_results():
     """Without the rules: a copy that happens as late as it may comes after those who read it."""
-    kernel, arguments = launched(100, 200)
+    kernel, arguments = launched(300, 200)
+    assert not kernel.constants[
+        "VALUES_FIRST"
+    ]  # copies come in order, values before the next keys
     line, _ = FAULTS["values are read before they come"]
     broken = dataclasses.replace(kernel, source=kernel.source.replace(line, "pass"))
     emulator = Emulator(schedule=Schedule("late"), races=False)
