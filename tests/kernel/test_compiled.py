@@ -16,6 +16,7 @@ from torch._inductor.utils import fresh_cache
 
 import flexhop
 from flexhop.compat.graphs import ahead
+from flexhop.compat.kernels.gluon_versions import triton_version
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
@@ -312,9 +313,10 @@ def test_the_hopper_kernel_is_pipelined(dims, length, is_causal):
     # The shortest loops of two consumers: with a mask, and without.
     in_steps = [local_accesses(loop) for loop in steps[: 4 if is_causal else 2]]
     assert (max(in_steps), notes) == (0, [])
-    # If results are stored from registers, a few numbers of a program or tile wait in local
-    # memory: 6 at 256 columns, with Triton 3.6 also 8 at 192 and an odd length.
-    assert cubin.spills <= (8 if dims[1] > 128 else 0)
+    # If results are stored from registers, a few numbers of a program, or of a tile that
+    # overhangs, wait in local memory.
+    most = {(256, 256): 6, (192, 192): 8 if triton_version() < (3, 7) else 0}
+    assert cubin.spills <= most.get(dims, 0)
 
 
 @pytest.mark.slow

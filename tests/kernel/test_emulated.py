@@ -243,9 +243,8 @@ def test_a_missing_fence_is_found(monkeypatch):
 def test_a_missing_barrier_is_seen_in_results():
     """Without the rules: a copy that happens as late as it may comes after those who read it."""
     kernel, arguments = launched(300, 200)
-    assert not kernel.constants[
-        "VALUES_FIRST"
-    ]  # copies come in order, values before the next keys
+    # Otherwise the wait for keys would do: late copies come in order.
+    assert not kernel.constants["VALUES_FIRST"]
     line, _ = FAULTS["values are read before they come"]
     broken = dataclasses.replace(kernel, source=kernel.source.replace(line, "pass"))
     emulator = Emulator(schedule=Schedule("late"), races=False)

@@ -1,7 +1,7 @@
 """The installed Triton version, and whether its Gluon is one that the kernels support.
 
 Gluon changes between releases, and so does the generated machine code. A version counts as checked
-if tests/kernel/test_compiled.py finds neither spills nor serialised products.
+if tests/kernel/test_compiled.py finds no spills in steps and no serialised products.
 """
 
 from __future__ import annotations
