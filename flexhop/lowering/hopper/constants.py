@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from flexhop.lowering.hopper import bits
-from flexhop.lowering.portable.shared import exp_scale
+from flexhop.lowering.portable.shared import exp_scale, is_batch_inner
 from flexhop.lowering.problem import Problem
 
 ELEMENTS = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
@@ -55,6 +55,7 @@ class SharedConstants:
     Q_HEADS: int
     GQA_GROUP: int
     KV_BATCH_SHARED: bool
+    BATCH_INNER: bool
     HAS_SCORE_MOD: bool
     SCALE_SCORES: bool
     SM_SCALE: float
@@ -117,6 +118,7 @@ def shared(
         "Q_HEADS": problem.query_heads,
         "GQA_GROUP": problem.group,
         "KV_BATCH_SHARED": problem.kv_batch_shared,
+        "BATCH_INNER": is_batch_inner(problem),
         "HAS_SCORE_MOD": problem.mods.has_score_mod,
         "SCALE_SCORES": scales,
         "SM_SCALE": problem.scale,

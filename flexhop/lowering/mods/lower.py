@@ -43,7 +43,7 @@ from flexhop.lowering.mods.large import large_scores
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
 from flexhop.lowering.mods.quotients import Position, alone, is_scattered
-from flexhop.lowering.mods.rows import mask_rows, row_bytes
+from flexhop.lowering.mods.rows import head_row_bytes, mask_rows, row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
@@ -222,6 +222,7 @@ def read_mods(
         mask_rows=mask_rows(mask),
         has_distances=line is None and has_distances(score),
         row_bytes=row_bytes(score),
+        head_row_bytes=head_row_bytes(score, SCORE) + head_row_bytes(mask, INDICES),
         score_uses_keys="k" in score_depends,
         reads_captured=line is None and any(x.users for x in analysed(score, SCORE).mod.captures),
         longest_row=_longest_row(score),

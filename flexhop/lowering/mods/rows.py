@@ -18,6 +18,7 @@ from flexhop.lowering.mods.captured import ends_in, is_by_distance, is_one_to_on
 from flexhop.lowering.problem import COPIED, Axis, PairRows
 
 _PIECE = 16  # bytes
+_AXES: tuple[Axis, ...] = ("query", "key")
 
 
 def row_bytes(score: fx.GraphModule) -> int:
@@ -27,6 +28,19 @@ def row_bytes(score: fx.GraphModule) -> int:
     if not all(_is_in_rows(found, read) for read in pairs):
         return 0
     return sum(read.meta["val"].dtype.itemsize for read in pairs)
+
+
+def head_row_bytes(mod: fx.GraphModule, roles: tuple[str, ...]) -> int:
+    """Bytes that a mod reads per score in rows of pairs of each head that all batches share."""
+    found = analysed(mod, roles)
+    pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
+    return sum(
+        read.meta["val"].dtype.itemsize
+        for read in pairs
+        if {"query", "key"} == {axis for axis in _AXES if _rows_of(found, read, axis)}
+        and found.forms.of_all(read.args[1]) >= {"h"}
+        and "b" not in found.forms.of_all(read.args[1])
+    )
 
 
 def mask_rows(mask: fx.GraphModule) -> PairRows | None:

@@ -44,6 +44,7 @@ class SharedConstants(KeyConstants):
 
     TILES_PER_Q_BLOCK: int
     CHECK_Q: bool
+    BATCH_INNER: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class GradKeyValueConstants(SharedConstants):
     HAS_CAPTURED_GRADS: bool
     BRANCH_FOR_MASK: bool
     ISOLATE_MASK_MOD: bool  # whether mask_mod is evaluated in a branch
+    BEGIN_WITH_DELTA: bool  # whether the product of values and grad_out begins with -delta
     PRESCALE_QK: bool
     LSE_SCALE: float
 

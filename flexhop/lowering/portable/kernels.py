@@ -26,6 +26,7 @@ from flexhop.lowering.portable.memory import shared_memory
 from flexhop.lowering.portable.names import Kernel, adders
 from flexhop.lowering.portable.shared import (
     LOG2_E,
+    begins_with_delta,
     branches_for_mask,
     exponent,
     has_mask_loop,
@@ -78,7 +79,7 @@ def jvp_forward_constants(
 def decode_constants(problem: Problem, options: KernelOptions, tile: Tile) -> DecodeConstants:
     """Constants of the kernel for short queries."""
     shared = prescaled(problem, options, shared_constants(problem, options, tile))
-    del shared["TILES_PER_Q_BLOCK"], shared["CHECK_Q"]
+    del shared["TILES_PER_Q_BLOCK"], shared["CHECK_Q"], shared["BATCH_INNER"]
     if problem.blocks is None:
         shared["SPARSE_Q_BLOCK_SIZE"] = splits.MAX_ROWS
     # Even without a mask_mod, a block is visible to some heads only.
@@ -178,6 +179,7 @@ def grad_key_value_constants(
         HAS_CAPTURED_GRADS=kernel in adders(problem),
         BRANCH_FOR_MASK=True,
         ISOLATE_MASK_MOD=isolates_pairs(problem, options),
+        BEGIN_WITH_DELTA=begins_with_delta(problem, tile),
         LSE_SCALE=LOG2_E if weighing(problem) == "fused" else 1.0,
     )
 
@@ -212,8 +214,8 @@ def jvp_grad_key_value_constants(
     """Constants of the kernel for the tangent of the gradient of key, or of value."""
     options = _not_prescaled(options)
     values = dataclasses.asdict(grad_key_value_constants(kernel, problem, options, tile))
-    for name in ("WRITES_VALUE", "PRESCALE_QK", "HAS_CAPTURED_GRADS", "ISOLATE_MASK_MOD"):
-        del values[name]
+    read = {field.name for field in dataclasses.fields(JvpGradKeyValueConstants)}
+    values = {name: value for name, value in values.items() if name in read}
     values["BRANCH_FOR_MASK"] = branches_for_mask(problem, options)
     return JvpGradKeyValueConstants(**values, **_gradient_tangents(problem))
 
@@ -364,8 +366,7 @@ def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
 
 
 def tiles_keep_groups(problem: Problem) -> bool:
-    """Whether all tiles start at multiples of 16 queries and keys: the groups of
-    ops/dropout.py."""
+    """Whether all tiles start at multiples of 16 queries and keys: groups of ops/dropout.py."""
     blocks = problem.blocks
     return blocks is None or (blocks.q_size % 16 == 0 and blocks.kv_size % 16 == 0)
 

@@ -824,7 +824,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_uses_query", "mask_keeps_own", "score_uses_keys", "reads_captured",
         "mask_is_scattered", "captured_follow_score",
         # The kernels read and add whatever is captured.
-        "row_bytes", "own_entries", "queries_meet",
+        "row_bytes", "head_row_bytes", "own_entries", "queries_meet",
         "longest_row",  # rows are counted in the costs, which pass mods with long ones over
         "takes_products", "large_scores", "is_lse_wide",
         "cache",  # such calls have an operator of their own, without gradients

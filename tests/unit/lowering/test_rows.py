@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from flexhop.compat.graphs.inline import decompose
+from flexhop.lowering.mods.analysed import INDICES, SCORE
 from flexhop.lowering.mods.captured import site_facts
 from flexhop.lowering.mods.lower import read_joint
-from flexhop.lowering.mods.rows import mask_rows, row_bytes
+from flexhop.lowering.mods.rows import head_row_bytes, mask_rows, row_bytes
 from flexhop.lowering.problem import PairRows
 from flexhop.ops.args import unpack_sites
 from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
@@ -54,6 +55,27 @@ def test_rows_and_own_entries(name: str):
     traced = trace_joint(score_mod, QUERY, captures)
     facts = read_joint(decompose(traced.joint), unpack_sites(traced.sites), SIZES)
     assert facts.adds_captured == is_sum
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "size"),
+    [
+        (lambda s, b, h, q, k, t: s + t[0, h, q, k], 4),
+        (lambda s, b, h, q, k, t: s + t[0, h, k, q] * 2, 4),
+        (lambda s, b, h, q, k, t: s + t[h // 2, 1, q, k] + t[1, h, q, k], 8),
+        (lambda s, b, h, q, k, t: s + t[b, h, q, k], 0),
+        (lambda s, b, h, q, k, t: s + t[0, 1, q, k], 0),
+        (lambda s, b, h, q, k, t: s + t[0, h, q // 2, k], 0),
+        (lambda s, b, h, q, k, t: s + t[0, h, 0, q - k + 3], 0),
+    ],
+)
+def test_rows_of_heads_that_batches_share(score_mod, size):
+    assert head_row_bytes(decompose(trace_score(score_mod, QUERY, (PAIRS,))), SCORE) == size
+
+
+def test_masks_have_such_rows():
+    mask = trace_mask(lambda b, h, q, k, t: t[h, q, k], QUERY, (torch.zeros(3, 16, 24) > 0,))
+    assert head_row_bytes(decompose(mask), INDICES) == 1
 
 
 def test_an_index_of_one_value_may_be_missing():
