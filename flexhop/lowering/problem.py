@@ -118,6 +118,7 @@ class ModFacts(NamedTuple):
     whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
     longest_row: most numbers that score_mod computes, or adds up, at once.
     large_scores: whether it may return scores far above 2**15, and why (lowering/mods/large.py).
+    copied_bytes: what a kernel could copy of a bias of pairs (lowering/mods/copied.py).
     head_row_bytes: what mods read per score in rows of pairs of which each head has its own and
     batches have not (lowering/mods/rows.py).
     """
@@ -155,6 +156,7 @@ class ModFacts(NamedTuple):
     reads_captured: bool = False
     large_scores: Large = "no"
     head_row_bytes: int = 0
+    copied_bytes: int = 0
 
     @property
     def mask_reads_keys(self) -> bool:

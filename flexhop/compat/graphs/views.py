@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.virtualized import V
 
-__all__ = ["hold_strides", "with_dense_strides", "without_inlining"]
+__all__ = ["hold_strides", "starts_aligned", "with_dense_strides", "without_inlining"]
 
 _MOST_IN_MASKS = 16  # operators of a mask's table that take as long as a read
 
@@ -91,3 +92,13 @@ def without_inlining(value: Any) -> Any:
     if isinstance(data, ir.ComputedBuffer) and data.num_reads() == 0 and _is_no_arithmetic(data):
         return ir.ReinterpretView(data=ir.StorageBox(data), layout=data.get_layout())
     return value
+
+
+def starts_aligned(value: Any, unit: int) -> bool:
+    """Whether the first element of a realized tensor is known to be at a multiple of `unit` bytes.
+
+    Inductor copies an input that is not, if those it was compiled for were.
+    """
+    first = value.get_layout().offset * value.get_dtype().itemsize
+    is_copied = value.get_name() not in V.graph.unaligned_buffers
+    return is_copied and V.graph.sizevars.statically_known_multiple_of(first, unit)

@@ -19,6 +19,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv
 
+from flexhop.compat.graphs import views
 from flexhop.compat.kernels import inductor, tanh
 from flexhop.compat.kernels.functions import import_from
 from flexhop.templates.printers import gluon_sums
@@ -248,8 +249,7 @@ def suits_bulk_copies(value: Any) -> bool:
     *strides, last = value.get_stride()
     return (
         inductor.is_known(last == 1)
-        and value.get_name() not in V.graph.unaligned_buffers
-        and inductor.is_multiple(value.get_layout().offset, unit)
+        and views.starts_aligned(value, _BULK_BYTES)
         and all(inductor.is_multiple(stride, unit) and stride != 0 for stride in strides)
     )
 

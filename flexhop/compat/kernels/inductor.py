@@ -37,11 +37,13 @@ from flexhop.options import debug
 from flexhop.templates.printers import row_sums
 from flexhop.templates.printers.holes import (
     INTEGERS,
+    CopiedPairs,
     Dropout,
     ScatterSite,
     as_factor,
     draw_kept,
     scatter,
+    text_of_pairs,
 )
 
 __all__ = [
@@ -73,7 +75,7 @@ _MODIFICATION_TAKES_DTYPES = (
 
 
 class Subgraphs(list[Any]):
-    """The lowered user functions of one kernel, how captured gradients are stored, and dropout.
+    """The lowered user functions of one kernel, how captured gradients are stored, dropout, pairs.
 
     A list, because Inductor (2.15) iterates over it and expects buffers.
     """
@@ -83,10 +85,10 @@ class Subgraphs(list[Any]):
         buffers: Sequence[Any],
         sites: Sequence[ScatterSite] = (),
         dropout: Dropout | None = None,
+        pairs: CopiedPairs | None = None,
     ) -> None:
         super().__init__(buffers)
-        self.sites = tuple(sites)
-        self.dropout = dropout
+        self.sites, self.dropout, self.pairs = tuple(sites), dropout, pairs
 
 
 class TemplateKernel(isolated.Marked, TritonTemplateKernel):
@@ -97,7 +99,7 @@ class TemplateKernel(isolated.Marked, TritonTemplateKernel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.extra_template_env_fns += [
-            self.scatter_sites, self.row_sums, self.draw_kept, self.dropped,
+            self.scatter_sites, self.row_sums, self.draw_kept, self.dropped, self.copied_pairs,
         ]  # fmt: skip
 
     @classmethod
@@ -157,6 +159,10 @@ class TemplateKernel(isolated.Marked, TritonTemplateKernel):
             return value
         both = f"kept, {value} * {dropout.factor!r}"
         return f"keep_drawn({both})" if dropout.is_float32 else f"tl.where({both}, 0.0)"
+
+    def copied_pairs(self, part: str) -> str:
+        """Text of a field of the CopiedPairs, or of its pointer."""
+        return text_of_pairs(self, self.subgraphs.pairs, part)
 
 
 _writes_only = contextvars.ContextVar("writes_only", default=False)

@@ -14,7 +14,7 @@ from flexhop.lowering.hopper import forward, latent
 from flexhop.lowering.hopper.emit import Attempt, emit_first, emit_kernel
 from flexhop.lowering.hopper.loops import separate_loops
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
-from flexhop.lowering.hopper.tiles import HopperTile, shared_memory
+from flexhop.lowering.hopper.tiles import HopperTile, copies_pairs, shared_memory
 from flexhop.lowering.mods.lower import lower_line
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
@@ -86,7 +86,14 @@ class _Attention:
         tries = []
         for hides_keys, most in forward.attempts(problem, options):
             constants = forward.constants(problem, options, tile, hides_keys=hides_keys)
-            subgraphs = inductor.Subgraphs([_score(call, constants), call.mods.mask, *line])
+            if constants.PAIR_BYTES:
+                parts = call.mods.apart and call.mods.apart()
+                if parts is None:  # strides are not those that explain assumes
+                    return None
+                functions = [parts.score, call.mods.mask, *line, parts.row]
+                subgraphs = inductor.Subgraphs(functions, pairs=parts.pairs)
+            else:
+                subgraphs = inductor.Subgraphs([_score(call, constants), call.mods.mask, *line])
             tries.append(Attempt(constants, subgraphs, most))
         return emit_first(call, "forward", inputs, added, tries)
 
@@ -99,10 +106,11 @@ def _score(call: KernelCall, constants: forward.HopperForwardConstants) -> Any:
 
 
 def _loops(problem: Problem, tile: HopperTile) -> str:
-    """Which loops the steps of a tile have, in words."""
+    """Which loops the steps of a tile have, in words, and what is copied for them."""
+    copied = "; tiles of a bias of pairs are copied" if copies_pairs(problem, tile) else ""
     for why in separate_loops(problem, tile, forward.stored_bits(problem, tile)):
-        return f"its steps have three loops: {why}"
-    return "its steps have one loop"
+        return f"its steps have three loops: {why}{copied}"
+    return f"its steps have one loop{copied}"
 
 
 def _plan_latent(problem: Problem, options: KernelOptions, passed: str) -> KernelPlan:

@@ -51,7 +51,8 @@ _GRIDS = {
 @functools.cache
 def _template(name: Name, extras: tuple[str, ...]) -> Any:
     """The template of a kernel, with the functions that only some calls need."""
-    full = f"flexhop_hopper_{name}_captured" if extras else f"flexhop_hopper_{name}"
+    marks: dict[tuple[str, ...], str] = {hopper.CAPTURED: "_captured", hopper.PAIRS: "_pairs"}
+    full = f"flexhop_hopper_{name}{marks.get(extras, '')}"
     return gluon.make_template(full, _GRIDS[name], hopper.source(name, extras), hopper.IMPORTS)
 
 
@@ -69,7 +70,8 @@ def fill_kernel(
         constants: its constants dataclass.
         subgraphs: the user's functions.
     """
-    template = _template(name, hopper.CAPTURED if subgraphs.sites else ())
+    extras = hopper.CAPTURED if subgraphs.sites else hopper.PAIRS if subgraphs.pairs else ()
+    template = _template(name, extras)
     # The last size is what the grid functions call `programs`.
     persistent = output._replace(sizes=[*output.sizes, call.problem.device.multiprocessors])
     variant = {"num_stages": 1, "num_warps": 4, **dataclasses.asdict(constants)}

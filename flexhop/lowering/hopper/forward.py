@@ -18,6 +18,7 @@ from flexhop.lowering.hopper.tiles import (
     ROWS,
     HopperTile,
     block_obstacles,
+    copies_pairs,
     gathers,
     is_long,
     keeps_queries,
@@ -102,6 +103,7 @@ class HopperForwardConstants(SharedConstants):
     BY_DISTANCE: bool
     USES_KEYS: bool
     MASK_READS: bool
+    PAIR_BYTES: int
     WEIGHING: str
     LN_2: float = math.log(2)
 
@@ -128,7 +130,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
         yield f"tiles would be half empty, since there are at most {ROWS} queries"
     if has_few_columns(problem) and _spares_little(problem):
         yield f"up to {FEW_COLUMNS} columns the portable kernel is as fast"
-    if _reads_rows(problem) and wider(problem) <= _WIDTH_OF_ROWS:
+    copies = copies_pairs(problem, table_tile(problem)) and not has_few_columns(problem)
+    if _reads_rows(problem) and wider(problem) <= _WIDTH_OF_ROWS and not copies:
         yield "the portable kernel loads the rows of keys that score_mod reads ahead"
     # Small blocks, several of which make a tile here, were not compared.
     if wider(problem) <= _WIDTH_OF_READS and not fits_blocks(problem, ROWS):
@@ -275,10 +278,11 @@ def constants(
         and not gathered.is_gathered
         and tile.packed_heads == 1
     )
+    has_pairs = copies_pairs(problem, tile) and not has_slope
     # Rows of several heads, and keys of several blocks, are no diagonals.
     shares_distances = (
         problem.mods.has_distances
-        and not (hides_keys or has_slope or gathered.is_gathered)
+        and not (hides_keys or has_slope or has_pairs or gathered.is_gathered)
         and tile.packed_heads == 1
     )
     scales = (problem.mods.takes_scores and not has_slope) or problem.scale <= 0
@@ -320,6 +324,7 @@ def constants(
         BY_DISTANCE=shares_distances,
         USES_KEYS=problem.mods.has_score_mod and problem.mods.score_uses_keys,
         MASK_READS=problem.mods.mask_reads_keys,
+        PAIR_BYTES=problem.mods.copied_bytes * has_pairs,
         # A line has sums of its own.
         WEIGHING=repr("fused" if has_slope else weighing(problem)),
     )  # fmt: skip

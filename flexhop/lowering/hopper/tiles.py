@@ -116,7 +116,15 @@ def _whole_tile(problem: Problem) -> HopperTile:
         num_consumers=3 if width == 64 and is_dense and pads_little else 2,
         num_slots=num_slots,
     )
+    if copies_pairs(problem, tile) and not _fits(problem, dataclasses.replace(tile, num_slots=2)):
+        tile = dataclasses.replace(tile, block_n=64)
     return _fit(problem, tile)
+
+
+def copies_pairs(problem: Problem, tile: HopperTile) -> bool:
+    """Whether tiles of a bias of pairs are loaded with those of keys, for a whole head."""
+    is_whole = not (tile.is_split or tile.heads > 1 or gathers(problem, tile).is_gathered)
+    return is_whole and problem.mods.copied_bytes > 0
 
 
 def _fits_long_steps(problem: Problem) -> bool:
@@ -177,9 +185,13 @@ def _small_tile(problem: Problem, blocks: MaskBlocks) -> HopperTile:
 
 def _fit(problem: Problem, tile: HopperTile) -> HopperTile:
     """The tile with as many slots as fit."""
-    while tile.num_slots > 2 and shared_memory(problem, tile) > problem.device.shared_memory:
+    while tile.num_slots > 2 and not _fits(problem, tile):
         tile = dataclasses.replace(tile, num_slots=tile.num_slots - 1)
     return tile
+
+
+def _fits(problem: Problem, tile: HopperTile) -> bool:
+    return shared_memory(problem, tile) <= problem.device.shared_memory
 
 
 class Gathered(NamedTuple):
@@ -244,7 +256,8 @@ def memories(size: int) -> tuple[int, int]:
 
 def stages_out(problem: Problem, tile: HopperTile) -> bool:
     """Whether results are stored through shared memory, where they need as much as the queries."""
-    is_narrow = max(problem.head_dim, problem.value_head_dim) <= 128
+    width = max(problem.head_dim, problem.value_head_dim)
+    is_narrow = width <= (64 if copies_pairs(problem, tile) else 128)
     return is_narrow and not tile.is_split and tile.packed_heads == 1
 
 
@@ -253,4 +266,6 @@ def shared_memory(problem: Problem, tile: HopperTile) -> int:
     qk, v = sum(memories(problem.head_dim)), sum(memories(problem.value_head_dim))
     rows = ROWS * tile.num_sharers * (qk + (v if stages_out(problem, tile) else 0))
     keys = tile.block_n * (qk + v) * tile.num_slots
-    return ((rows + keys) * problem.itemsize + _SLACK) * tile.num_tiles
+    pairs = problem.mods.copied_bytes if copies_pairs(problem, tile) else 0
+    pairs *= ROWS * tile.num_sharers * tile.block_n * tile.num_slots
+    return ((rows + keys) * problem.itemsize + pairs + _SLACK) * tile.num_tiles

@@ -37,6 +37,7 @@ from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import follow_score, own_entries, queries_meet, read_sites
+from flexhop.lowering.mods.copied import apart, copied_bytes
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.large import large_scores
@@ -48,10 +49,18 @@ from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
 from flexhop.ops.graphs.picks import pick_first
-from flexhop.templates.printers.holes import DISTANCE, ELEMENT
+from flexhop.templates.printers.holes import DISTANCE, ELEMENT, PAIRS, CopiedPairs
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
+
+
+class ModParts(NamedTuple):
+    """A lowered score_mod that takes what it reads of a bias of pairs; see copied.Bias."""
+
+    score: Any
+    row: Any
+    pairs: CopiedPairs
 
 
 class ModBuffers(NamedTuple):
@@ -59,6 +68,7 @@ class ModBuffers(NamedTuple):
 
     line: the result of lower_line, for kernels that may follow it. by_distance: lowers score_mod
     once more, as a function of the distance as well, with the keyword of distances.by_distance.
+    apart: lowers score_mod once more, without the bias of pairs that a kernel copies.
     reading: lowers all once more; tables of constants are then read, not computed for each score.
     """
 
@@ -67,6 +77,7 @@ class ModBuffers(NamedTuple):
     facts: ModFacts
     line: tuple[Any, ...] = ()
     by_distance: Callable[..., Any] | None = None
+    apart: Callable[[], ModParts | None] | None = None
     reading: Callable[[], ModBuffers] | None = None
 
 
@@ -139,7 +150,8 @@ def _lower_both(
     (score_buffer,) = lower(score, given[0], "score_mod")
     (mask_buffer,) = lower(mask, given[1], "mask_mod")
     again = functools.partial(_lower_by_distance, lower, score, inputs, captures[0])
-    return ModBuffers(score_buffer, mask_buffer, facts, by_distance=again)
+    parts = functools.partial(_lower_apart, lower, score, inputs, captures[0])
+    return ModBuffers(score_buffer, mask_buffer, facts, by_distance=again, apart=parts)
 
 
 def _lower_by_distance(
@@ -153,6 +165,22 @@ def _lower_by_distance(
     distance = placeholder(DISTANCE, torch.int32, inductor.device_of(inputs[0]))
     given = [*inputs, distance, *captures]
     return lower(by_distance(graph, has_others=has_others), given, "score_mod")[0]
+
+
+def _lower_apart(
+    lower: Callable[..., list[Any]],
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    captures: Sequence[Any],
+) -> ModParts | None:
+    captures = inductor.realize(captures)
+    bias = apart(graph, captures)
+    if bias is None:
+        return None
+    pairs = placeholder(PAIRS, torch.float32, inductor.device_of(inputs[0]))
+    (score,) = lower(bias.score, [*inputs, pairs, *captures], "score_mod")
+    (row,) = lower(bias.row, [*inputs, *captures], "score_mod")
+    return ModParts(score, row, bias.pairs)
 
 
 def lower_line(device: torch.device, score: Any, captures: Sequence[Any]) -> tuple[Any, ...]:
@@ -222,6 +250,7 @@ def read_mods(
         mask_rows=mask_rows(mask),
         has_distances=line is None and has_distances(score),
         row_bytes=row_bytes(score),
+        copied_bytes=copied_bytes(score),
         head_row_bytes=head_row_bytes(score, SCORE) + head_row_bytes(mask, INDICES),
         score_uses_keys="k" in score_depends,
         reads_captured=line is None and any(x.users for x in analysed(score, SCORE).mod.captures),

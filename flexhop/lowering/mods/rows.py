@@ -17,7 +17,7 @@ from flexhop.lowering.mods.analysed import INDICES, SCORE, analysed, positions_o
 from flexhop.lowering.mods.captured import ends_in, is_by_distance, is_one_to_one
 from flexhop.lowering.problem import COPIED, Axis, PairRows
 
-_PIECE = 16  # bytes
+PIECE = 16  # bytes
 _AXES: tuple[Axis, ...] = ("query", "key")
 
 
@@ -102,5 +102,5 @@ def _rows_of(found: Analysis, read: Any, axis: Axis) -> list[Any] | None:
 def _is_aligned(strides: Sequence[Any], dtype: torch.dtype) -> bool:
     """Whether rows start at multiples of 16 bytes; the last stride is that of a row's elements."""
     *others, last = strides
-    piece = max(1, _PIECE // dtype.itemsize)
+    piece = max(1, PIECE // dtype.itemsize)
     return last == 1 and all(isinstance(n, int) and n % piece == 0 for n in others)

@@ -38,6 +38,8 @@ BEFORE = {
 }
 # Files that backward needs for gradients of captured tensors.
 CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
+# Files that forward needs if it copies a bias of pairs.
+PAIRS = ("hopper/forward/pairs",)
 # Names that IMPORTS imports from here.
 MODULES = ("flexhop.templates.hopper.records", "flexhop.templates.hopper.runtime")
 IMPORTS = """
@@ -56,7 +58,7 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
 
     Args:
         kernel: one of KERNELS.
-        extras: CAPTURED, or nothing.
+        extras: CAPTURED, PAIRS, or nothing.
     """
     # Shared files are Triton that Gluon accepts; the user's functions are printed for the kernel's
     # dialect (flexhop/compat/kernels/gluon.py).

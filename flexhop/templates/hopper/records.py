@@ -34,11 +34,15 @@ __all__ = [
 
 
 class ForwardSources(NamedTuple):
-    """Tensor descriptors that the producer reads, one or two of each, as there are memories."""
+    """Tensor descriptors that the producer reads, one or two of each, as there are memories.
+
+    pairs: of a bias of pairs, if it is copied.
+    """
 
     q: Any
     k: Any
     v: Any
+    pairs: Any
 
 
 class ForwardMemory(NamedTuple):
@@ -46,7 +50,8 @@ class ForwardMemory(NamedTuple):
 
     q, k, v: tuples of one memory, or of two, of which the second has the columns from 128 on.
     tile: the numbers of the tiles that are handed out. places: of a tile of gathered keys, their
-    positions and tags, by turns for each slot.
+    positions and tags, by turns for each slot. pairs: a memory for each consumer, and for a
+    consumer its own.
     """
 
     q: Any
@@ -55,6 +60,7 @@ class ForwardMemory(NamedTuple):
     out: Any
     tile: Any
     places: Any
+    pairs: Any
 
 
 class ForwardBarriers(NamedTuple):

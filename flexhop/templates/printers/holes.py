@@ -15,6 +15,7 @@ import sympy
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 DISTANCE = "distance"  # q_idx - kv_idx, for kernels that compute it by themselves
 ELEMENT = "element"  # of a row, in a loop over its elements
+PAIRS = "pairs"  # what score_mod reads of a bias of pairs, for kernels that copy it
 INTEGERS = (*INDEX_NAMES, DISTANCE, ELEMENT)
 Expr = int | sympy.Expr
 # The 32 lanes of a warp hold 8 queries and 4 pairs of keys; its neighbours, other queries.
@@ -208,6 +209,26 @@ def _either(condition: str, lines: Sequence[str], otherwise: Sequence[str]) -> l
 
 def _indented(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for text in lines for line in text.splitlines()]
+
+
+class CopiedPairs(NamedTuple):
+    """A bias of pairs as a matrix: a row for each query, of all heads and batches.
+
+    buffer: its name. offset: of its first element in the buffer. stride: from row to row.
+    """
+
+    buffer: str
+    offset: int
+    rows: int
+    columns: int
+    stride: int
+
+
+def text_of_pairs(kernel: Any, pairs: CopiedPairs, part: str) -> str:
+    """Text of a field, or of the "pointer" to the first element."""
+    if part == "pointer":
+        return f"({kernel.args.input(pairs.buffer)} + {pairs.offset})"
+    return str(getattr(pairs, part))
 
 
 class Dropout(NamedTuple):

@@ -147,9 +147,14 @@ CAUSAL_BLOCKS = {
         (CAUSAL_BLOCKS, "triton"),
         (CAUSAL_BLOCKS | {"row_bytes": 1}, "hopper"),
         (CAUSAL_BLOCKS | {"mask_cost": 12.0, "mask_reads": True, "batch": 32}, "hopper"),
+        ({"copied_bytes": 4}, "hopper"),
+        ({"copied_bytes": 4, "head_dim": 32, "value_head_dim": 32}, "triton"),
+        (CAUSAL_BLOCKS | {"copied_bytes": 2}, "hopper"),
+        # Consumers of several heads, or of blocks of their own, copy no tiles together.
+        ({"copied_bytes": 2, "blocks": MaskBlocks(32, 32, True, kv_columns=8)}, "triton"),
     ],
 )
-def test_rows_of_keys_are_loaded_ahead_unless_a_mask_has_bits(facts, backend):
+def test_rows_of_keys_are_loaded_ahead_if_they_are_not_copied_or_a_mask_has_bits(facts, backend):
     assert choose_forward(problem(**PAIR_ROWS | facts), AUTO)[0] == backend
 
 
@@ -824,7 +829,7 @@ def test_no_fact_of_a_problem_is_new_to_the_hopper_kernels():
         "mask_uses_query", "mask_keeps_own", "score_uses_keys", "reads_captured",
         "mask_is_scattered", "captured_follow_score",
         # The kernels read and add whatever is captured.
-        "row_bytes", "head_row_bytes", "own_entries", "queries_meet",
+        "row_bytes", "head_row_bytes", "copied_bytes", "own_entries", "queries_meet",
         "longest_row",  # rows are counted in the costs, which pass mods with long ones over
         "takes_products", "large_scores", "is_lse_wide",
         "cache",  # such calls have an operator of their own, without gradients
