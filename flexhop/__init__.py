@@ -11,7 +11,7 @@ from flexhop.block_mask.creation import create_block_mask, create_mask
 from flexhop.block_mask.mask import BlockMask
 from flexhop.cache.paged import PagedAttention
 from flexhop.cache.pages import PageTable
-from flexhop.compat.private_names import private_name
+from flexhop.compat.imports import private_name
 from flexhop.errors import FlexhopError
 from flexhop.mods.functions import and_masks, noop_mask, or_masks
 from flexhop.ops.dropout_seed import dropout_mask, dropout_seed

@@ -80,7 +80,7 @@ def _begin_workers() -> None:
 
 
 def _repair_cpp() -> None:
-    from flexhop.compat.graphs.renames import keep_renames
+    from flexhop.compat.graphs.repairs import keep_renames
     from flexhop.compat.kernels.cpp_checks import keep_rows_apart, place_checks, split_evenly
 
     keep_renames()
@@ -90,27 +90,27 @@ def _repair_cpp() -> None:
 
 
 def _repair_triton() -> None:
-    from flexhop.compat.graphs.barriers import separate_loops
     from flexhop.compat.graphs.mended import mend_own_graphs
+    from flexhop.compat.graphs.repairs import separate_loops
 
     separate_loops()
     mend_own_graphs()
 
 
 def _repair_split_scans() -> None:
-    from flexhop.compat.graphs.split_scan import repair_split_scans
+    from flexhop.compat.graphs.repairs import repair_split_scans
 
     repair_split_scans()
 
 
 def _repair_packages() -> None:
-    from flexhop.compat.graphs.scratch import repair_scratch
+    from flexhop.compat.graphs.repairs import repair_scratch
 
     repair_scratch()
 
 
 def _repair_search_for_softmaxes() -> None:
-    from flexhop.compat.graphs.softmaxes import leave_softmaxes_of_mods
+    from flexhop.compat.graphs.repairs import leave_softmaxes_of_mods
 
     leave_softmaxes_of_mods()
 

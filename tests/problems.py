@@ -12,7 +12,7 @@ import torch
 
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.names import Kernel, key_value_kernels
+from flexhop.lowering.portable.rules import Kernel, key_value_kernels
 from flexhop.lowering.problem import Device, GradFacts, ModFacts, Problem
 from flexhop.options import KernelOptions
 

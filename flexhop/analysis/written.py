@@ -14,6 +14,7 @@ from flexhop.analysis.forms import Form
 from flexhop.compat.compilation import module_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
+convert = prims.convert_element_type.default
 
 
 def copied(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -30,6 +31,24 @@ def settled(written: fx.GraphModule, module: fx.GraphModule) -> fx.GraphModule:
         return module
     written.recompile()
     return written
+
+
+def returning(module: fx.GraphModule, value: Any) -> fx.GraphModule:
+    """A function of a module's inputs that returns a number, or the value of a node, in fp32."""
+    result, copies = copied(module)
+    output = result.graph.output_node()
+    example = result.graph.find_nodes(op="placeholder")[0].meta["val"]
+    with result.graph.inserting_before(output):
+        if isinstance(value, fx.Node):
+            number = result.graph.call_function(convert, (copies[value], torch.float32))
+        else:
+            options = {"dtype": torch.float32, "device": example.device}
+            number = result.graph.call_function(aten.full.default, ([], float(value)), options)
+    number.meta["val"] = example
+    output.args = (number,)
+    result.graph.eliminate_dead_code()
+    result.recompile()
+    return result
 
 
 class Writer:

@@ -18,7 +18,7 @@ from flexhop.block_mask.boxes import Boxes, sizes_of
 from flexhop.block_mask.of_ranges import of_one_side
 from flexhop.block_mask.scores import Grid, compiled_coverage, existing_blocks, hidden_count
 from flexhop.block_mask.unknown import EVERY, NONE, SOME, UNKNOWN, unknown_blocks
-from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.sizes import bound_of, is_symbolic
 from flexhop.mods.functions import MaskMod
 

@@ -1,4 +1,4 @@
-"""What one compilation finds out about the graphs of mods, each once.
+"""What one compilation finds out about the graphs of mods, each once; a hash of our sources.
 
 Dynamo, both passes of AOTAutograd and the lowerings ask the same questions about the mods of a
 call, and the layers of a model have equal mods. An answer counts for a graph that says the same,
@@ -8,7 +8,10 @@ over, and never outlives PyTorch's tracing context. The names are the same in to
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +23,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 from flexhop.compat.kept import keeping
 
-__all__ = ["copy_of", "forget", "forms_of", "module_of", "once", "say"]
+__all__ = ["copy_of", "forget", "forms_of", "module_of", "once", "say", "source_fingerprint"]
 
+_PACKAGE = Path(__file__).parents[1]
 _found: WeakKeyDictionary[TracingContext, dict[Hashable, Any]] = WeakKeyDictionary()
 _AUTOCAST = (
     ("cpu", torch._C.DispatchKey.AutocastCPU),
@@ -130,3 +134,22 @@ def module_of(owner: torch.nn.Module, graph: Graph) -> GraphModule:
     Lowerings write to graphs and walk through them: few are ever called.
     """
     return _LazyGraphModule(owner, graph)
+
+
+@functools.cache
+def source_fingerprint(package: Path = _PACKAGE) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of every source file of the package.
+
+    Inductor's cache keys cover the graph, its inputs and PyTorch's own sources, but not flexhop's.
+    Every operator of ours has the fingerprint among its operands, so editing a template or
+    lowering changes the key.
+
+    It covers all files, because CPU graphs contain the reference (ops/eager.py) and everything
+    that it calls. A list of rooms would be wrong as soon as a helper moved.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".jinja", ".h"):
+            digest.update(path.relative_to(package).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,6 +1,10 @@
-"""Call back around the import of a module, so that `import flexhop` need not import it.
+"""Imports of PyTorch's modules: callbacks around them, and private names that projects import.
 
-torch 2.11 to 2.15: `torch._dynamo` takes two seconds, and `import torch` does not import it.
+torch 2.11 to 2.15. `torch._dynamo` takes two seconds, and `import torch` does not import it; with
+a callback, `import flexhop` need not. Many projects import private names from PyTorch's
+flex_attention module: types of mods (`_mask_mod_signature`), constants
+(`_DEFAULT_SPARSE_BLOCK_SIZE`) and helpers that make masks
+(`_create_sparse_block_from_block_mask`). Which ones exist differs.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-__all__ = ["after_import"]
+import torch.nn.attention.flex_attention as torch_module
+
+__all__ = ["after_import", "private_name"]
 
 
 def after_import(
@@ -70,3 +77,19 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         self.callback()
+
+
+def private_name(name: str, module: str) -> Any:
+    """What the installed PyTorch has under this name.
+
+    Args:
+        name: any name; those with one underscore in front are private.
+        module: who is asked for it, for the error.
+
+    Raises:
+        AttributeError: the name is not private, or PyTorch's module has no such name.
+    """
+    is_private = name.startswith("_") and not name.startswith("__")
+    if not (is_private and hasattr(torch_module, name)):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(torch_module, name)

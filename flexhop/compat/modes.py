@@ -1,4 +1,6 @@
-"""Dispatch modes without Dynamo, and `torch.no_grad()` inside a mod. torch 2.11 to 2.15.
+"""Dispatch modes without Dynamo, `torch.no_grad()` inside a mod, and the GPU that is traced for.
+
+torch 2.11 to 2.15.
 
 A trace into operators drops the switches of grad mode that Dynamo records, and derivatives of the
 graph would go through what they enclose.
@@ -6,6 +8,9 @@ graph would go through what they enclose.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
@@ -14,7 +19,9 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DetachMode", "DispatchMode"]
+__all__ = ["DetachMode", "DispatchMode", "assumed", "capability_of"]
+
+_ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("capability", default=None)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -58,3 +65,23 @@ class DetachMode(TorchFunctionMode):
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.detach.default(tensor) if tensor.is_floating_point() else tensor
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The capability of the GPU that runs a graph of tensors on a device; None: it is no GPU.
+
+    Graphs for an absent GPU are traced on a CPU.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return _ASSUMED.get()
+
+
+@contextlib.contextmanager
+def assumed(capability: tuple[int, int]) -> Iterator[None]:
+    """Trace on a CPU for a GPU of this capability."""
+    token = _ASSUMED.set(capability)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)

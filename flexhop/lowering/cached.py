@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from flexhop.compat.graphs import guards, inline
 from flexhop.compat.kernels import gluon, inductor, pointwise, tanh
-from flexhop.compat.kernels.mod_inputs import placeholder
+from flexhop.compat.kernels.pointwise import placeholder
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
 from flexhop.lowering import chunked, cpu

@@ -25,7 +25,7 @@ from flexhop.block_mask.unknown import (
 )
 from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import inductor, pointwise
-from flexhop.compat.kernels.mod_inputs import placeholder
+from flexhop.compat.kernels.pointwise import placeholder
 from flexhop.lowering.emission.kernel import Output, fill, select
 from flexhop.lowering.mods.analysed import kernel_graph
 from flexhop.lowering.mods.indices import wrap_reads

@@ -118,7 +118,7 @@ class ModFacts(NamedTuple):
     whether it depends on kv_idx. reads_captured: whether on captured tensors, and adds no line.
     longest_row: most numbers that score_mod computes, or adds up, at once.
     large_scores: whether it may return scores far above 2**15, and why (lowering/mods/large.py).
-    copied_bytes: what a kernel could copy of a bias of pairs (lowering/mods/copied.py).
+    copied_bytes: what a kernel could copy of a bias of pairs (lowering/mods/rows.py).
     head_row_bytes: what mods read per score in rows of pairs of which each head has its own and
     batches have not (lowering/mods/rows.py).
     """

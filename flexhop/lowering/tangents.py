@@ -30,7 +30,7 @@ from flexhop.lowering.operands import (
 )
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
-from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.problem import UNREAD, Problem
 from flexhop.lowering.second import Second, Wanted, read_second
 from flexhop.ops.args import AttentionArgs, DerivativeArgs, operands_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
-from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.operators.autocast import dtype_under, wanted_dtype
 from flexhop.compat.sizes import is_empty, is_flag
 from flexhop.ops import wide_lse

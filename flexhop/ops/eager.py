@@ -31,7 +31,7 @@ from flexhop.ops.args import (
     unpack_sites,
 )
 from flexhop.ops.dropout import drop
-from flexhop.ops.nothing import is_nothing, no_rows
+from flexhop.ops.layout import is_nothing, no_rows
 
 # Scores per chunk: 2**22 of fp32 are 16 MiB, with temporaries below 256 MiB.
 CHUNK_ELEMENTS = 1 << 22

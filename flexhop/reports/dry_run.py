@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flexhop.compat.graphs.inline import decompose
 from flexhop.compat.kernels.pointwise import rehearsal
+from flexhop.compat.modes import assumed
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.compat.operators import hop
-from flexhop.compat.target import assumed
 from flexhop.errors import OptionValueError
 from flexhop.lowering.cached import read_cached_tensors
 from flexhop.lowering.dialect import plan
@@ -22,7 +22,7 @@ from flexhop.lowering.mods.captured import felt_sites
 from flexhop.lowering.mods.lower import lower_joint, lower_mods, read_joint, read_mods
 from flexhop.lowering.operands import read_tensor_problem, user_options
 from flexhop.lowering.plan import KernelPlan
-from flexhop.lowering.portable.names import adders
+from flexhop.lowering.portable.rules import adders
 from flexhop.lowering.problem import UNREAD, Device, Problem, read_device
 from flexhop.lowering.tangents import describe_second
 from flexhop.ops.args import AttentionArgs, CachedArgs, index_sizes, unpack_sites

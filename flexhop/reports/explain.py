@@ -24,7 +24,7 @@ from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.cached import cached_attention
 from flexhop.ops.call import Mistake, note_wrong_type
 from flexhop.ops.forward import attention
-from flexhop.ops.nothing import is_nothing
+from flexhop.ops.layout import is_nothing
 from flexhop.options.debug import mod_code
 from flexhop.reports.report import Capture, Mask, Mod, Pass, Report
 from flexhop.sequences.nested import Operands, Packed, has_nested, pack

@@ -66,8 +66,11 @@ class ScoreMod(TestCase):
             forward_text("score_causal"),
             """\
 @triton.jit
-def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx, distance=0):
-    \"\"\"The user's score_mod, lowered by Inductor; distance: of the positions, for kernels that have it.\"\"\"
+def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx, distance=0, pairs=0):
+    \"\"\"The user's score_mod, lowered by Inductor.
+
+    distance: of the positions. pairs: what it reads of a bias of pairs. Both for kernels that have them.
+    \"\"\"
     tmp0 = (q_idx)
     tmp1 = (kv_idx)
     tmp2 = tmp0 >= tmp1
@@ -85,8 +88,11 @@ def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr
             forward_text("soft_cap"),
             """\
 @triton.jit
-def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx, distance=0):
-    \"\"\"The user's score_mod, lowered by Inductor; distance: of the positions, for kernels that have it.\"\"\"
+def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr0, score, b, h, q_idx, kv_idx, distance=0, pairs=0):
+    \"\"\"The user's score_mod, lowered by Inductor.
+
+    distance: of the positions. pairs: what it reads of a bias of pairs. Both for kernels that have them.
+    \"\"\"
     tmp0 = (score)
     tmp1 = tl.full([1], 0.2, tl.float32)
     tmp2 = tmp0 * tmp1
@@ -104,8 +110,11 @@ def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, out_ptr
             forward_text("exact_table"),
             """\
 @triton.jit
-def score_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr8, out_ptr0, score, b, h, q_idx, kv_idx, distance=0):
-    \"\"\"The user's score_mod, lowered by Inductor; distance: of the positions, for kernels that have it.\"\"\"
+def score_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_INDICES, arg_FULL_KV_NUM_BLOCKS, arg_FULL_KV_INDICES, in_ptr8, out_ptr0, score, b, h, q_idx, kv_idx, distance=0, pairs=0):
+    \"\"\"The user's score_mod, lowered by Inductor.
+
+    distance: of the positions. pairs: what it reads of a bias of pairs. Both for kernels that have them.
+    \"\"\"
     tmp0 = (score)
     tmp1 = (q_idx)
     tmp2 = (kv_idx)
@@ -127,8 +136,11 @@ def score_mod(arg_Q, arg_K, arg_V, arg_MAX_SCORES, arg_KV_NUM_BLOCKS, arg_KV_IND
             forward_text("two_step"),
             """\
 @triton.jit
-def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, in_ptr4, out_ptr0, score, b, h, q_idx, kv_idx, distance=0):
-    \"\"\"The user's score_mod, lowered by Inductor; distance: of the positions, for kernels that have it.\"\"\"
+def score_mod(arg_FULL_KV_INDICES, arg_K, arg_V, arg_FULL_KV_NUM_BLOCKS, in_ptr4, out_ptr0, score, b, h, q_idx, kv_idx, distance=0, pairs=0):
+    \"\"\"The user's score_mod, lowered by Inductor.
+
+    distance: of the positions. pairs: what it reads of a bias of pairs. Both for kernels that have them.
+    \"\"\"
     tmp0 = (score)
     tmp1 = (b)
     tmp2 = (q_idx)

@@ -12,7 +12,7 @@ import torch
 import flexhop
 from flexhop import errors
 from flexhop.errors import ModLoweringError, OptionValueError
-from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.rules import Kernel
 from flexhop.masks import causal
 from flexhop.offline import generate
 from flexhop.reports.page import estimate

@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 import flexhop
-from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.operators.hop import Operator
 
 DATA = Path(__file__).resolve().parents[1] / "data"

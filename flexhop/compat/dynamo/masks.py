@@ -6,6 +6,7 @@ from typing import Any
 
 from torch._dynamo.variables.base import VariableTracker
 
+from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.dynamo.calls import (
     AttentionVariable,
     example_of,
@@ -13,7 +14,6 @@ from flexhop.compat.dynamo.calls import (
     placed,
     static_value,
 )
-from flexhop.compat.fingerprint import source_fingerprint
 
 __all__ = ["BlockListsVariable"]
 

@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.symbol import SymT
 
 from flexhop.compat.kernels.inductor import Expr, is_ir
-from flexhop.compat.kernels.mod_inputs import buffer_name
+from flexhop.templates.printers.holes import buffer_name
 
 __all__ = ["Printer", "Stored", "emit", "threads"]
 

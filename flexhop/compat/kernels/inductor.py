@@ -1,8 +1,7 @@
 """Inductor: IR, lowering registry, template class, autotuning.
 
-Absorbs differences between versions: `always_freeze_layout` (2.13), `input_dtypes` of modification
-(2.13), the result of `autotune_select_algorithm` (a pair from 2.13), and the warning of `fx_utils`
-about unknown operators (2.13).
+Absorbs differences of 2.13: `always_freeze_layout`, `input_dtypes` of modification, the result of
+`autotune_select_algorithm`, a pair, and the warning of `fx_utils` about unknown operators.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from flexhop.compat.graphs import views
-from flexhop.compat.kernels import isolated, mod_inputs, tanh
+from flexhop.compat.kernels import isolated, tanh
 from flexhop.compat.sizes import hint_of
 from flexhop.options import debug
 from flexhop.templates.printers import row_sums
@@ -41,6 +40,7 @@ from flexhop.templates.printers.holes import (
     Dropout,
     ScatterSite,
     as_factor,
+    buffer_name,
     draw_kept,
     scatter,
     text_of_pairs,
@@ -109,10 +109,10 @@ class TemplateKernel(isolated.Marked, TritonTemplateKernel):
 
     def modification(self, subgraph_number: int, output_name: str | None, **inputs: Any) -> str:
         """Text of a user function; indices are int32 and scores fp32, which 2.13 requires."""
-        keywords = {mod_inputs.buffer_name(name): text for name, text in inputs.items()}
+        keywords = {buffer_name(name): text for name, text in inputs.items()}
         if _MODIFICATION_TAKES_DTYPES:
             keywords["input_dtypes"] = {
-                mod_inputs.buffer_name(name): torch.int32 if name in INTEGERS else torch.float32
+                buffer_name(name): torch.int32 if name in INTEGERS else torch.float32
                 for name in inputs
             }
         return super().modification(subgraph_number, output_name, **keywords)

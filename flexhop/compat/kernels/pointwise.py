@@ -27,9 +27,16 @@ from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS, unrolled
 from flexhop.compat.mods.location import line_of
 from flexhop.compat.sizes import LONGEST_SUM
 from flexhop.errors import ModLoweringError
+from flexhop.templates.printers.holes import buffer_name
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
+
+
+def placeholder(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A scalar input of user functions, by the name of the template's variable."""
+    layout = ir.FixedLayout(device, dtype, [], [])
+    return ir.TensorBox.create(ir.InputBuffer(name=buffer_name(name), layout=layout))
 
 
 class _ModLowering(PointwiseSubgraphLowering):
@@ -98,7 +105,7 @@ def lower(
             ir.ComputedBuffer.force_realize() if reads_constants else contextlib.nullcontext(),
             V.set_graph_handler(lowering),
         ):
-            lowering.run(*map(_boxed, inputs))
+            lowering.run(*map(boxed, inputs))
     except SubgraphLoweringException as error:
         node = lowering.current
         raise ModLoweringError(
@@ -143,7 +150,7 @@ def _deepen_stack(steps: int) -> None:
     sys.setrecursionlimit(max(sys.getrecursionlimit(), min(1000 + 10 * steps, 50_000)))
 
 
-def _boxed(value: Any) -> Any:
+def boxed(value: Any) -> Any:
     """A lowered input as Inductor's rules want it, or a view would not broadcast."""
     return ir.TensorBox(value) if isinstance(value, (ir.StorageBox, ir.BaseView)) else value
 

@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
 from flexhop.compat.graphs import inline
+from flexhop.compat.modes import assumed
 from flexhop.compat.offline import fake_methods
 from flexhop.compat.offline.moving import copied, move_graph, trace_on_cpu, values_of
-from flexhop.compat.target import assumed
 
 __all__ = ["GPUS", "Gpu", "compile_graphs", "fake_gpu", "gpu_code", "on_cpu", "zeros_for"]
 

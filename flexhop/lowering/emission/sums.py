@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from flexhop.analysis import INDICES
-from flexhop.compat.kernels import inductor
+from flexhop.compat.kernels import inductor, pointwise
 from flexhop.lowering.emission import exact_sums
 from flexhop.lowering.emission.kernel import Captured
 from flexhop.lowering.mods.captured import site_facts
@@ -198,5 +198,7 @@ def _value(reads: Reads, position: int, sums: Any, fake: torch.Tensor) -> Any:
         return exact_sums.lower_value(sums, fake, copies)
     if copies is not None:
         sums = inductor.call_lowering(torch.ops.aten.sum.dim_IntList, sums, [-1])
-    convert = torch.ops.prims.convert_element_type.default
-    return inductor.call_lowering(convert, sums, reads.captures[position].get_dtype())
+    dtype = reads.captures[position].get_dtype()
+    if sums.get_dtype() == dtype:  # else Inductor copies them, for nothing
+        return pointwise.boxed(sums)
+    return inductor.call_lowering(torch.ops.prims.convert_element_type.default, sums, dtype)

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis, analyse, name_of
+from flexhop.analysis.written import convert, returning
 from flexhop.compat.kernels import inductor
-from flexhop.lowering.mods.graphs import convert, returning
 
 KEY_INPUTS = ("x", "b", "h", "kv_idx")
 # Dtypes whose every number bfloat16 and float16 represent.

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Writer, copied, dtype_of, is_conversion, limits_of, name_of, sum_of
+from flexhop.analysis.written import convert, returning
 from flexhop.lowering.mods.analysed import SCORE, analysed, kernel_graph, per_graph
-from flexhop.lowering.mods.graphs import convert, returning
 from flexhop.lowering.mods.large import adds_large, large_scores
 from flexhop.lowering.mods.sides import NotDecided, Sides
 

@@ -22,7 +22,7 @@ from flexhop.analysis import (
     truth_of,
 )
 from flexhop.compat.kernels import inductor, pointwise
-from flexhop.compat.kernels.mod_inputs import placeholder
+from flexhop.compat.kernels.pointwise import placeholder
 from flexhop.lowering.mods.analysed import (
     JOINT,
     SCORE,
@@ -37,14 +37,13 @@ from flexhop.lowering.mods.arithmetic import cheaper
 from flexhop.lowering.mods.bands import Band, key_band
 from flexhop.lowering.mods.caps import fold_caps
 from flexhop.lowering.mods.captured import follow_score, own_entries, queries_meet, read_sites
-from flexhop.lowering.mods.copied import apart, copied_bytes
 from flexhop.lowering.mods.distances import by_distance, has_distances
 from flexhop.lowering.mods.indices import wrap_reads
 from flexhop.lowering.mods.large import large_scores
 from flexhop.lowering.mods.lines import key_line, zero
 from flexhop.lowering.mods.loops import Loop, with_loops
 from flexhop.lowering.mods.quotients import Position, alone, is_scattered
-from flexhop.lowering.mods.rows import head_row_bytes, mask_rows, row_bytes
+from flexhop.lowering.mods.rows import apart, copied_bytes, head_row_bytes, mask_rows, row_bytes
 from flexhop.lowering.mods.separate import separated
 from flexhop.lowering.problem import GradFacts, ModFacts
 from flexhop.ops.args import Site
@@ -56,7 +55,7 @@ INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 
 
 class ModParts(NamedTuple):
-    """A lowered score_mod that takes what it reads of a bias of pairs; see copied.Bias."""
+    """A lowered score_mod that takes what it reads of a bias of pairs; see rows.Bias."""
 
     score: Any
     row: Any

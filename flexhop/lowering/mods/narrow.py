@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis, copied, dtype_of, is_comparison, is_conversion, name_of
+from flexhop.analysis.written import convert
 from flexhop.lowering.mods.analysed import analyse_kernel
-from flexhop.lowering.mods.graphs import convert
 
 _LIMIT = 2**31
 # Of integers of 64 bits; of 32 bits they are the same if their operands and results fit.

@@ -28,8 +28,8 @@ from flexhop.analysis import (
     settled,
     truth_of,
 )
+from flexhop.analysis.written import convert
 from flexhop.lowering.mods.analysed import SIZES, analyse_kernel, per_graph
-from flexhop.lowering.mods.graphs import convert
 
 aten = torch.ops.aten
 # A captured number from here on outweighs a sum below it, and may as well be this. The sum of both

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Forms, Writer, agreed, dtype_of, name_of
-from flexhop.lowering.mods.graphs import convert
+from flexhop.analysis.written import convert
 
 aten = torch.ops.aten
 _ORDER = ("lt", "le", "gt", "ge")

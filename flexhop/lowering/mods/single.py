@@ -24,7 +24,7 @@ from flexhop.analysis import (
     name_of,
     settled,
 )
-from flexhop.lowering.mods.graphs import convert
+from flexhop.analysis.written import convert
 
 _SUMS = frozenset({"add", "sub", "rsub", "addcmul", "addcdiv"})
 # Rounding their operands first is as exact as rounding their result.

@@ -17,8 +17,8 @@ from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
 from flexhop.lowering.portable.forward import NO_TILE
-from flexhop.lowering.portable.names import Kernel, key_value_kernels
 from flexhop.lowering.portable.plan import plan_kernel
+from flexhop.lowering.portable.rules import Kernel, key_value_kernels
 from flexhop.lowering.portable.shared import is_float32, weighing
 from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, BackwardArgs

@@ -12,8 +12,8 @@ from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_plan
 from flexhop.lowering.portable import kernels, splits
-from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.plan import plan_kernel
+from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.portable.shared import is_float32
 from flexhop.ops.dropout import threshold
 from flexhop.templates import portable

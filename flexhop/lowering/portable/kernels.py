@@ -23,7 +23,7 @@ from flexhop.lowering.portable.constants import (
     KeyConstants,
 )
 from flexhop.lowering.portable.memory import shared_memory
-from flexhop.lowering.portable.names import Kernel, adders
+from flexhop.lowering.portable.rules import Kernel, adders
 from flexhop.lowering.portable.shared import (
     LOG2_E,
     begins_with_delta,

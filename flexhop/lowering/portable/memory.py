@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexhop.lowering.portable import caches
-from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.portable.shared import (
     has_mask_loop,
     is_exact,

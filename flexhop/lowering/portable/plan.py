@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels, splits
-from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.portable.tiles import table_rule, table_tile
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile

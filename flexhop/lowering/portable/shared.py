@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.portable.rules import is_wgmma
+from flexhop.lowering.portable.rules import Kernel, is_wgmma
 from flexhop.lowering.problem import (
     COPIED,
     MaskBlocks,

@@ -6,8 +6,7 @@ than 16 numbers, as small networks do; masks of small blocks, measured on an H20
 
 from __future__ import annotations
 
-from flexhop.lowering.portable.names import Kernel
-from flexhop.lowering.portable.rules import Rule, fits_blocks, has_few_columns, is_sm90
+from flexhop.lowering.portable.rules import Kernel, Rule, fits_blocks, has_few_columns, is_sm90
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from flexhop.lowering.portable import caches
 from flexhop.lowering.portable.float32 import FLOAT32
-from flexhop.lowering.portable.names import Kernel
 from flexhop.lowering.portable.position_tiles import READS
 from flexhop.lowering.portable.rules import (
+    Kernel,
     Rule,
     Tiles,
     has_few_rows,

@@ -11,7 +11,7 @@ from flexhop.lowering.portable.constants import (
     GradKeyValuePieces,
     PieceConstants,
 )
-from flexhop.lowering.portable.names import Kernel
+from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.problem import Problem, head_pieces
 from flexhop.options import Tile
 

@@ -40,7 +40,7 @@ from flexhop.ops.eager import (
     softmax_rows,
     visible_keys,
 )
-from flexhop.ops.nothing import is_nothing
+from flexhop.ops.layout import is_nothing
 
 Parts = tuple[Tensors, Tensors]  # rows of some results, and addends of the others
 

@@ -10,10 +10,32 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from flexhop.compat.mods.signs import TRACEABLE
+from flexhop.compat import torch_version
 from flexhop.compat.operators import transforms
 from flexhop.compat.operators.overloads import operator_name
 from flexhop.errors import UnsupportedFeatureError
+
+aten = torch.ops.aten
+
+
+def _sign(x: Tensor) -> Tensor:
+    """As `aten.sgn` of real numbers; 0 for NaN."""
+    if not x.is_floating_point():
+        return aten.sgn.default(x)
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """As `aten.abs` of real numbers."""
+    return x * _sign(x) if x.is_floating_point() else aten.abs.default(x)
+
+
+# What to call in place of an operator that is differentiated. The derivative of `aten.sgn`, which
+# is that of `aten.abs`, is a tensor of zeros in 2.11, which ends in an internal assertion if its
+# sizes are symbols. 2.13 to 2.15 trace it.
+_TRACEABLE: dict[object, Callable[[Tensor], Tensor]] = (
+    {aten.abs.default: _magnitude, aten.sgn.default: _sign} if torch_version() < (2, 13) else {}
+)
 
 
 def _softmax_parts(row: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -49,13 +71,13 @@ def smooth(mod: Any) -> Any:
     """
     if not isinstance(mod, fx.GraphModule):
         return functools.partial(_run_smooth, mod)  # torch.vmap turns graphs into functions
-    replaced = [n for n in mod.graph.nodes if _is_replaced(n.target) or n.target in TRACEABLE]
+    replaced = [n for n in mod.graph.nodes if _is_replaced(n.target) or n.target in _TRACEABLE]
     if not replaced:
         return mod
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(mod.graph, known))
     for node in replaced:
-        known[node].target = TRACEABLE.get(node.target) or _plain(node.target)
+        known[node].target = _TRACEABLE.get(node.target) or _plain(node.target)
     return fx.GraphModule(mod, graph)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis, Coordinate, elements_of, instructions_of, reached
-from flexhop.compat.target import capability_of
+from flexhop.compat.modes import capability_of
 from flexhop.ops.args import AttentionArgs, CachedArgs
 from flexhop.ops.graphs.table_entries import Table
 

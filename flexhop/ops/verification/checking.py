@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat.fingerprint import source_fingerprint
+from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.operators.autocast import without_autocast
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.verification.nan_origin import find_origin

@@ -7,8 +7,8 @@ from flexhop.templates.portable import BLOCKS, LISTS
 
 _SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
 _LATENT = (
-    "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/produce",
-    "hopper/latent/weigh", "hopper/latent/follow", "hopper/weighing",
+    "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/weigh",
+    "hopper/latent/follow", "hopper/weighing",
 )  # fmt: skip
 KERNELS = {
     "forward": (
@@ -37,7 +37,7 @@ BEFORE = {
     "add_order": ("hopper/before/add_order", "portable/query_blocks", *LISTS),
 }
 # Files that backward needs for gradients of captured tensors.
-CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
+CAPTURED = ("hopper/backward/sums", "hopper/backward/distances")
 # Files that forward needs if it copies a bias of pairs.
 PAIRS = ("hopper/forward/pairs",)
 # Names that IMPORTS imports from here.

@@ -16,7 +16,7 @@ _BENT = ("mods/mod_push", "mods/mod_bend")
 _CACHED_ATTEND = ("portable/attend", *_CACHED, *_BY_QUERY, "mods/key_mods")
 _GRAD = ("portable/grad_tile", "portable/lse", "portable/products")
 _PIECES = ("portable/wide/pieces",)
-_WIDE_ATTEND = ("portable/wide/attend", "portable/wide/sums", *_PIECES)
+_WIDE_ATTEND = ("portable/wide/attend", *_PIECES)
 KERNELS = {
     "forward": ("portable/forward", *_ATTEND),
     "decode": ("portable/decode", *_ATTEND),

@@ -64,6 +64,14 @@ class ScatterSite(NamedTuple):
     loop: ElementLoop | None = None  # which portable kernels run in place of the site
 
 
+def buffer_name(name: str) -> str:
+    """The name of the buffer of an input of user functions. No tensor has it.
+
+    AOTInductor names buffers after the parameters of a module, and one may be called b.
+    """
+    return f"input {name}"
+
+
 def as_factor(text: str) -> str:
     """A size or stride as a factor: a symbolic one may be a sum, 2 * length - 1."""
     return text if text.isidentifier() or text.isdigit() else f"({text})"

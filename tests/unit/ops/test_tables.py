@@ -9,7 +9,7 @@ import torch
 
 import flexhop
 from benchmarks.unusual import t5_bucket
-from flexhop.compat.target import assumed
+from flexhop.compat.modes import assumed
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.graphs.tables import tabulate, tabulate_mask
 from flexhop.sequences.row_tables import (
