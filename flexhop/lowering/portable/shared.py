@@ -100,7 +100,8 @@ def is_batch_inner(problem: Problem) -> bool:
 
     Batches that share a bias of pairs then read it, and add to its gradient, while it is in the L2
     cache. Otherwise it comes from memory for every batch if it is larger than half of the cache.
-    (The gradient of 16 heads of 4096 x 4096 pairs and two batches took 1.3 ms of 2.7.)
+    (The gradients of query and of 16 heads of 4096 x 4096 pairs, two batches, took 1.85 instead of
+    1.23 ms.)
     """
     entry = problem.mods.head_row_bytes
     if problem.has_captured_grads and entry:
@@ -137,8 +138,8 @@ def begins_with_delta(problem: Problem, tile: Tile) -> bool:
     """Whether the product of values and grad_out begins with -delta, which saves registers.
 
     A thread has the delta of 16 queries. With wgmma, the product then waits for them, so only if
-    there are spills, as at 128 columns if scores may be large: 679 instead of 776 us, and 850
-    instead of 800 at 64 columns. Without wgmma, 80 spills of a step of 64 columns end, and the
+    there are spills, as at 128 columns if scores may be large: 703 instead of 755 us, and 850
+    instead of 795 at 64 columns. Without wgmma, 80 spills of a step of 64 columns end, and the
     larger tiles of more columns get some.
     """
     if problem.itemsize != 2 or problem.dropout_p > 0.0:
