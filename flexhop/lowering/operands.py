@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from flexhop.compat.graphs import inline
 from flexhop.compat.kernels import gluon, inductor
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import (
@@ -298,3 +300,29 @@ def _sized(buffer: Any) -> torch.Tensor:
     return torch.empty_strided(
         sizes, strides, dtype=buffer.get_dtype(), device=buffer.get_device()
     )
+
+
+def first_part_of_lse(args: BackwardArgs) -> Any:
+    """The fp32 number next to lse; lse itself if it is not wide."""
+    convert = torch.ops.prims.convert_element_type.default
+    return inductor.call_lowering(convert, args.lse, torch.float32)
+
+
+def rest_of_lse(args: BackwardArgs) -> Any:
+    """What fp32 leaves of lse."""
+    return _lower_lse(lambda lse: wide_lse.parts_of(lse).rest, args)
+
+
+def both_parts_of_lse(args: BackwardArgs) -> Any:
+    """The bits of both parts in one int64, the first part's in the upper half."""
+    return _lower_lse(_bits, args)
+
+
+def _bits(lse: Tensor) -> Tensor:
+    first, rest = (part.view(torch.int32).to(torch.int64) for part in wide_lse.parts_of(lse))
+    return (first << 32) | (rest & 0xFFFFFFFF)
+
+
+def _lower_lse(formula: Callable[[Tensor], Tensor], args: BackwardArgs) -> Any:
+    fake = BackwardArgs(*inline.fake_operands()).lse
+    return inline.lower_formula(lambda lse: [formula(lse)], [fake], [args.lse])[0]

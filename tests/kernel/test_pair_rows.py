@@ -120,7 +120,7 @@ def chosen(score_mod, width=64, length=256, **words) -> str:
 
 BIAS = torch.zeros(2, 4, 256, 256, dtype=torch.bfloat16)
 FLAT = torch.zeros(4 * 256 * 256 + 8, dtype=torch.bfloat16)
-WITH_PAIRS = "flexhop_hopper_forward_pairs"
+PLAIN, WITH_PAIRS = "flexhop_hopper_forward", "flexhop_hopper_forward_pairs"
 
 
 @needs_hopper
@@ -157,6 +157,23 @@ def test_a_bias_is_copied_however_it_is_written(score_mod, monkeypatch):
 def test_other_reads_are_not_copied(score_mod, monkeypatch):
     monkeypatch.setenv("FLEXHOP_STRICT", "1")
     assert chosen(score_mod) != WITH_PAIRS
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("width", "backend", "expected"),
+    [(64, "auto", "triton"), (64, "hopper", PLAIN), (192, "auto", PLAIN)],
+)
+def test_a_bias_whose_start_is_not_aligned_is_read(width, backend, expected, monkeypatch):
+    """Facts do not tell where a view starts, so the choice is made once more."""
+    monkeypatch.setenv("FLEXHOP_STRICT", "1")
+
+    def score_mod(s, b, h, q, k):
+        return s + FLAT[1:-7].view(4, 256, 256)[h, q, k]
+
+    found = chosen(score_mod, width, kernel_options={"backend": backend})
+    assert found.startswith(expected)
+    assert found != WITH_PAIRS
 
 
 @needs_hopper

@@ -15,7 +15,7 @@ from flexhop.lowering.hopper.emit import Attempt, emit_first, emit_kernel
 from flexhop.lowering.hopper.loops import separate_loops
 from flexhop.lowering.hopper.mask_bits import emit_mask_bits
 from flexhop.lowering.hopper.tiles import HopperTile, copies_pairs, shared_memory
-from flexhop.lowering.mods.lower import lower_line
+from flexhop.lowering.mods.lower import ModParts, lower_line
 from flexhop.lowering.operands import block_inputs
 from flexhop.lowering.plan import KernelPlan, show_plan
 from flexhop.lowering.portable.decode import emit_shares
@@ -69,6 +69,9 @@ class _Attention:
             return _emit_latent(call, args, output)
         device = inductor.device_of(args.query)
         tile = forward.table_tile(problem)
+        parts = _parts(call) if copies_pairs(problem, tile) else None
+        if copies_pairs(problem, tile) and parts is None:
+            return self._emit_without_copies(call, args, output)
         show_plan("forward", lambda: self.plans(problem, options, call.passed)[0])
         line = lower_line(device, args.score_mod, inductor.realize(args.score_captures))
         lse, max_scores = output.written[0], output.written[-1]
@@ -86,16 +89,33 @@ class _Attention:
         tries = []
         for hides_keys, most in forward.attempts(problem, options):
             constants = forward.constants(problem, options, tile, hides_keys=hides_keys)
-            if constants.PAIR_BYTES:
-                parts = call.mods.apart and call.mods.apart()
-                if parts is None:  # strides are not those that explain assumes
-                    return None
-                functions = [parts.score, call.mods.mask, *line, parts.row]
+            functions = [_score(call, constants), call.mods.mask, *line]
+            subgraphs = inductor.Subgraphs(functions)
+            if parts is not None and constants.PAIR_BYTES:
+                functions = [parts.score, *functions[1:], parts.row]
                 subgraphs = inductor.Subgraphs(functions, pairs=parts.pairs)
-            else:
-                subgraphs = inductor.Subgraphs([_score(call, constants), call.mods.mask, *line])
             tries.append(Attempt(constants, subgraphs, most))
         return emit_first(call, "forward", inputs, added, tries)
+
+    def _emit_without_copies(
+        self, call: KernelCall, args: AttentionArgs | CachedArgs, output: Output
+    ) -> Any:
+        """The same if a bias of pairs does not lie as `explain` assumes: it is read as it is used.
+
+        None if the portable kernel is then faster.
+        """
+        problem = call.problem
+        mods = problem.mods._replace(copied_bytes=0)
+        problem = dataclasses.replace(problem, mods=mods)
+        if call.options.backend == "auto" and any(self.slower(problem, call.options)):
+            return None
+        return self.emit(dataclasses.replace(call, problem=problem), args, output)
+
+
+def _parts(call: KernelCall) -> ModParts | None:
+    """The score_mod without a bias of pairs, and the bias; None if it cannot be copied."""
+    mods = call.mods if call.mods.reading is None else call.mods.reading()
+    return None if mods.apart is None else mods.apart()
 
 
 def _score(call: KernelCall, constants: forward.HopperForwardConstants) -> Any:

@@ -12,8 +12,8 @@ import torch
 
 from flexhop.compat.kernels import gluon, inductor
 from flexhop.compat.kernels.pointwise import beside, product
-from flexhop.lowering import wide_lse
 from flexhop.lowering.hopper import backward, schedule
+from flexhop.lowering.operands import first_part_of_lse, rest_of_lse
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.problem import Problem
 
@@ -80,8 +80,8 @@ def prepare(problem: Problem, args: Any) -> Prepared:
     sizes = prepared_sizes(problem, query)
     missing = gluon.fill_up(length, rows)
     weighted = product(args.out, args.grad_out)
-    lse, grad_lse = wide_lse.first_part(args), args.grad_lse
-    rest = wide_lse.rest(args) if problem.has_large_lse else None
+    lse, grad_lse = first_part_of_lse(args), args.grad_lse
+    rest = rest_of_lse(args) if problem.has_large_lse else None
     # Padded before the sum, so that one reduction gives statistics and padding.
     if not inductor.is_multiple(length, rows):
         weighted = call(aten.constant_pad_nd.default, weighted, [0, 0, 0, missing], 0.0)

@@ -10,9 +10,8 @@ from torch import fx
 
 from flexhop.compat.kernels import inductor
 from flexhop.compat.kernels.pointwise import beside, product
-from flexhop.lowering import wide_lse
 from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
-from flexhop.lowering.operands import block_inputs
+from flexhop.lowering.operands import block_inputs, both_parts_of_lse, first_part_of_lse
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.emit import emit_kernel
@@ -130,7 +129,7 @@ def _lse(problem: Problem, args: BackwardArgs, delta: Any) -> Any:
     if not problem.is_lse_wide:
         return inductor.contiguous(args.lse)
     is_fused = weighing(problem) == "fused"
-    lse = wide_lse.first_part(args) if is_fused else wide_lse.both_parts(args)
+    lse = first_part_of_lse(args) if is_fused else both_parts_of_lse(args)
     return inductor.contiguous(beside(lse, delta))
 
 

@@ -136,8 +136,8 @@ class GradQueryConstants(SharedConstants):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GradKeyValueConstants(SharedConstants):
-    """Constants of portable/grad_key_value.py.jinja."""
+class WideGradKeyValueConstants(SharedConstants):
+    """Constants of portable/wide/grad_key_value.py.jinja."""
 
     HAS_SCORE_GRAD: bool
     KV_HEADS: int
@@ -149,9 +149,15 @@ class GradKeyValueConstants(SharedConstants):
     HAS_CAPTURED_GRADS: bool
     BRANCH_FOR_MASK: bool
     ISOLATE_MASK_MOD: bool  # whether mask_mod is evaluated in a branch
-    BEGIN_WITH_DELTA: bool  # whether the product of values and grad_out begins with -delta
     PRESCALE_QK: bool
     LSE_SCALE: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradKeyValueConstants(WideGradKeyValueConstants):
+    """Constants of portable/grad_key_value.py.jinja."""
+
+    BEGIN_WITH_DELTA: bool  # whether the product of values and grad_out begins with -delta
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

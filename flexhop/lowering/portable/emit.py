@@ -15,6 +15,7 @@ from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.portable.shared import is_float32
+from flexhop.lowering.problem import Problem
 from flexhop.ops.dropout import threshold
 from flexhop.templates import portable
 
@@ -159,7 +160,7 @@ def _dropout(call: KernelCall, kernel: Kernel) -> inductor.Dropout | None:
     for seed in call.seed:
         dropout_p = call.problem.dropout_p
         # Decode's rows span several heads.
-        in_groups = kernel != "decode" and kernels.tiles_keep_groups(call.problem)
+        in_groups = kernel != "decode" and _tiles_keep_groups(call.problem)
         queries = call.problem.dropout_groups
         groups = (queries, seed.get_size()[0] - 4 - queries) if queries else None
         return inductor.Dropout(
@@ -167,3 +168,9 @@ def _dropout(call: KernelCall, kernel: Kernel) -> inductor.Dropout | None:
             is_float32(call.problem),
         )  # fmt: skip
     return None
+
+
+def _tiles_keep_groups(problem: Problem) -> bool:
+    """Whether all tiles start at multiples of 16 queries and keys: groups of ops/dropout.py."""
+    blocks = problem.blocks
+    return blocks is None or (blocks.q_size % 16 == 0 and blocks.kv_size % 16 == 0)

@@ -21,6 +21,7 @@ from flexhop.lowering.portable.constants import (
     JvpGradKeyValueConstants,
     JvpGradQueryConstants,
     KeyConstants,
+    WideGradKeyValueConstants,
 )
 from flexhop.lowering.portable.memory import shared_memory
 from flexhop.lowering.portable.rules import Kernel, adders
@@ -146,8 +147,7 @@ def grad_query_constants(
 ) -> GradQueryConstants:
     """Constants of the kernel for the gradient of query."""
     shared = prescaled(problem, options, shared_constants(problem, options, tile))
-    # The lse of rows that do not exist makes their weights 0, unless a mod turns their score into
-    # NaN.
+    # The lse of rows that do not exist makes weights 0, unless a mod turns their score into NaN.
     check = shared["CHECK_KV"] or (shared["CHECK_Q"] and problem.mods.has_score_mod)
     return GradQueryConstants(
         **shared,
@@ -163,11 +163,13 @@ def grad_query_constants(
 
 def grad_key_value_constants(
     kernel: Kernel, problem: Problem, options: KernelOptions, tile: Tile
-) -> GradKeyValueConstants:
+) -> WideGradKeyValueConstants:
     """Constants of the kernel for the gradients of key, of value, or of both."""
     shared = prescaled(problem, options, shared_constants(problem, options, tile))
     width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
-    return GradKeyValueConstants(
+    if not problem.is_wide:
+        shared["BEGIN_WITH_DELTA"] = begins_with_delta(problem, tile)
+    return (WideGradKeyValueConstants if problem.is_wide else GradKeyValueConstants)(
         **shared,
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         KV_HEADS=problem.kv_heads,
@@ -179,7 +181,6 @@ def grad_key_value_constants(
         HAS_CAPTURED_GRADS=kernel in adders(problem),
         BRANCH_FOR_MASK=True,
         ISOLATE_MASK_MOD=isolates_pairs(problem, options),
-        BEGIN_WITH_DELTA=begins_with_delta(problem, tile),
         LSE_SCALE=LOG2_E if weighing(problem) == "fused" else 1.0,
     )
 
@@ -363,12 +364,6 @@ def _within_blocks(kernel: Kernel, problem: Problem, tile: Tile) -> Tile:
         return tile
     warps = min(tile.num_warps, 4) if rows * columns <= 64 * 64 else tile.num_warps
     return Tile(rows, columns, warps, tile.num_stages)
-
-
-def tiles_keep_groups(problem: Problem) -> bool:
-    """Whether all tiles start at multiples of 16 queries and keys: groups of ops/dropout.py."""
-    blocks = problem.blocks
-    return blocks is None or (blocks.q_size % 16 == 0 and blocks.kv_size % 16 == 0)
 
 
 def divides(kernel: Kernel, blocks: MaskBlocks, tile: Tile) -> bool:

@@ -37,7 +37,7 @@ BEFORE = {
     "add_order": ("hopper/before/add_order", "portable/query_blocks", *LISTS),
 }
 # Files that backward needs for gradients of captured tensors.
-CAPTURED = ("hopper/backward/sums", "hopper/backward/distances")
+CAPTURED = ("hopper/backward/captured", "hopper/backward/sums", "hopper/backward/distances")
 # Files that forward needs if it copies a bias of pairs.
 PAIRS = ("hopper/forward/pairs",)
 # Names that IMPORTS imports from here.

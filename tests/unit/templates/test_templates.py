@@ -34,7 +34,7 @@ PARTS = sorted(
 HOLES = {
     "def_kernel", "size", "stride", "gen_argdefs", "gen_defines", "store_output", "modification",
     "scatter_sites", "draw_kept", "dropped", "output_pointer", "start_sums", "add_captured",
-    "finish_captured", "add_sites", "finish_sites", "row_sums",
+    "finish_captured", "add_sites", "finish_sites", "row_sums", "copied_pairs",
 }  # fmt: skip
 # Names that the generated file imports.
 IMPORTED = {"tl", "triton", "libdevice"}
@@ -60,6 +60,7 @@ def source(kernel: str, extras: tuple[str, ...] = ()) -> str:
     elif kernel in hopper_text.BEFORE:
         text = hopper_text.source_before(kernel)
     else:
+        extras = extras or (hopper_text.PAIRS if kernel == "hopper_forward" else ())
         return hopper_text.source(kernel.removeprefix("hopper_"), extras)
     return text + "".join(map(part, extras))
 
@@ -137,6 +138,7 @@ def rendered(text: str, *, sums: bool = False) -> str:
         finish_captured=lambda: "",
         add_sites=lambda: "pass",
         finish_sites=lambda: "pass",
+        copied_pairs=lambda part: "OUT" if part == "pointer" else "1",
     )
     imports = "import triton\nimport triton.language as tl\n"
     if "@gluon.jit" in text:
@@ -272,7 +274,8 @@ def test_each_user_function_is_called_by_its_argument_names():
             if isinstance(f, ast.FunctionDef)
         }
         score = [a.arg for a in functions["score_mod"].args.args]
-        assert score == ["ARGUMENTS", "score", "b", "h", "q_idx", "kv_idx", "distance"]
+        names = ["ARGUMENTS", "score", "b", "h", "q_idx", "kv_idx", "distance", "pairs"]
+        assert score == names
         assert [a.arg for a in functions["mask_mod"].args.args] == [
             "ARGUMENTS",
             "b",
