@@ -111,7 +111,9 @@ def test_dtypes(kind, width, dtype):
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_batches_of_a_head_together(backend, is_causal):
+@pytest.mark.parametrize("learned", [False, True])
+def test_batches_of_a_head_together(backend, is_causal, learned):
     """The bias is larger than half of an H200's L2 cache."""
     torch.manual_seed(0)
-    check("heads", (3, 4, 4, 2048, 2048), 64, is_causal=is_causal, backend=backend)
+    shape = (3, 4, 4, 2048, 2048) if learned else (3, 8, 8, 2048, 2048)
+    check("heads", shape, 64, is_causal=is_causal, learned=learned, backend=backend)
