@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 
 import pytest
@@ -157,6 +158,21 @@ def test_a_bias_is_copied_however_it_is_written(score_mod, monkeypatch):
 def test_other_reads_are_not_copied(score_mod, monkeypatch):
     monkeypatch.setenv("FLEXHOP_STRICT", "1")
     assert chosen(score_mod) != WITH_PAIRS
+
+
+@needs_hopper
+def test_batches_may_change_in_number(monkeypatch):
+    monkeypatch.setenv("FLEXHOP_STRICT", "1")
+    *tensors, bias = (torch.zeros(3, 4, 256, n, dtype=torch.bfloat16) for n in (64, 64, 64, 256))
+    for tensor in (*tensors, bias):
+        torch._dynamo.mark_dynamic(tensor, 0)
+
+    def call(q, k, v, t):
+        return flexhop.flex_attention(q, k, v, lambda s, b, h, i, j: s + t[b, h, i, j])
+
+    (kernel,) = generate_code(call, *tensors, bias).templates
+    assert kernel.functions[0] == WITH_PAIRS
+    assert re.search(r"pairs, \[\(1024\*ks\d\), 256\], \[256, 1\]", kernel.source)
 
 
 @needs_hopper

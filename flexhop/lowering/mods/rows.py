@@ -214,14 +214,17 @@ def _dimension_of(found: Analysis, indices: list[Any], axis: Axis) -> int | None
     return own[0] if ends_in(found, [*others, indices[own[0]]], axis) else None
 
 
-def _matrix(read: _Read, sizes: Any, strides: Any, dtype: Any) -> tuple[int, int, int] | None:
-    """Rows, columns and stride of the matrix; None if it is none, or not aligned."""
-    if not all(map(_is_number, (*sizes, *strides))):
+def _matrix(read: _Read, sizes: Any, strides: Any, dtype: Any) -> tuple[Any, Any, int] | None:
+    """Rows, columns and stride of the matrix; None if it is none, or not aligned.
+
+    Strides are numbers. Sizes need not be, such as that of the outermost dimension.
+    """
+    if not all(map(_is_number, strides)):
         return None
-    sizes, strides = list(map(int, sizes)), list(map(int, strides))
+    strides = list(map(int, strides))
     stride, unit = strides[read.query], _PIECE // _SIZES.get(dtype, _PIECE)
     outer = [i for i in range(len(sizes)) if i not in (read.query, read.key)]
-    if strides[read.key] != 1 or stride <= 0 or stride % unit or 0 in sizes:
+    if strides[read.key] != 1 or stride <= 0 or stride % unit:
         return None
     if any(strides[i] % stride or strides[i] < 0 for i in outer):
         return None

@@ -227,8 +227,8 @@ class CopiedPairs(NamedTuple):
 
     buffer: str
     offset: int
-    rows: int
-    columns: int
+    rows: Expr
+    columns: Expr
     stride: int
 
 
@@ -236,7 +236,8 @@ def text_of_pairs(kernel: Any, pairs: CopiedPairs, part: str) -> str:
     """Text of a field, or of the "pointer" to the first element."""
     if part == "pointer":
         return f"({kernel.args.input(pairs.buffer)} + {pairs.offset})"
-    return str(getattr(pairs, part))
+    size = sympy.sympify(getattr(pairs, part))
+    return as_factor(kernel.kexpr(kernel.rename_indexing(size)))
 
 
 class Dropout(NamedTuple):
