@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
         block_table: [B, pages per sequence] int32 or int64: the pages of each sequence, in order.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in flexhop.flash. The last
             query is aligned with the last token of the cache, new ones included.
-        rotary_interleaved: see flexhop.flash.rotary.rotate.
+        rotary_interleaved: see `rotate`.
         num_splits: number of splits of the keys in the decode kernel; 0 lets flexhop choose.
         return_softmax_lse: also return lse.
 

@@ -15,13 +15,13 @@ from torch.testing._internal.common_utils import DeterministicGuard
 import flexhop
 from flexhop import AuxRequest, KernelOptions
 from flexhop.compat.graphs import inline
-from flexhop.compat.mods import signs
 from flexhop.lowering import chunked
 from flexhop.lowering import derivative as derivative_lowering
 from flexhop.masks import causal
 from flexhop.offline import Kernel, generate_code, generate_codes
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Memory, interpret
+from flexhop.ops.derivatives import smooth
 from tests.kernel.test_tangents import gaps
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
@@ -417,9 +417,9 @@ def test_signs_have_derivatives_under_symbolic_sizes():
 
 def test_absolute_values_that_can_be_traced_have_the_same_derivatives():
     numbers = torch.tensor([-2.0, -0.0, 0.0, 0.5, torch.inf], dtype=torch.float64)
-    for replaced, usual in ((signs.magnitude, torch.abs), (signs.sign, torch.sgn)):
+    for replaced, usual in ((smooth.magnitude, torch.abs), (smooth.sign, torch.sgn)):
         for derivative in (lambda f: f, grad, lambda f: grad(grad(f))):
             found, expected = (torch.vmap(derivative(f))(numbers) for f in (replaced, usual))
             torch.testing.assert_close(found, expected)
-    assert bool(signs.magnitude(torch.tensor(torch.nan)).isnan())
-    assert torch.equal(signs.magnitude(torch.tensor([-3, 2])), torch.tensor([3, 2]))
+    assert bool(smooth.magnitude(torch.tensor(torch.nan)).isnan())
+    assert torch.equal(smooth.magnitude(torch.tensor([-3, 2])), torch.tensor([3, 2]))

@@ -18,23 +18,23 @@ from flexhop.errors import UnsupportedFeatureError
 aten = torch.ops.aten
 
 
-def _sign(x: Tensor) -> Tensor:
+def sign(x: Tensor) -> Tensor:
     """As `aten.sgn` of real numbers; 0 for NaN."""
     if not x.is_floating_point():
         return aten.sgn.default(x)
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
-def _magnitude(x: Tensor) -> Tensor:
+def magnitude(x: Tensor) -> Tensor:
     """As `aten.abs` of real numbers."""
-    return x * _sign(x) if x.is_floating_point() else aten.abs.default(x)
+    return x * sign(x) if x.is_floating_point() else aten.abs.default(x)
 
 
 # What to call in place of an operator that is differentiated. The derivative of `aten.sgn`, which
 # is that of `aten.abs`, is a tensor of zeros in 2.11, which ends in an internal assertion if its
 # sizes are symbols. 2.13 to 2.15 trace it.
 _TRACEABLE: dict[object, Callable[[Tensor], Tensor]] = (
-    {aten.abs.default: _magnitude, aten.sgn.default: _sign} if torch_version() < (2, 13) else {}
+    {aten.abs.default: magnitude, aten.sgn.default: sign} if torch_version() < (2, 13) else {}
 )
 
 
