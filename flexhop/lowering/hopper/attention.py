@@ -69,9 +69,11 @@ class _Attention:
             return _emit_latent(call, args, output)
         device = inductor.device_of(args.query)
         tile = forward.table_tile(problem)
-        parts = _parts(call) if copies_pairs(problem, tile) else None
-        if copies_pairs(problem, tile) and parts is None:
-            return self._emit_without_copies(call, args, output)
+        parts = None
+        if copies_pairs(problem, tile):
+            parts = _parts(call)
+            if parts is None:
+                return self._emit_without_copies(call, args, output)
         show_plan("forward", lambda: self.plans(problem, options, call.passed)[0])
         line = lower_line(device, args.score_mod, inductor.realize(args.score_captures))
         lse, max_scores = output.written[0], output.written[-1]
@@ -91,7 +93,7 @@ class _Attention:
             constants = forward.constants(problem, options, tile, hides_keys=hides_keys)
             functions = [_score(call, constants), call.mods.mask, *line]
             subgraphs = inductor.Subgraphs(functions)
-            if parts is not None and constants.PAIR_BYTES:
+            if parts is not None:
                 functions = [parts.score, *functions[1:], parts.row]
                 subgraphs = inductor.Subgraphs(functions, pairs=parts.pairs)
             tries.append(Attempt(constants, subgraphs, most))

@@ -278,7 +278,7 @@ def constants(
         and not gathered.is_gathered
         and tile.packed_heads == 1
     )
-    has_pairs = copies_pairs(problem, tile) and not has_slope
+    has_pairs = copies_pairs(problem, tile)  # then score_mod adds no line
     # Rows of several heads, and keys of several blocks, are no diagonals.
     shares_distances = (
         problem.mods.has_distances

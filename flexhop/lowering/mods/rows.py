@@ -40,7 +40,7 @@ _AXES: tuple[Axis, ...] = ("query", "key")
 def row_bytes(score: fx.GraphModule) -> int:
     """Bytes that a score_mod reads per score in rows of keys; 0 if it reads other pairs, too."""
     found = analysed(score, SCORE)
-    pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
+    pairs = _pairs_of(found)
     if not all(_is_in_rows(found, read) for read in pairs):
         return 0
     return sum(read.meta["val"].dtype.itemsize for read in pairs)
@@ -49,13 +49,12 @@ def row_bytes(score: fx.GraphModule) -> int:
 def head_row_bytes(mod: fx.GraphModule, roles: tuple[str, ...]) -> int:
     """Bytes that a mod reads per score in rows of pairs of each head that all batches share."""
     found = analysed(mod, roles)
-    pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
     return sum(
         read.meta["val"].dtype.itemsize
-        for read in pairs
-        if {"query", "key"} == {axis for axis in _AXES if _rows_of(found, read, axis)}
-        and found.forms.of_all(read.args[1]) >= {"h"}
-        and "b" not in found.forms.of_all(read.args[1])
+        for read in _pairs_of(found)
+        if all(_rows_of(found, read, axis) for axis in _AXES)
+        and "h" in (depends := found.forms.of_all(read.args[1]))
+        and "b" not in depends
     )
 
 
@@ -65,11 +64,15 @@ def mask_rows(mask: fx.GraphModule) -> PairRows | None:
     Triton copies elements of four bytes and more, and shorter ones in aligned rows.
     """
     found = analysed(mask, INDICES)
-    pairs: list[Any] = [read for read, positions in reads_of(found) if all(positions)]
-    ways: set[PairRows | None] = {_way(found, read) for read in pairs}
+    ways: set[PairRows | None] = {_way(found, read) for read in _pairs_of(found)}
     if ways == {"keys", "short keys"}:
         return "short keys"
     return ways.pop() if len(ways) == 1 else None
+
+
+def _pairs_of(found: Analysis) -> list[Any]:
+    """Reads at indices that depend on both positions."""
+    return [read for read, positions in reads_of(found) if all(positions)]
 
 
 def _way(found: Analysis, read: Any) -> PairRows | None:
@@ -104,15 +107,19 @@ def _is_in_rows(found: Analysis, read: Any) -> bool:
 
 def _rows_of(found: Analysis, read: Any, axis: Axis) -> list[Any] | None:
     """The strides of what is read, that of keys (or queries) last; None if no index is a key."""
-    source, indices = read.args[0].meta["val"], list(read.args[1])
-    at = ("query", "key").index(axis)
+    strides, indices = list(read.args[0].meta["val"].stride()), list(read.args[1])
+    own = _dimension_of(found, indices, axis) if len(indices) == len(strides) else None
+    return None if own is None else [*strides[:own], *strides[own + 1 :], strides[own]]
+
+
+def _dimension_of(found: Analysis, indices: list[Any], axis: Axis) -> int | None:
+    """The dimension of which the query, or the key, is the index; None if there are others."""
+    at = _AXES.index(axis)
     own = [i for i, index in enumerate(indices) if positions_of(found, [index])[at]]
-    if len(own) != 1 or len(indices) != source.dim():
+    if len(own) != 1:
         return None
-    strides = list(source.stride())
-    strides.append(strides.pop(own[0]))
-    indices.append(indices.pop(own[0]))
-    return strides if ends_in(found, indices, axis) else None
+    others = [index for i, index in enumerate(indices) if i != own[0]]
+    return own[0] if ends_in(found, [*others, indices[own[0]]], axis) else None
 
 
 def _is_aligned(strides: Sequence[Any], dtype: torch.dtype) -> bool:
@@ -181,7 +188,7 @@ def apart(score: fx.GraphModule, captures: Any) -> Bias | None:
 def _find_copied(score: fx.GraphModule) -> _Read | None:
     """The only read at both positions, if it is at one query and one key."""
     found = analyse_kernel(score, SCORE)
-    pairs = {read for read, positions in reads_of(found) if all(positions)}
+    pairs = _pairs_of(found)
     reads = score.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     nodes: list[Any] = [read for read in reads if found.known[read] in pairs]
     if len(pairs) != 1 or len(nodes) != 1:
@@ -202,16 +209,6 @@ def _as_fp32(source: Any) -> Any:
     """What is converted to fp32 as a whole, as kernels convert what they copy."""
     is_converted = source.target is prims.convert_element_type.default
     return source.args[0] if is_converted and source.args[1] == torch.float32 else source
-
-
-def _dimension_of(found: Analysis, indices: list[Any], axis: Axis) -> int | None:
-    """The dimension of which the query, or the key, is the index; None if there are others."""
-    at = _AXES.index(axis)
-    own = [i for i, index in enumerate(indices) if positions_of(found, [index])[at]]
-    if len(own) != 1:
-        return None
-    others = [index for i, index in enumerate(indices) if i != own[0]]
-    return own[0] if ends_in(found, [*others, indices[own[0]]], axis) else None
 
 
 def _matrix(read: _Read, sizes: Any, strides: Any, dtype: Any) -> tuple[Any, Any, int] | None:

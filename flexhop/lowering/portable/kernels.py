@@ -167,9 +167,11 @@ def grad_key_value_constants(
     """Constants of the kernel for the gradients of key, of value, or of both."""
     shared = prescaled(problem, options, shared_constants(problem, options, tile))
     width = problem.value_head_dim if kernel == "grad_value" else problem.head_dim
+    kind = WideGradKeyValueConstants
     if not problem.is_wide:
+        kind = GradKeyValueConstants
         shared["BEGIN_WITH_DELTA"] = begins_with_delta(problem, tile)
-    return (WideGradKeyValueConstants if problem.is_wide else GradKeyValueConstants)(
+    return kind(
         **shared,
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         KV_HEADS=problem.kv_heads,

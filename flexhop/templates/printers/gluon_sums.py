@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
-
-from flexhop.templates.printers.holes import COPY_OF_PROGRAM, INDEX_NAMES, ScatterSite, as_factor
+from flexhop.templates.printers.holes import (
+    COPY_OF_PROGRAM,
+    INDEX_NAMES,
+    ScatterSite,
+    as_factor,
+    size_text,
+)
 
 __all__ = ["add", "add_sites", "finish", "finish_sites", "start"]
 
@@ -115,7 +119,7 @@ def _locate(
     for axis, (subgraph, stride) in enumerate(zip(site.indices, site.strides, strict=True)):
         name = f"index_{number}_{axis}"
         lines.append(kernel.modification(subgraph, name, **inputs))
-        size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
+        size = size_text(kernel, stride)
         offset += f" + {name}.to({wide}) * {as_factor(size)}"
     if site.copies > 1:  # a warp merges what it adds to equal entries, so that it has one copy
         offset += f" + ({COPY_OF_PROGRAM} & {site.copies - 1})"

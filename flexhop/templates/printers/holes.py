@@ -72,6 +72,11 @@ def buffer_name(name: str) -> str:
     return f"input {name}"
 
 
+def size_text(kernel: Any, size: Expr) -> str:
+    """Text of a size or stride, which may have symbols."""
+    return kernel.kexpr(kernel.rename_indexing(sympy.sympify(size)))
+
+
 def as_factor(text: str) -> str:
     """A size or stride as a factor: a symbolic one may be a sum, 2 * length - 1."""
     return text if text.isidentifier() or text.isdigit() else f"({text})"
@@ -161,7 +166,7 @@ def place_of(
     place = "0"
     for name, stride in zip(names, site.strides, strict=False):
         wide = ".to(tl.int64)" if site.is_large else ""
-        size = kernel.kexpr(kernel.rename_indexing(sympy.sympify(stride)))
+        size = size_text(kernel, stride)
         place += f" + {name}{wide} * {as_factor(size)}"
     if site.copies > 1:
         copy = COPY_OF_PROGRAM if by_program else copy_of(site)
@@ -196,7 +201,7 @@ def add_at(kernel: Any, site: ScatterSite, place: str, grad: str, mask: str) -> 
     """Lines that add values at such offsets."""
     pointer = kernel.args.input(site.buffer)
     if site.row is not None:
-        row = kernel.kexpr(kernel.rename_indexing(sympy.sympify(site.row)))
+        row = size_text(kernel, site.row)
         # Masked values are 0 by now and add nothing.
         return [f"add_exactly({pointer}, {place}, {grad}, {row})"]
 
@@ -236,8 +241,7 @@ def text_of_pairs(kernel: Any, pairs: CopiedPairs, part: str) -> str:
     """Text of a field, or of the "pointer" to the first element."""
     if part == "pointer":
         return f"({kernel.args.input(pairs.buffer)} + {pairs.offset})"
-    size = sympy.sympify(getattr(pairs, part))
-    return as_factor(kernel.kexpr(kernel.rename_indexing(size)))
+    return as_factor(size_text(kernel, getattr(pairs, part)))
 
 
 class Dropout(NamedTuple):
@@ -262,9 +266,7 @@ def draw_kept(kernel: Any, dropout: Dropout, q_idx: str, kv_idx: str) -> str:
     rest = f"{dropout.threshold}, {dropout.in_groups}, {dropout.is_float32}"
     place = f"b, h, {q_idx}, {kv_idx}"
     if dropout.groups is not None:
-        queries, keys = (
-            kernel.kexpr(kernel.rename_indexing(sympy.sympify(n))) for n in dropout.groups
-        )
+        queries, keys = (size_text(kernel, n) for n in dropout.groups)
         place = (
             f"b + tl.load({seed} + 2).to(tl.int32), h + tl.load({seed} + 3).to(tl.int32), "
             f"in_mask({seed} + 4, {q_idx}, {queries}), "
