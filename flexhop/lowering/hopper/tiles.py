@@ -122,9 +122,14 @@ def _whole_tile(problem: Problem) -> HopperTile:
 
 
 def copies_pairs(problem: Problem, tile: HopperTile) -> bool:
-    """Whether tiles of a bias of pairs are loaded with those of keys, for a whole head."""
+    """Whether tiles of a bias of pairs are loaded with those of keys, for a whole head.
+
+    Beside 256 columns there is no room for pairs of four bytes.
+    """
+    size = problem.mods.copied_bytes
     is_whole = not (tile.is_split or tile.heads > 1 or gathers(problem, tile).is_gathered)
-    return is_whole and problem.mods.copied_bytes > 0
+    least = dataclasses.replace(tile, block_n=min(tile.block_n, 64), num_slots=2)
+    return is_whole and size > 0 and _memory(problem, least, size) <= problem.device.shared_memory
 
 
 def _fits_long_steps(problem: Problem) -> bool:
@@ -256,16 +261,25 @@ def memories(size: int) -> tuple[int, int]:
 
 def stages_out(problem: Problem, tile: HopperTile) -> bool:
     """Whether results are stored through shared memory, where they need as much as the queries."""
+    return _stages_out(problem, tile, has_pairs=copies_pairs(problem, tile))
+
+
+def _stages_out(problem: Problem, tile: HopperTile, *, has_pairs: bool) -> bool:
     width = max(problem.head_dim, problem.value_head_dim)
-    is_narrow = width <= (64 if copies_pairs(problem, tile) else 128)
-    return is_narrow and not tile.is_split and tile.packed_heads == 1
+    return width <= (64 if has_pairs else 128) and not tile.is_split and tile.packed_heads == 1
 
 
 def shared_memory(problem: Problem, tile: HopperTile) -> int:
     """Upper bound of the shared memory per program, in bytes."""
+    copied = problem.mods.copied_bytes if copies_pairs(problem, tile) else 0
+    return _memory(problem, tile, copied)
+
+
+def _memory(problem: Problem, tile: HopperTile, copied: int) -> int:
+    """The same if so many bytes per score of a bias of pairs are copied."""
     qk, v = sum(memories(problem.head_dim)), sum(memories(problem.value_head_dim))
-    rows = ROWS * tile.num_sharers * (qk + (v if stages_out(problem, tile) else 0))
+    has_results = _stages_out(problem, tile, has_pairs=copied > 0)
+    rows = ROWS * tile.num_sharers * (qk + (v if has_results else 0))
     keys = tile.block_n * (qk + v) * tile.num_slots
-    pairs = problem.mods.copied_bytes if copies_pairs(problem, tile) else 0
-    pairs *= ROWS * tile.num_sharers * tile.block_n * tile.num_slots
+    pairs = copied * ROWS * tile.num_sharers * tile.block_n * tile.num_slots
     return ((rows + keys) * problem.itemsize + pairs + _SLACK) * tile.num_tiles

@@ -177,12 +177,27 @@ def test_versions(monkeypatch, version, known):
 
 @pytest.mark.parametrize("width", [16, 48, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("value_width", [64, 128, 256])
-@pytest.mark.parametrize("blocks", [None, MaskBlocks(128, 128, True)])
-def test_tiles_fit(width, value_width, blocks):
-    call = problem(head_dim=width, value_head_dim=value_width, blocks=blocks)
+@pytest.mark.parametrize(
+    "blocks", [None, MaskBlocks(128, 128, True), MaskBlocks(64, 64, True, kv_columns=8)]
+)
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"score_cost": 40.0}, *({"copied_bytes": size, "row_bytes": size} for size in (2, 4))],
+)
+def test_tiles_fit(width, value_width, blocks, facts):
+    sizes = {"head_dim": width, "value_head_dim": value_width, "blocks": blocks}
+    call = problem(**sizes, **facts, has_score_mod=bool(facts))
     tile = hopper.table_tile(call)
     assert tiles.shared_memory(call, tile) <= call.device.shared_memory
     assert tile.num_slots >= 2
+    grad_tile = hopper_grad.table_tile(call)
+    assert hopper_grad.shared_memory(call, grad_tile) <= call.device.shared_memory
+
+
+def test_pairs_of_four_bytes_beside_256_columns_are_not_copied():
+    wide = {"head_dim": 256, "value_head_dim": 256, "has_score_mod": True}
+    calls = [problem(**wide, copied_bytes=size) for size in (2, 4)]
+    assert [tiles.copies_pairs(call, hopper.table_tile(call)) for call in calls] == [True, False]
 
 
 def test_three_consumers_only_where_no_mask_has_blocks():
