@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import flexhop
+from flexhop.lowering.hopper import backward
 from flexhop.masks import causal
 from flexhop.options import KernelOptions
 from tests.budgets import (
@@ -171,6 +173,30 @@ READS = [
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool, reads: Any):
     """Sums of all scores, of a key's, a query's, and of those at one distance."""
+    codes = check_table(width, length, is_causal, reads)
+    assert any("def add_captured_grads" in code for code in codes), "not the Hopper kernel"
+
+
+@pytest.fixture
+def _shares_keys(monkeypatch):
+    """Kernels for 128 keys at 128 columns are refused, as if they had spilled."""
+    monkeypatch.setattr(backward, "_LOCAL_BYTES_OWN", -1)
+    monkeypatch.setattr(inductor_config, "fx_graph_cache", False)  # which knows other kernels
+    torch.compiler.reset()
+
+
+SHARES = "SHARES_KEYS = gl.constexpr(True)"
+
+
+@pytest.mark.usefixtures("_shares_keys")
+@pytest.mark.parametrize("reads", READS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("length", "is_causal"), [(1000, True), (333, False)])
+def test_consumers_that_share_keys_at_128_columns(length: int, is_causal: bool, reads: Any):
+    assert any(SHARES in code for code in check_table(128, length, is_causal, reads))
+
+
+def check_table(width: int, length: int, is_causal: bool, reads: Any) -> list[str]:
+    """Compare gradients with those of plain PyTorch; returns the generated code."""
     generator = torch.Generator("cuda").manual_seed(width)
     table = torch.randn(4, 2 * length, generator=generator, device="cuda").requires_grad_()
     mask = None
@@ -187,7 +213,6 @@ def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool,
         return torch.autograd.grad(out, leaves, grad_out)
 
     found, codes = run_and_get_code(run)
-    assert any("def add_captured_grads" in code for code in codes), "not the Hopper kernel"
     position = torch.arange(length, device="cuda")
     visible = position[:, None] >= (position if is_causal else 0)
     gold = dense_run(leaves, reads, visible, grad_out.double())
@@ -197,6 +222,7 @@ def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool,
     names = ("query", "key", "value", "table")
     for name, actual, *others in zip(names, found, gold, *references, strict=True):
         assert_within_budget(actual, *others, name=name, captured=name == "table")
+    return codes
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -222,6 +248,18 @@ def test_a_shift_of_all_scores_of_a_query_has_no_gradient(width: int):
 @pytest.mark.parametrize("width", [64, 96, 128])
 def test_gradients_of_a_polynomial(width: int, length: int, is_causal: bool):
     """Of sums and products of scores, which wait in shared memory at 128 columns."""
+    check_polynomial(width, length, is_causal)
+
+
+@pytest.mark.usefixtures("_shares_keys")
+@pytest.mark.parametrize(("length", "is_causal"), [(512, True), (1000, False)])
+@pytest.mark.parametrize("width", [80, 96, 128])
+def test_a_polynomial_if_consumers_share_keys(width: int, length: int, is_causal: bool):
+    assert any(SHARES in code for code in check_polynomial(width, length, is_causal))
+
+
+def check_polynomial(width: int, length: int, is_causal: bool) -> list[str]:
+    """As check_table."""
     mask = None
     if is_causal:
         mask = flexhop.create_block_mask(causal, None, None, length, length, "cuda")
@@ -235,6 +273,7 @@ def test_gradients_of_a_polynomial(width: int, length: int, is_causal: bool):
     assert any("def differentiate" in code for code in codes), "not the Hopper kernel"
     position = torch.arange(length, device="cuda")
     judge(found, tensors, position[:, None] >= (position if is_causal else 0), power)
+    return codes
 
 
 def dense_run(

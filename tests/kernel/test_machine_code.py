@@ -77,6 +77,18 @@ def test_a_kernel_that_spills_in_earnest_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("needed", "backend", "shares"),
+    [(160, "auto", False), (161, "auto", True), (161, "hopper", True)],
+)
+def test_consumers_share_keys_if_their_own_do_not_fit_in_registers(
+    needed: int, backend: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
+    (kernel,) = (k for k in made(swell, backend).templates if "def differentiate" in k.source)
+    assert ("SHARES_KEYS = gl.constexpr(True)" in kernel.source) == shares
+
+
+@pytest.mark.parametrize(
     ("needed", "function"), [(0, "add_captured_grads"), (400, "tl.atomic_add")]
 )
 def test_captured_tensors_get_their_gradients_either_way(
@@ -109,15 +121,31 @@ def test_functions_of_a_few_instructions_are_not_waited_for() -> None:
     wide = problem(head_dim=256, value_head_dim=256, has_score_mod=True, has_score_grad=True)
     short = problem(has_score_mod=True, score_cost=3.0)
     long = problem(has_score_mod=True, score_cost=14.0, has_score_grad=True)
-    assert hopper.local_memory_limit(short, options) is None
-    assert hopper_grad.local_memory_limit(short, options) is None
-    assert hopper_grad.local_memory_limit(wide, options) is None
     learned = problem(has_score_mod=True, captured_reads=("head",))
-    assert hopper_grad.local_memory_limit(learned, options) == 368
+    assert hopper.local_memory_limit(short, options) is None
     assert hopper.local_memory_limit(long, options) == 256
-    assert hopper_grad.local_memory_limit(long, options) == 368
     assert hopper.local_memory_limit(long, forced) is None
-    assert hopper_grad.local_memory_limit(long, forced) is None
+    for call, given, most in (
+        (short, options, None), (wide, options, None), (learned, options, 368),
+        (long, options, 368), (long, forced, None),
+    ):  # fmt: skip
+        (found,) = hopper_grad.attempts(call, given)
+        assert found == (hopper_grad.table_tile(call), most)
+
+
+def test_tiles_of_the_backward_kernel_at_128_columns() -> None:
+    long = {"head_dim": 128, "value_head_dim": 96, "has_score_mod": True, "has_score_grad": True}
+    by_distance = problem(**long, captured_reads=("distance",))
+    options, forced = KernelOptions(), KernelOptions(backend="hopper")
+    for call, given, shared, most in (
+        (problem(**long), options, [False, True], [160, 368]),
+        (problem(**long), forced, [False, True], [160, None]),
+        (by_distance, options, [True], [368]),
+        (problem(**long, is_deterministic=True), options, [False], [368]),
+    ):
+        tiles, limits = zip(*hopper_grad.attempts(call, given), strict=True)
+        assert [tile.shares_keys for tile in tiles] == shared
+        assert list(limits) == most
 
 
 def _measure(kernel: Kernel, cache: str, by_worker: bool) -> int:

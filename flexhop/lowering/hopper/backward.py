@@ -49,6 +49,9 @@ _COSTLY_GRAD = 60  # instructions per score
 _COSTLY_MASK = 20  # likewise, of a mask_mod that does not become bits, at 64 columns
 # Kernels with up to 344 bytes were faster than the portable ones, those with 392 and more slower.
 _LOCAL_BYTES = 368
+# With up to 140 they were as fast as one whose consumers share 64 keys, or faster (1.1 to 1.6
+# times); those with 177, 312 and more took 1.09 to 1.44 times as long, one with 307 0.95 times.
+_LOCAL_BYTES_OWN = 160
 # Barriers, the consumers' tile indices, and what all warps are given.
 _SLACK = 2048
 
@@ -96,6 +99,9 @@ class HopperGradTile:
             f"{self.block_m} queries x {self.block_n} keys, "
             f"{4 * _CONSUMERS + 1} warps (1 loads), {self.num_slots} slots"
         )
+
+
+_SHARED_TILE = HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,15 +231,24 @@ def _fewest_queries(problem: Problem, tiles: int) -> int:
     return min(fewest, _FEWEST_MANY_TILES[bool(kind)]) if has_many else fewest
 
 
-def local_memory_limit(problem: Problem, options: KernelOptions) -> int | None:
-    """Most local memory in bytes per thread for which the kernel pays off; None: not checked.
+def attempts(
+    problem: Problem, options: KernelOptions
+) -> Iterator[tuple[HopperGradTile, int | None]]:
+    """Tiles in the order in which they are tried.
 
-    Wider heads are not checked: there the portable kernels compute two more products.
+    Each with the most local memory in bytes per thread for which it pays off; None: not checked.
+    Wider heads are not checked: there the portable kernels compute two more products. Sums in a
+    fixed order know one tile.
     """
+    tile = table_tile(problem)
     has_derivative = problem.mods.has_score_mod and problem.grad.has_score_grad
     needs_registers = has_derivative or problem.has_captured_grads
     is_measured = needs_registers and width(problem) <= LARGEST_OWN
-    return _LOCAL_BYTES if is_measured and options.backend == "auto" else None
+    if is_measured and width(problem) == LARGEST_OWN and not problem.is_deterministic:
+        if not tile.shares_keys:
+            yield tile, _LOCAL_BYTES_OWN
+        tile = _SHARED_TILE
+    yield tile, _LOCAL_BYTES if is_measured and options.backend == "auto" else None
 
 
 def num_tiles(problem: Problem) -> int:
@@ -251,7 +266,7 @@ def table_tile(problem: Problem) -> HopperGradTile:
     if _fits_halves(problem):
         return HopperGradTile(block_m=64, num_slots=2, rest_width=_REST_WIDTH)
     if columns > LARGEST_OWN or _lacks_registers(problem):
-        return HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
+        return _SHARED_TILE
     if columns == 64:
         return HopperGradTile(block_m=128, num_slots=2) if is_plain else HopperGradTile(64, 4)
     return HopperGradTile(block_m=64, num_slots=2)
@@ -297,9 +312,11 @@ def _keeps_functions(problem: Problem) -> bool:
 def _rematerializes_positions(problem: Problem, tile: HopperGradTile) -> bool:
     """Whether what score_mod made of positions is recomputed for the gradients of scores.
 
-    With 128 columns of all operands, threads have no registers to keep it.
+    With 128 columns of all operands, threads have no registers to keep it, unless consumers share
+    keys.
     """
     is_short = problem.has_captured_grads and width(problem) == LARGEST_OWN
+    is_short = is_short and not tile.shares_keys
     return _stashes_scores(problem, tile) or (is_short and not _keeps_functions(problem))
 
 

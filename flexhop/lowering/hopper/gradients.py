@@ -110,13 +110,17 @@ class _Gradients:
         query: Any = args.query
         operands = _make_operands(call, args)
         show_plan("backward", lambda: self.plans(problem, call.options, call.passed)[0])
-        grad_key = emit_kernel(
-            call, "backward", operands.inputs(),
-            operands.output(output_like(args.key, 1).layout, captured.sums),
-            backward.constants(problem, backward.table_tile(problem)),
-            inductor.Subgraphs([call.mods.score, call.mods.mask, *joint], captured.sites),
-            backward.local_memory_limit(problem, call.options),
+        output = operands.output(output_like(args.key, 1).layout, captured.sums)
+        # One after the other: few kernels are rejected, so the next one is not compiled meanwhile.
+        kernels = (
+            emit_kernel(
+                call, "backward", operands.inputs(), output, backward.constants(problem, tile),
+                inductor.Subgraphs([call.mods.score, call.mods.mask, *joint], captured.sites),
+                most,
+            )
+            for tile, most in backward.attempts(problem, call.options)
         )  # fmt: skip
+        grad_key = next((kernel for kernel in kernels if kernel is not None), None)
         if grad_key is None:
             return None
         if operands.stored is not query:
