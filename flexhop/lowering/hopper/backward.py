@@ -14,12 +14,11 @@ from flexhop.lowering.hopper import bits, forward
 from flexhop.lowering.hopper.constants import SharedConstants, block_sizes, shared
 from flexhop.lowering.hopper.loops import gradients_share_loop, is_table
 from flexhop.lowering.hopper.schedule import LARGEST_OWN, heads_per_section, owns_heads
+from flexhop.lowering.hopper.tiles import GRAD_CONSUMERS, ROWS, HopperGradTile
 from flexhop.lowering.portable.rules import has_few_columns
 from flexhop.lowering.problem import MaskBlocks, Problem
 from flexhop.options import KernelOptions
 
-_ROWS = 64  # keys per consumer
-_CONSUMERS = 2
 _LARGEST_WIDTH = 256
 _REST_WIDTH = 64
 # Rows of 8 elements are 16 bytes, the alignment that the gradients' own memory needs too.
@@ -54,51 +53,6 @@ _LOCAL_BYTES = 368
 _LOCAL_BYTES_OWN = 160
 # Barriers, the consumers' tile indices, and what all warps are given.
 _SLACK = 2048
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HopperGradTile:
-    """What one program holds.
-
-    Args:
-        block_m: queries per step.
-        num_slots: tiles of queries loaded ahead.
-        shares_keys: whether the consumers share the keys and each has half of the columns.
-        rest_width: columns of queries and keys beyond 128, held apart; scores are then computed
-            by halves of the queries.
-    """
-
-    block_m: int
-    num_slots: int
-    shares_keys: bool = False
-    rest_width: int = 0
-
-    @property
-    def block_n(self) -> int:
-        """Keys per program."""
-        return _ROWS if self.shares_keys else _ROWS * _CONSUMERS
-
-    @property
-    def num_do_slots(self) -> int:
-        """Tiles of output gradients loaded ahead."""
-        return 1 if self.shares_keys else self.num_slots
-
-    @property
-    def num_ds(self) -> int:
-        """Tiles of weights and of gradients of scores in shared memory."""
-        return 3 if self.shares_keys else 1 if self.rest_width else 2
-
-    @property
-    def score_columns(self) -> int:
-        """Queries whose scores a consumer computes at a time."""
-        return self.block_m // 2 if self.shares_keys or self.rest_width else self.block_m
-
-    def words(self) -> str:
-        """For reports."""
-        return (
-            f"{self.block_m} queries x {self.block_n} keys, "
-            f"{4 * _CONSUMERS + 1} warps (1 loads), {self.num_slots} slots"
-        )
 
 
 _SHARED_TILE = HopperGradTile(block_m=64, num_slots=2, shares_keys=True)
@@ -280,7 +234,7 @@ def _fits_halves(problem: Problem) -> bool:
     blocks = problem.blocks
     is_narrow = problem.head_dim <= LARGEST_OWN + _REST_WIDTH
     is_uneven = problem.head_dim > LARGEST_OWN >= problem.value_head_dim
-    fits = blocks is None or blocks.kv_size % (_ROWS * _CONSUMERS) == 0
+    fits = blocks is None or blocks.kv_size % (ROWS * GRAD_CONSUMERS) == 0
     return is_narrow and is_uneven and fits and not problem.mods.has_score_mod
 
 
@@ -341,7 +295,7 @@ def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
     rows = columns * (queries + 2 * tile.block_n)
     rows += tile.rest_width * (tile.block_m * tile.num_slots + tile.block_n)
     scores = tile.num_ds * tile.block_m * tile.block_n
-    sums = _CONSUMERS * _ROWS * (_sum_columns(columns, tile) + tile.rest_width // 2) * 4
+    sums = GRAD_CONSUMERS * ROWS * (_sum_columns(columns, tile) + tile.rest_width // 2) * 4
     statistics = tile.block_m * (tile.num_slots + tile.num_do_slots) * 4
     statistics += tile.block_m * tile.num_slots * 4 * problem.has_large_lse
     return (rows + scores) * problem.itemsize + sums + statistics + _SLACK
@@ -350,8 +304,8 @@ def shared_memory(problem: Problem, tile: HopperGradTile) -> int:
 def _sum_columns(columns: int, tile: HopperGradTile) -> int:
     """Columns of the gradient of query that one consumer adds at a time, for 64 rows."""
     if tile.shares_keys:
-        return columns // (2 * _CONSUMERS)  # two stripes, one after the other
-    return columns * tile.block_m // (_ROWS * _CONSUMERS)
+        return columns // (2 * GRAD_CONSUMERS)  # two stripes, one after the other
+    return columns * tile.block_m // (ROWS * GRAD_CONSUMERS)
 
 
 def constants(problem: Problem, tile: HopperGradTile) -> HopperBackwardConstants:

@@ -1,4 +1,4 @@
-"""The tile of the Hopper forward kernel: what a program holds, and how blocks of the mask fill it.
+"""The tiles of Hopper kernels: what a program holds, and how blocks of the mask fill it.
 
 Pure functions of Problem. docs/lab/hopper.md gives the reasons for the numbers.
 """
@@ -13,7 +13,10 @@ from flexhop.lowering.hopper import bits
 from flexhop.lowering.hopper.constants import block_sizes
 from flexhop.lowering.problem import MaskBlocks, Problem
 
-ROWS = 64  # queries per consumer: a warpgroup issues products of 64 rows
+# Queries per consumer of the forward kernel, keys of the backward kernel: a warpgroup issues
+# products of 64 rows.
+ROWS = 64
+GRAD_CONSUMERS = 2
 # Shared memory has groups of 8 rows. Blocks of 8 were not measured.
 _SMALLEST_BLOCK = 16
 # What three consumers may compute of what two compute: they gain less than this by themselves.
@@ -87,6 +90,51 @@ class HopperTile:
         return (
             f"{queries} x {self.block_n} keys, {warps} warps ({self.num_tiles} loads), "
             f"{self.num_slots} slots"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperGradTile:
+    """What one program of the backward kernel holds; backward.py chooses it.
+
+    Args:
+        block_m: queries per step.
+        num_slots: tiles of queries loaded ahead.
+        shares_keys: whether the consumers share the keys and each has half of the columns.
+        rest_width: columns of queries and keys beyond 128, held apart; scores are then computed
+            by halves of the queries.
+    """
+
+    block_m: int
+    num_slots: int
+    shares_keys: bool = False
+    rest_width: int = 0
+
+    @property
+    def block_n(self) -> int:
+        """Keys per program."""
+        return ROWS if self.shares_keys else ROWS * GRAD_CONSUMERS
+
+    @property
+    def num_do_slots(self) -> int:
+        """Tiles of output gradients loaded ahead."""
+        return 1 if self.shares_keys else self.num_slots
+
+    @property
+    def num_ds(self) -> int:
+        """Tiles of weights and of gradients of scores in shared memory."""
+        return 3 if self.shares_keys else 1 if self.rest_width else 2
+
+    @property
+    def score_columns(self) -> int:
+        """Queries whose scores a consumer computes at a time."""
+        return self.block_m // 2 if self.shares_keys or self.rest_width else self.block_m
+
+    def words(self) -> str:
+        """For reports."""
+        return (
+            f"{self.block_m} queries x {self.block_n} keys, "
+            f"{4 * GRAD_CONSUMERS + 1} warps (1 loads), {self.num_slots} slots"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexhop.templates import join
 from flexhop.templates.portable import BLOCKS, LISTS
 
-_SHARED = ("hopper/common", "hopper/columns", "portable/ranges", "portable/sections")
+_SHARED = ("hopper/common", "hopper/columns", "portable/walk")
 _LATENT = (
     "hopper/latent/kernel", "hopper/latent/share", "hopper/latent/weigh",
     "hopper/latent/follow", "hopper/weighing",
@@ -28,7 +28,7 @@ KERNELS = {
         "hopper/backward/score",
         "hopper/backward/store", "hopper/backward/query", "hopper/backward/tile",
         "hopper/backward/turns",
-        "hopper/backward/order", "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
+        "hopper/spans", *_SHARED, "mods/mods", "mods/mod_grads",
     ),
 }  # fmt: skip
 # In portable Triton: kernels that run before one of those above.

@@ -7,8 +7,8 @@ from flexhop.templates import join
 _CACHED = (
     "portable/cache/keys", "portable/cache/sums", "portable/cache/halves", "portable/products",
 )  # fmt: skip
-LISTS = ("portable/lists", "portable/ranges")
-BLOCKS = (*LISTS, "portable/tile", "portable/weights", "portable/sections", "mods/mods")
+LISTS = ("portable/lists", "portable/walk")
+BLOCKS = (*LISTS, "portable/tile", "portable/weights", "mods/mods")
 _BY_QUERY = ("portable/key_blocks", *BLOCKS)
 _BY_KEY = ("portable/query_blocks", *BLOCKS)
 _ATTEND = ("portable/attend", "portable/keys", "portable/products", *_BY_QUERY)
