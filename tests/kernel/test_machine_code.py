@@ -19,12 +19,13 @@ from flexhop.compat.kernels import machine_code
 from flexhop.lowering.hopper import backward as hopper_grad
 from flexhop.lowering.hopper import forward as hopper
 from flexhop.offline import Generated, Kernel, generate_code
-from flexhop.options import KernelOptions, debug
+from flexhop.options import KernelOptions, Tile, debug
 from tests.needs import needs_hopper
 from tests.problems import problem
 from tests.processes import new_processes
 
 pytestmark = needs_hopper
+SIDES = ("BLOCK_M", "BLOCK_N")
 
 
 def nested(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -41,12 +42,12 @@ def cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return 30 * torch.tanh(score / 30)
 
 
-def made(score_mod: Callable[..., Any], backend: str) -> Generated:
+def made(score_mod: Callable[..., Any], backend: str, width: int = 128, **tiles: Any) -> Generated:
     """The kernels of a call that the Hopper kernels are fast enough for."""
     inputs = [
-        torch.zeros(2, 16, 1024, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        torch.zeros(2, 16, 1024, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
-    options = KernelOptions(backend=backend)
+    options = KernelOptions(backend=backend, **tiles)
     return generate_code(
         lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, kernel_options=options),
         *inputs, grad=True,
@@ -86,6 +87,31 @@ def test_consumers_share_keys_if_their_own_do_not_fit_in_registers(
     monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
     (kernel,) = (k for k in made(swell, backend).templates if "def differentiate" in k.source)
     assert ("SHARES_KEYS = gl.constexpr(True)" in kernel.source) == shares
+
+
+@pytest.mark.parametrize(
+    ("needed", "is_given", "expected"),
+    [
+        (16, False, [(64, 64), (64, 64)]),
+        (64, False, [(64, 32), (64, 64)]),
+        (65, False, [(64, 32), (32, 64)]),
+        (None, False, [(64, 64), (64, 64)]),  # it cannot be compiled here
+        (65, True, [(32, 32), (64, 64)]),
+    ],
+)
+def test_portable_kernels_that_spill_have_shorter_steps(
+    needed: int | None, is_given: bool, expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those of the gradient of query, and of key and value."""
+    monkeypatch.setattr(ahead, "local_memory", lambda choice: needed)
+    tiles: dict[str, Any] = {"grad_query": Tile(32, 32), "grad_key_value": Tile(64, 64)}
+    found = made(swell, "triton", **(tiles if is_given else {}), width=64)
+    gradients = [k.source for k in found.templates if "def pull_back" in k.source]
+    assert [
+        tuple(int(re.findall(rf"{side} : tl.constexpr = (\d+)", text)[0]) for side in SIDES)
+        for text in gradients
+    ] == expected
 
 
 @pytest.mark.parametrize(

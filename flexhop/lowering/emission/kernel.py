@@ -7,12 +7,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import inductor
 from flexhop.lowering import fallback
 from flexhop.lowering.mods.loops import Loop
 from flexhop.lowering.mods.lower import ModBuffers
 from flexhop.lowering.problem import Problem
-from flexhop.options import KernelOptions
+from flexhop.options import KernelOptions, debug
 from flexhop.templates.printers.holes import ElementLoop
 
 
@@ -179,3 +180,16 @@ def output_like(tensor: Any, position: int, written: Sequence[Any] = ()) -> Outp
         tensor.get_device(), tensor.get_dtype(), tensor.get_size(), strides
     )
     return Output(layout, tensor.get_size(), written)
+
+
+def spills(name: str, choice: Any, most: int) -> bool:
+    """Whether a kernel's threads need more than `most` bytes of local memory; compiles it.
+
+    False if kernels are not compiled now. FLEXHOP_DEBUG=kernel shows it.
+    """
+    needed = ahead.local_memory(choice)
+    if needed is None or needed <= most:
+        return False
+    words = f"spills {needed} bytes per thread (limit {most}); using the next kernel"
+    debug.show("kernel", name, lambda: words)
+    return True

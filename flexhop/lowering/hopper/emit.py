@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple
 from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import gluon, inductor, launcher
 from flexhop.lowering import fallback
-from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
+from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select, spills
 from flexhop.lowering.portable.emit import decode_grid
-from flexhop.options import debug
 from flexhop.templates import hopper
 
 Name = Literal["forward", "latent", "latent_paged", "backward"]
@@ -119,21 +118,13 @@ def emit_kernel(
         for other in following:
             filled = fill_kernel(call, name, inputs, output, other.constants, other.subgraphs)
             ahead.start(filled)
-    needed = None if most is None else ahead.local_memory(choice)
-    if needed is not None and most is not None and needed > most:
-        _show_refusal(name, needed, most)
+    full = f"flexhop_hopper_{name}"
+    if most is not None and spills(full.removeprefix("flexhop_"), choice, most):
         return None
     ahead.start_soon(choice)
     added_to = output.written if subgraphs.sites else ()
     operands = [*inputs, *call.captures, *added_to]
-    full = f"flexhop_hopper_{name}"
     result = select(full, [choice], operands, output, subgraphs, call.captures)
     # The kernel stores its result by itself, so nothing can be fused into the store.
     gluon.keep_apart(result)
     return result
-
-
-def _show_refusal(name: Name, needed: int, most: int) -> None:
-    """Print that a kernel's machine code was rejected, if FLEXHOP_DEBUG requests kernels."""
-    words = f"spills {needed} bytes per thread (limit {most}); using the next kernel"
-    debug.show("kernel", f"hopper_{name}", lambda: words)

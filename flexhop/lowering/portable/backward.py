@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs, both_parts_of_lse, first_part_of_lse
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.emit import emit_kernel
+from flexhop.lowering.portable.emit import begin_kernel, finish_kernel
 from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.rules import Kernel, key_value_kernels
@@ -58,10 +58,11 @@ class _Gradients:
         inputs = [*operands, *block_inputs(args, "kv", delta, query)]
         of_queries, of_keys = _by_owner(call.problem, captured)
         output = output_like(query, 0, of_queries.sums)
-        grad_query = emit_kernel(call, "grad_query", inputs, output, joint, of_queries.sites)
+        by_query = begin_kernel(call, "grad_query", inputs, output, joint, of_queries.sites)
         lists = block_inputs(args, "q", delta, query)
-        grad_key, grad_value = _emit_key_value(call, operands, lists, joint, of_keys)
-        return grad_query, grad_key, grad_value
+        finish_keys = _begin_key_value(call, operands, lists, joint, of_keys)
+        # Both are compiling by now, if either may spill.
+        return finish_kernel(by_query), *finish_keys()
 
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
         """Does nothing: these kernels are compiled with the backward graph."""
@@ -93,14 +94,17 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     return Captured(sums if by_query else (), by_query), Captured(sums if by_key else (), by_key)
 
 
-def _emit_key_value(
+def _begin_key_value(
     call: KernelCall,
     operands: tuple[Any, ...],
     lists: list[Any],
     joint: Sequence[Any],
     captured: Captured,
-) -> tuple[Any, Any]:
-    """Gradients of key and value, by one launch or two, the first of which adds to `captured`."""
+) -> Callable[[], tuple[Any, Any]]:
+    """Gradients of key and value, by one launch or two, the first of which adds to `captured`.
+
+    Returns what finishes them.
+    """
     own = joint if captured.sites else joint[:1]
     _, key, value, *_ = operands
     if len(key_value_kernels(call.problem)) == 1:
@@ -110,14 +114,15 @@ def _emit_key_value(
         )
         inputs = [*operands, grad_value, *lists]
         output = output_like(key, 1, [grad_value, *captured.sums])
-        grad_key = emit_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
-        return grad_key, grad_value
+        begun = begin_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
+        return lambda: (finish_kernel(begun), grad_value)
     # DV is not written: value is a stand-in. Kernels of heads in pieces have none.
     stand_in = [] if call.problem.is_wide else [value]
     inputs = [*operands, *stand_in, *lists]
     output = output_like(key, 1, captured.sums)
-    grad_key = emit_kernel(call, "grad_key", inputs, output, own, captured.sites)
-    return grad_key, emit_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
+    of_key = begin_kernel(call, "grad_key", inputs, output, own, captured.sites)
+    of_value = begin_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
+    return lambda: (finish_kernel(of_key), finish_kernel(of_value))
 
 
 def _lse(problem: Problem, args: BackwardArgs, delta: Any) -> Any:

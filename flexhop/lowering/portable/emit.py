@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import inductor
 from flexhop.lowering import fallback
-from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select
+from flexhop.lowering.emission.kernel import KernelCall, Output, fill, select, spills
 from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_plan
 from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.rules import Kernel
 from flexhop.lowering.portable.shared import is_float32
+from flexhop.lowering.portable.special_tiles import LOCAL_BYTES, shorter
 from flexhop.lowering.problem import Problem
 from flexhop.ops.dropout import threshold
+from flexhop.options import Tile
 from flexhop.templates import portable
 
 # The block lists are the last inputs of every template.
@@ -96,6 +99,16 @@ def _template(kernel: Kernel, extras: tuple[str, ...], *, is_cached: bool, is_wi
     return inductor.make_template(name, _GRIDS[file], text, *of_cache)
 
 
+class Begun(NamedTuple):
+    """A kernel whose choices are filled, and which may be compiling; see `begin_kernel`."""
+
+    kernel: Kernel
+    fill: Callable[[Sequence[Tile]], list[Any]]
+    choices: list[Any]
+    shorter: Tile | None
+    finish: Callable[[list[Any]], Any]
+
+
 def emit_kernel(
     call: KernelCall,
     kernel: Kernel,
@@ -104,7 +117,19 @@ def emit_kernel(
     joint: Sequence[Any] = (),
     sites: Sequence[inductor.ScatterSite] = (),
 ) -> Any:
-    """Emit one kernel.
+    """Emit one kernel. Args: see `begin_kernel`."""
+    return finish_kernel(begin_kernel(call, kernel, inputs, output, joint, sites))
+
+
+def begin_kernel(
+    call: KernelCall,
+    kernel: Kernel,
+    inputs: Sequence[Any],
+    output: Output,
+    joint: Sequence[Any] = (),
+    sites: Sequence[inductor.ScatterSite] = (),
+) -> Begun:
+    """Fill the template of a kernel; if it may spill, a worker begins to compile it.
 
     Args:
         call: data that all kernels of the call share.
@@ -128,27 +153,71 @@ def emit_kernel(
     )
     functions = [call.mods.score, call.mods.mask, *call.readers, *joint]
     subgraphs = inductor.Subgraphs(functions, sites, dropout)
-    choices = fill(template, inputs, output, _variants(call, kernel), subgraphs, problem)
-    generators = {}
-    blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
-    if blocks is not None:
-        merged = kernel == "decode" and splits.merges_lists(problem)
-        generators = benchmark_inputs(inputs, first, blocks, has_states=merged)
-    # Sums that the kernel adds to are inputs as well: their zeros must be there first.
-    added_to = [x for x in output.written if not any(x is given for given in inputs)]
-    operands = [*inputs, *call.captures, *call.seed, *added_to]
-    name = f"flexhop_{kernel}"
-    return select(name, choices, operands, output, subgraphs, call.captures, generators)
+
+    def fill_tiles(tiles: Sequence[Tile]) -> list[Any]:
+        variants = _variants(call, kernel, tiles)
+        return fill(template, inputs, output, variants, subgraphs, problem)
+
+    def finish(choices: list[Any]) -> Any:
+        generators = {}
+        blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
+        if blocks is not None:
+            merged = kernel == "decode" and splits.merges_lists(problem)
+            generators = benchmark_inputs(inputs, first, blocks, has_states=merged)
+        # Sums that the kernel adds to are inputs as well: their zeros must be there first.
+        added_to = [x for x in output.written if not any(x is given for given in inputs)]
+        operands = [*inputs, *call.captures, *call.seed, *added_to]
+        name = f"flexhop_{kernel}"
+        return select(name, choices, operands, output, subgraphs, call.captures, generators)
+
+    tiles = _tiles(call, kernel)
+    choices = fill_tiles(tiles)
+    if not _may_spill(call, kernel, tiles):
+        return Begun(kernel, fill_tiles, choices, None, finish)
+    ahead.begin(choices[0])
+    return Begun(kernel, fill_tiles, choices, shorter(kernel, tiles[0]), finish)
 
 
-def _variants(call: KernelCall, kernel: Kernel) -> Iterator[Mapping[str, Any]]:
-    """The constants of every candidate tile."""
+def finish_kernel(begun: Begun) -> Any:
+    """The kernel's result. If it spills, with the smaller tile."""
+    kernel, choices = begun.kernel, begun.choices
+    if begun.shorter is not None and spills(kernel, choices[0], LOCAL_BYTES[kernel]):
+        choices = begun.fill([begun.shorter])
+    return begun.finish(choices)
+
+
+def _tiles(call: KernelCall, kernel: Kernel) -> list[Tile]:
+    """Candidates."""
     problem, options = call.problem, call.options
+    if fallback.is_careful():
+        return kernels.all_tiles(kernel, problem, options)
     # Timing a kernel that adds to its outputs would add to them too.
     search = inductor.is_autotuning() and not problem.has_captured_grads
-    tiles = kernels.choose_tiles(kernel, problem, options, search=search)
-    if fallback.is_careful():
-        tiles = kernels.all_tiles(kernel, problem, options)
+    return kernels.choose_tiles(kernel, problem, options, search=search)
+
+
+def _may_spill(call: KernelCall, kernel: Kernel, tiles: Sequence[Tile]) -> bool:
+    """Whether the user's functions may need registers that the table's tile leaves to none.
+
+    Those of 16 bits were measured.
+    """
+    problem = call.problem
+    is_usual = problem.itemsize <= 2 and not problem.is_wide and len(tiles) == 1
+    is_given = getattr(call.options, kernels.option_of(kernel)) is not None
+    if kernel not in LOCAL_BYTES or is_given or not is_usual:
+        return False
+    has_derivative = problem.mods.has_score_mod and problem.grad.has_score_grad
+    has_long_steps = min(tiles[0].block_m, tiles[0].block_n) > 16
+    return has_long_steps and (
+        has_derivative or problem.has_captured_grads or problem.mods.mask_reads
+    )
+
+
+def _variants(
+    call: KernelCall, kernel: Kernel, tiles: Sequence[Tile]
+) -> Iterator[Mapping[str, Any]]:
+    """The constants of every candidate tile."""
+    problem, options = call.problem, call.options
     for tile in tiles:
         describe = functools.partial(plan_kernel, kernel, problem, options, call.passed, tile)
         show_plan(kernel, describe)
