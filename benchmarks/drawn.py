@@ -4,6 +4,8 @@ Masks and score_mods come from the vocabulary of the random problems (tests/fuzz
 them because they are fast. A number gives the same problem everywhere. Processes compile side by
 side, and one at a time measures, while others compare results. So what looks slow is measured
 again when all are done, with the device to itself. Rows are sorted by the smaller ratio.
+
+``--sizes`` short: up to 512 tokens. decode: one query behind all keys, forward alone.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ from tests.fuzz.functions import chain_scores, combine_masks
 from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
 
-LENGTHS = (1000, 1024, 2048, 2048, 3000, 4096)
+LENGTHS = {
+    "training": (1000, 1024, 2048, 2048, 3000, 4096),
+    "short": (64, 128, 197, 256, 256, 512),
+    "decode": (3000, 4096, 8192),
+}
 WIDTHS = (64, 64, 64, 128, 128, 128, 128, 32, 80, 96, 256)
+MOST_BATCHES = {"training": 64, "short": 512}
+DECODED_BATCHES = (4, 16, 32)
 ROUNDS = 5
 WORK = 3e11  # operations of a dense forward pass, about half a millisecond on an H200
 LIBRARIES: dict[str, ModuleType] = {"flexhop": flexhop, "in-tree": intree}
@@ -65,16 +73,16 @@ class Drawn:
     def words(self) -> str:
         """The problem in a cell of a table."""
         s = self.shape
-        sizes = f"({s.batch},{s.heads},{s.kv_heads},{s.q_len},{s.head_dim})"
+        sizes = f"({s.batch},{s.heads},{s.kv_heads},{s.kv_len},{s.head_dim})"
         mods = [f" {self.how} ".join(self.masks), " then ".join(self.scores)]
         learned = f"learned {' '.join(self.learned)}" if self.learned else ""
         parts = [sizes, str(self.dtype).removeprefix("torch."), *mods, learned]
         return "; ".join(part for part in parts if part)
 
 
-def draw(number: int, shrunk: int = 1) -> Drawn:
+def draw(number: int, shrunk: int = 1, sizes: str = "training") -> Drawn:
     """The problem of a number; on a CPU its lengths are divided."""
-    r = random.Random(f"speed {number}")
+    r = random.Random(f"speed {number}" if sizes == "training" else f"{sizes} {number}")
     # Problems keep their numbers.
     masks, names = (
         sorted(name for name in known if number >= LATER or name not in newer)
@@ -87,18 +95,23 @@ def draw(number: int, shrunk: int = 1) -> Drawn:
     scores = (*ignoring, *sorted(names, key=lambda name: name in HIDING))
     named = tuple(name for score in scores for name in SCORES[score].learned)
     return Drawn(
-        number, _shape(r, shrunk), r.choice([torch.bfloat16] * 3 + [torch.float16]), mask_names,
-        r.choice(["and", "or"]), scores, named if r.random() < 0.6 else (),
+        number, _shape(r, shrunk, sizes), r.choice([torch.bfloat16] * 3 + [torch.float16]),
+        mask_names, r.choice(["and", "or"]), scores, named if r.random() < 0.6 else (),
     )  # fmt: skip
 
 
-def _shape(r: random.Random, shrunk: int) -> Shape:
-    length, width = r.choice(LENGTHS), r.choice(WIDTHS)
+def _shape(r: random.Random, shrunk: int, sizes: str) -> Shape:
+    length, width = r.choice(LENGTHS[sizes]), r.choice(WIDTHS)
     heads, group = r.choice([8, 12, 16]), r.choice([1, 1, 1, 4])
-    batch = max(1, min(64, round(WORK / (4 * heads * length**2 * width))))
+    if sizes == "decode":
+        batch = r.choice(DECODED_BATCHES)
+    else:
+        fitting = round(WORK / (4 * heads * length**2 * width))
+        batch = max(1, min(MOST_BATCHES[sizes], fitting))
     if shrunk > 1:
-        length, heads, batch = length // shrunk, group * 2, 2
-    return Shape(batch, heads, heads // group, length, length, width, width)
+        length, heads, batch = max(16, length // shrunk), group * 2, 2
+    queries = 1 if sizes == "decode" else length
+    return Shape(batch, heads, heads // group, queries, length, width, width)
 
 
 class Call:
@@ -109,14 +122,19 @@ class Call:
         self.leaves, self.grad_out, captures = tensors
         module = LIBRARIES.get(library, flexhop)
         s, mask = drawn.shape, None
+        first = s.kv_len - s.q_len
         if drawn.masks:
-            mod = combine_masks([MASKS[name] for name in drawn.masks], drawn.how)(captures)
+            square = combine_masks([MASKS[name] for name in drawn.masks], drawn.how)(captures)
+            behind = lambda b, h, q, k: square(b, h, q + first, k)  # noqa: E731
+            mod = behind if first else square
             batch = s.batch if BY_BATCH & {*drawn.masks} else None
             heads = s.heads if BY_HEAD & {*drawn.masks} else None
             mask = module.create_block_mask(mod, batch, heads, s.q_len, s.kv_len, device)
         scores = [SCORES[name] for name in drawn.scores]
+        score = chain_scores(scores)(captures) if scores else None
+        later = lambda s, b, h, q, k: score(s, b, h, q + first, k)  # noqa: E731
         self.keywords = {
-            "score_mod": chain_scores(scores)(captures) if scores else None,
+            "score_mod": later if score and first else score,
             "block_mask": mask, "enable_gqa": s.heads != s.kv_heads,
         }  # fmt: skip
         if library == PORTABLE:
@@ -156,16 +174,18 @@ class Call:
 def make_tensors(drawn: Drawn, device: str) -> Any:
     """Leaves (query, key, value, what is learned), the output's gradient, captured values."""
     r, s = Random(drawn.number), drawn.shape
+    square = dataclasses.replace(s, q_len=s.kv_len)  # what mods read
     entries = [*(MASKS[name] for name in drawn.masks), *(SCORES[name] for name in drawn.scores)]
-    values = {k: v for entry in entries for k, v in entry.captures(s, r).items()}
+    values = {k: v for entry in entries for k, v in entry.captures(square, r).items()}
     values = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     torch.manual_seed(drawn.number)
     made = [torch.randn(size, dtype=drawn.dtype, device=device) for size in (s.query, s.key)]
     made += [torch.randn(s.value, dtype=drawn.dtype, device=device)]
     leaves = [*made, *(values[name] for name in drawn.learned)]
     for leaf in leaves:
-        leaf.requires_grad_(device == "cuda")  # in-tree has no gradients on a CPU
-    return leaves, torch.randn_like(made[0]), SimpleNamespace(**values, shape=s)
+        # In-tree has no gradients on a CPU, and a decoded query has none.
+        leaf.requires_grad_(device == "cuda" and s.q_len > 1)
+    return leaves, torch.randn_like(made[0]), SimpleNamespace(**values, shape=square)
 
 
 def _difference(own: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -204,7 +224,7 @@ def measure(drawn: Drawn, device: str, lock: str, *, portable: bool = False) -> 
         stopwatch = Stopwatch(torch.device(device))
         steps = {name: (lambda: None, call.forward_alone) for name, call in calls.items()}
         found["milliseconds"]["fwd"] = fastest(interleaved(stopwatch, steps, ROUNDS))
-        if device == "cuda":
+        if tensors[0][0].requires_grad:
             steps = {name: (call.forward, call.backward_alone) for name, call in calls.items()}
             found["milliseconds"]["bwd"] = fastest(interleaved(stopwatch, steps, ROUNDS))
     return found
@@ -236,7 +256,7 @@ def work(args: argparse.Namespace) -> None:
 
 def _report(number: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a problem and print its line."""
-    drawn = draw(number, 1 if args.device == "cuda" else 16)
+    drawn = draw(number, 1 if args.device == "cuda" else 16, args.sizes)
     found = measure(drawn, args.device, args.lock, portable=args.portable)
     print(DONE + json.dumps(found | {"number": number}), flush=True)
     torch.compiler.reset()
@@ -328,6 +348,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, help="the first problem")
     parser.add_argument("--only", type=int, nargs="+", help="these problems")
+    parser.add_argument("--sizes", choices=LENGTHS, default="training")
     parser.add_argument("--procs", type=int, default=12, help="processes side by side")
     parser.add_argument("--portable", action="store_true", help="flexhop's portable kernels, too")
     parser.add_argument("--json", type=Path, help="a file for all numbers")

@@ -12,12 +12,14 @@ import torch
 
 from flexhop.compat.offline.fake_gpu import GPUS
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.rules import Kernel, key_value_kernels
+from flexhop.lowering.portable.rules import Kernel, backward_kernels
 from flexhop.lowering.problem import Device, GradFacts, ModFacts, Problem
 from flexhop.options import KernelOptions
 
 # Which kernels a backward pass may launch beside grad_query.
-ALL_KERNELS: tuple[Kernel, ...] = Kernel.__args__  # type: ignore[attr-defined]
+KERNELS: tuple[Kernel, ...] = Kernel.__args__  # type: ignore[attr-defined]
+# Those with a tile for every call.
+ALL_KERNELS = tuple(kernel for kernel in KERNELS if kernel != "gradients")
 
 
 def device(architecture: int) -> Device:
@@ -83,7 +85,7 @@ def problem(architecture: int = 90, head_dim: int = 64, **facts: Any) -> Problem
 def launched_kernels(of: Problem) -> tuple[Kernel, ...]:
     """The kernels of a forward and backward pass of a problem."""
     first = kernels.forward_kernel(of, KernelOptions())
-    return (first, "grad_query", *key_value_kernels(of))
+    return (first, *backward_kernels(of, KernelOptions()))
 
 
 def usual_problem(kernel: Kernel, **facts: Any) -> Problem:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat.operators.autocast import wanted_dtype
+from flexhop.compat.operators.autograd import wanted_dtype
 from flexhop.distributed.exchange import receive_keys, send_keys
 from flexhop.distributed.heads import gather_heads, gather_tokens
 from flexhop.distributed.places import Places, global_mask_mod, global_score_mod

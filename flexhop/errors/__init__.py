@@ -10,7 +10,7 @@ Order: operands, block masks, mods and their captures, kernel options, calls, wa
 
 from __future__ import annotations
 
-from flexhop.errors import base, checks, notices
+from flexhop.errors import base, checks
 
 FlexhopError = base.FlexhopError
 
@@ -391,9 +391,9 @@ UncheckedWarning = checks.UncheckedWarning
 WrongResultError = checks.WrongResultError
 WrongResultWarning = checks.WrongResultWarning
 
-EagerWarning = notices.EagerWarning
-FlexhopWarning = notices.FlexhopWarning
-KernelFallbackWarning = notices.KernelFallbackWarning
-OptionIgnoredWarning = notices.OptionIgnoredWarning
-ReturnLseDeprecationWarning = notices.ReturnLseDeprecationWarning
-TorchVersionWarning = notices.TorchVersionWarning
+EagerWarning = base.EagerWarning
+FlexhopWarning = base.FlexhopWarning
+KernelFallbackWarning = base.KernelFallbackWarning
+OptionIgnoredWarning = base.OptionIgnoredWarning
+ReturnLseDeprecationWarning = base.ReturnLseDeprecationWarning
+TorchVersionWarning = base.TorchVersionWarning

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flexhop.errors.base import FlexhopError
-from flexhop.errors.notices import FlexhopWarning
+from flexhop.errors.base import FlexhopError, FlexhopWarning
 
 
 class WrongResultError(FlexhopError, AssertionError):

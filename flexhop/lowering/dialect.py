@@ -1,7 +1,7 @@
 """Dialects: families of kernels, each in its own folder, and the choice between them.
 
-flexhop/options/dialects.py is the registry. It lists the dialects in order of preference, with the
-package of each. The last one supports every GPU and almost every call.
+flexhop/options/__init__.py has the registry. It lists the dialects in order of preference, with
+the package of each. The last one supports every GPU and almost every call.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import fx
 
+from flexhop import options as registry
 from flexhop.errors import OptionConflictError
 from flexhop.lowering.emission.kernel import Captured, KernelCall, Output
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.problem import Device, Problem
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.options import KernelOptions
-from flexhop.options import dialects as registry
 
 Direction = Literal["forward", "backward"]
 
@@ -142,7 +142,7 @@ def _load(package: str) -> Dialect:
 
 def dialects() -> tuple[Dialect, ...]:
     """All dialects, the preferred one first."""
-    return tuple(map(_load, registry.PACKAGES.values()))
+    return tuple(map(_load, registry.DIALECTS.values()))
 
 
 def is_made_for(dialect: Dialect, device: Device) -> bool:

@@ -9,12 +9,13 @@ from typing import Any, Literal, Protocol
 from flexhop.options import debug
 
 # Kernel names: "grad_query" comes with "grad_key_value", or with "grad_key" and "grad_value".
-# "backward" computes all of them. "jvp_forward" also pushes tangents, and "jvp_grad_*" are
-# tangents of gradients.
+# "backward" and "gradients" (few keys) compute all of them. "jvp_forward" also pushes tangents,
+# and "jvp_grad_*" are tangents of gradients.
 Role = Literal[
     "forward",
     "decode",
     "jvp_forward",
+    "gradients",
     "grad_query",
     "grad_key_value",
     "grad_key",

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from flexhop.compat.kernels.isolated import mended
-from flexhop.compat.kernels.nvidia_tools import find_tool, resource_usage, run_tool
+from flexhop.compat.kernels.machine_code import find_tool, resource_usage, run_tool
 from flexhop.offline.kernel import Kernel
 
 __all__ = [

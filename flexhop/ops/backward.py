@@ -11,7 +11,7 @@ from torch import Tensor
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.mods.wrapped import is_bare
 from flexhop.compat.operators import hop, transforms
-from flexhop.compat.operators.autocast import cast
+from flexhop.compat.operators.autograd import cast
 from flexhop.ops.args import BackwardArgs, learned_captures
 from flexhop.ops.derivatives.operator import (
     differentiate,

@@ -20,7 +20,7 @@ from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.private import private
 from flexhop.compat.mods.wrapped import has_checkpoint_policy
 from flexhop.compat.operators import hop
-from flexhop.compat.operators.autocast import wanted_dtype, without_autocast
+from flexhop.compat.operators.autograd import wanted_dtype, without_autocast
 from flexhop.compat.sizes import is_symbolic
 from flexhop.mods.frozen import frozen
 from flexhop.mods.functions import check_arity

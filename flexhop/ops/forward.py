@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop, transforms
-from flexhop.compat.operators.autocast import cast
+from flexhop.compat.operators.autograd import cast
 from flexhop.errors import VmapError
 from flexhop.ops.args import (
     AttentionArgs,

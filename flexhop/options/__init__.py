@@ -21,13 +21,25 @@ from flexhop.errors import (
     OptionValueError,
     UnknownOptionError,
 )
-from flexhop.options.dialects import backends
 from flexhop.options.tiles import TILE_RULES, Rule, Tile, TileRequest, check
 
 Pass = Literal["forward", "decode", "grad_query", "grad_key_value"]
 WireValue = int | str | bool | float
 
+# The registry of dialects, families of kernels in folders of their own: the preferred one first,
+# and last one that serves every GPU. flexhop/lowering/dialect.py says what each must provide.
+DIALECTS = {
+    "hopper": "flexhop.lowering.hopper",
+    "triton": "flexhop.lowering.portable",
+}
 PASSES: tuple[Pass, ...] = ("forward", "decode", "grad_query", "grad_key_value")
+
+
+def backends() -> tuple[tuple[str, ...], str]:
+    """The values of `KernelOptions.backend`, and the same in words."""
+    names = ("auto", *reversed(DIALECTS))
+    *others, last = map(repr, names)
+    return names, f"{', '.join(others)} or {last}"
 
 
 _FLAG = Rule((False, True), "True or False")

@@ -63,7 +63,7 @@ class Survey(NamedTuple):
     def adders(self) -> tuple[str, ...]:
         """The kernels that add up, or store, gradients of captured tensors."""
         is_one = any(plan.kernel == "backward" for plan in self.plans)
-        return ("backward",) if is_one else adders(self.problem)
+        return ("backward",) if is_one else adders(self.problem, self.options)
 
 
 def survey(

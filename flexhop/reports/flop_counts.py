@@ -22,6 +22,7 @@ def flops(kernel: Role, problem: Problem, pairs: int) -> int:
         "forward": qk + v,  # scores, out
         "decode": qk + v,
         "backward": 3 * qk + 2 * v,  # scores, grad_p, and the three gradients
+        "gradients": 3 * qk + 2 * v,
         "grad_query": 2 * qk + v,  # scores, grad_p, grad_query
         "grad_key_value": 2 * qk + 2 * v,  # scores, grad_p, grad_value, grad_key
         "grad_key": 2 * qk + v,  # scores, grad_p, grad_key
@@ -50,6 +51,7 @@ def least_bytes(kernel: Role, problem: Problem) -> int:
         "decode": forward,
         # The gradient of query is accumulated in fp32, then converted.
         "backward": query + 2 * key + 2 * value + out + 2 * statistic + 5 * query,
+        "gradients": 2 * query + 2 * key + 2 * value + out + 2 * statistic,
         "grad_query": 2 * query + key + value + out + 2 * statistic,
         "grad_key_value": query + 2 * key + 2 * value + out + 2 * statistic,
         "grad_key": query + 2 * key + value + out + 2 * statistic,

@@ -138,9 +138,9 @@ class Report:
         mask: None without a block_mask.
         passes: the kernels. The first is "forward", or "decode" for few queries. The backward pass
             is "backward" on Hopper GPUs; portable kernels are "grad_query" and "grad_key_value",
-            or "grad_key" and "grad_value" for wide heads. Forward-mode derivatives have
-            "jvp_forward", and second orders also "jvp_grad_query", "jvp_grad_key" and
-            "jvp_grad_value". Empty for fp64, which has no kernels.
+            "grad_key" and "grad_value" for wide heads, or "gradients" for few keys. Forward-mode
+            derivatives have "jvp_forward", and second orders also "jvp_grad_query",
+            "jvp_grad_key" and "jvp_grad_value". Empty for fp64, which has no kernels.
         options: the options in effect.
         unmasked_flops: operations of the forward pass on visible elements; None if unknown.
         notes: further remarks, such as which changes recompile.

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 import flexhop
+from flexhop import options as registry
 from flexhop.errors import OptionConflictError, OptionValueError
 from flexhop.masks import causal
 from flexhop.offline.interpret import Memory, interpret
-from flexhop.options import KernelOptions, dialects
+from flexhop.options import KernelOptions
 from flexhop.reports.report import Report
 
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialects, "PACKAGES", {"rows": "tests.dialects.rows", **dialects.PACKAGES})
+    monkeypatch.setattr(registry, "DIALECTS", {"rows": "tests.dialects.rows", **registry.DIALECTS})
     torch._dynamo.reset()
 
 

@@ -18,6 +18,7 @@ from benchmarks import (
     decoding_cases,
     derivatives,
     derivatives_worker,
+    drawn,
     report,
     steps,
     varlen,
@@ -161,6 +162,13 @@ def test_a_random_problem_is_compared_on_a_cpu():
     assert float(difference) < 0.01
     assert "fwd: 1 problems" in result.stdout
     assert "in-tree failed: 4 (2,2,2,128,64)" in result.stdout
+
+
+@pytest.mark.parametrize(("sizes", "queries"), [("short", 512), ("decode", 1)])
+def test_random_problems_of_other_sizes(sizes: str, queries: int):
+    shapes = [drawn.draw(number, sizes=sizes).shape for number in range(100)]
+    assert max(shape.q_len for shape in shapes) == queries
+    assert {shape.kv_len for shape in shapes} == {*drawn.LENGTHS[sizes]}
 
 
 @pytest.mark.parametrize(

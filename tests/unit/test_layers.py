@@ -141,8 +141,7 @@ def test_the_law_has_no_unused_permission():
 
 # Files outside of its folders that may say the name of a dialect, and why.
 NAMES_HOPPER = {
-    "options/dialects.py": "the registry",
-    "options/__init__.py": "tells users the values of `backend`",
+    "options/__init__.py": "the registry, and tells users the values of `backend`",
     "flash/__init__.py": "tells users on which GPUs gradients vary from run to run",
     "reports/report.py": "tells users the names of its kernels",
     "templates/README.md": "the legend of all templates",

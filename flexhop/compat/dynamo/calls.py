@@ -35,9 +35,9 @@ from torch._dynamo.variables.user_defined import FrozenDataClassVariable
 from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from flexhop.compat.dynamo.captured import with_scale_in_mod
 from flexhop.compat.dynamo.numbers import as_captures
 from flexhop.compat.dynamo.results import convert_result, no_tensor, result_of
-from flexhop.compat.dynamo.scale import with_scale_in_mod
 from flexhop.compat.dynamo.subgraph import speculate
 from flexhop.compat.mods.errors import known
 from flexhop.compat.mods.graphs import reads_on_host, refuse_by_running, refuse_reads_on_host

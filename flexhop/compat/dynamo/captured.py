@@ -6,18 +6,21 @@ All names below exist with these signatures on torch 2.11 to 2.15.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.source import CallMethodItemSource, Source
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import FunctoolsPartialVariable
+from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-__all__ = ["captured_numbers"]
+__all__ = ["captured_numbers", "with_scale_in_mod"]
 
 
 @contextlib.contextmanager
@@ -105,3 +108,27 @@ def _reconstruct(source: Any, codegen: Any) -> None:
 
 if CallMethodItemSource.reconstruct is Source.reconstruct:
     CallMethodItemSource.reconstruct = _reconstruct
+
+
+def _scaled(mod: Callable[..., Tensor], scale: float, score: Tensor, *indices: Tensor) -> Tensor:
+    """What score_mod computes from a score that lacks the scale."""
+    return mod(score * scale, *indices)
+
+
+def with_scale_in_mod(
+    tx: Any, score_mod: VariableTracker, call: VariableTracker
+) -> tuple[VariableTracker, VariableTracker]:
+    """A score_mod and a call (ops/call.py, as a tuple), whose scale is 1 if it was symbolic.
+
+    A scale is a constant of its kernel. Dynamo makes a float symbolic once it has changed, and one
+    that is computed from a symbolic length always is. The operator would guard on its value and
+    compile again for every value. So score_mod captures it.
+    """
+    call = call.realize()
+    assert isinstance(call, BaseListVariable)
+    scale, *others = call.items
+    if not isinstance(scale.realize(), SymNodeVariable):
+        return score_mod, call
+    scaled = VariableTracker.build(tx, _scaled)
+    one = VariableTracker.build(tx, 1.0)
+    return FunctoolsPartialVariable(scaled, [score_mod, scale], {}), TupleVariable([one, *others])

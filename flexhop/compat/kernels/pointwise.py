@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -21,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexhop.compat.kernels.inductor import call_lowering, hint
 from flexhop.compat.kernels.integer_powers import INTEGER_POWERS
-from flexhop.compat.kernels.once import remembered
 from flexhop.compat.kernels.row_parts import ROW_PARTS
 from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS, unrolled
 from flexhop.compat.mods.location import line_of
@@ -221,3 +221,41 @@ def beside(value: Any, other: Any) -> Any:
     return ir.Pointwise.create(
         device=value.get_device(), dtype=value.get_dtype(), inner_fn=inner, ranges=value.get_size()
     )
+
+
+def remembered(value: Any) -> Any:
+    """A lowered value, or several, whose elements are computed once in each place of a kernel.
+
+    Inductor's rules inline a value where it is read. A chain such as `x = f(x, x)`, or a search
+    that halves a range twenty times, would grow with two or three to the power of its length.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(remembered, value))
+    if not isinstance(value, ir.TensorBox) or not isinstance(value.data, ir.StorageBox):
+        return value
+    computed = value.data.data
+    if not isinstance(computed, ir.Pointwise):
+        return value
+    return ir.Pointwise.create(
+        device=computed.get_device(), dtype=computed.get_dtype(),
+        inner_fn=_once(computed.inner_fn), ranges=computed.get_size(),
+    )  # fmt: skip
+
+
+def _once(load: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    # Every trace of a function and every body of a kernel has a handler of its own.
+    known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def element(index: Sequence[Any]) -> Any:
+        of_handler = known.setdefault(V.get_ops_handler(), {})
+        key = (*_scope(), *index)
+        if key not in of_handler:
+            of_handler[key] = load(index)
+        return of_handler[key]
+
+    return element
+
+
+def _scope() -> tuple[Any, Any]:
+    """The part of a kernel that is being written: a value of one branch is not seen in another."""
+    return getattr(V.kernel, "compute", None), getattr(V.kernel, "_load_mask", None)

@@ -18,7 +18,7 @@ from torch.utils import _device
 from flexhop.compat.modes import DispatchMode
 from flexhop.compat.mods.stand_in import is_plain
 from flexhop.compat.mods.wrapped import is_transformed
-from flexhop.compat.operators.autocast import wanted_dtype
+from flexhop.compat.operators.autograd import wanted_dtype
 
 __all__ = ["Program", "Recorder", "can_record", "copies", "surroundings"]
 

@@ -1,14 +1,18 @@
-"""Autograd functions, applied with less ado, and activation checkpointing."""
+"""Autograd functions, applied with less ado, activation checkpointing, and autocast."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["apply_plain", "checkpointed"]
+__all__ = [
+    "apply_plain", "cast", "checkpointed", "dtype_under", "wanted_dtype", "without_autocast",
+]  # fmt: skip
 
 
 def apply_plain(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -43,3 +47,34 @@ def checkpointed(function: Callable[..., Any], *inputs: Any) -> Any:
     if failed:
         raise failed[0]
     return result
+
+
+# Autocast converts these. It leaves fp64 alone, as it does for PyTorch's own operators.
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def wanted_dtype(device: str) -> torch.dtype | None:
+    """The dtype that autocast converts operands on this device type to; None outside autocast."""
+    # "meta" has no autocast and cannot answer the second question. Dynamo (2.11) cannot trace the
+    # first one.
+    has_autocast = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(device)
+    if not has_autocast or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def dtype_under(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that an operand has after autocast to `wanted`."""
+    return dtype if wanted is None or dtype not in _CAST else wanted
+
+
+def cast(tensor: Tensor, wanted: torch.dtype) -> Tensor:
+    """Convert an operand as autocast to `wanted` does."""
+    return tensor.to(dtype_under(wanted, tensor.dtype))
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """A region in which operations keep the dtypes of their operands."""
+    if wanted_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

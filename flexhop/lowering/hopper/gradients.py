@@ -83,8 +83,7 @@ class _Gradients:
 
     def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
         """Why the portable kernels are probably faster."""
-        del options
-        return backward.slower(problem)
+        return backward.slower(problem, options)
 
     def plans(
         self, problem: Problem, options: KernelOptions, passed: str

@@ -14,10 +14,14 @@ from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
 from flexhop.lowering.operands import block_inputs, both_parts_of_lse, first_part_of_lse
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.emit import begin_kernel, finish_kernel
+from flexhop.lowering.portable.emit import begin_kernel, emit_kernel, finish_kernel
 from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.plan import plan_kernel
-from flexhop.lowering.portable.rules import Kernel, key_value_kernels
+from flexhop.lowering.portable.rules import (
+    backward_kernels,
+    has_few_keys,
+    key_value_kernels,
+)
 from flexhop.lowering.portable.shared import is_float32, weighing
 from flexhop.lowering.problem import Problem
 from flexhop.ops.args import AttentionArgs, BackwardArgs
@@ -31,8 +35,8 @@ class _Gradients:
 
     def obstacles(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
         """Why they do not support a call."""
-        del options
-        if not all(kernels.has_tile(kernel, problem) for kernel in _launched(problem)):
+        launched = backward_kernels(problem, options)
+        if not all(kernels.has_tile(kernel, problem) for kernel in launched):
             yield NO_TILE
 
     def slower(self, problem: Problem, options: KernelOptions) -> Iterator[str]:
@@ -44,7 +48,7 @@ class _Gradients:
         self, problem: Problem, options: KernelOptions, passed: str
     ) -> tuple[KernelPlan, ...]:
         """The plans of the kernel for query, then of those for key and value."""
-        launched = _launched(problem)
+        launched = backward_kernels(problem, options)
         return tuple(plan_kernel(kernel, problem, options, passed) for kernel in launched)
 
     def emit(
@@ -55,6 +59,9 @@ class _Gradients:
         delta = _delta(args)
         lse = _lse(call.problem, args, delta)
         operands = (query, args.key, args.value, lse, delta, args.grad_out)
+        if has_few_keys(call.problem, call.options):
+            lists = block_inputs(args, "q", delta, query)
+            return _emit_together(call, operands, lists, joint, captured)
         inputs = [*operands, *block_inputs(args, "kv", delta, query)]
         of_queries, of_keys = _by_owner(call.problem, captured)
         output = output_like(query, 0, of_queries.sums)
@@ -69,10 +76,6 @@ class _Gradients:
 
 
 GRADIENTS = _Gradients()
-
-
-def _launched(problem: Problem) -> tuple[Kernel, ...]:
-    return ("grad_query", *key_value_kernels(problem))
 
 
 def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]:
@@ -94,6 +97,28 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     return Captured(sums if by_query else (), by_query), Captured(sums if by_key else (), by_key)
 
 
+def _emit_together(
+    call: KernelCall, operands: tuple[Any, ...], lists: list[Any], joint: Sequence[Any],
+    captured: Captured,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The gradients of query, key and value, by one kernel whose programs have all keys of a head.
+
+    Sums over the scores of a key stay in registers, as where programs own keys.
+    """
+    query, key, value, *_ = operands
+    by_pairs, by_keys = _by_owner(call.problem, captured)
+    sites = [*by_pairs.sites, *by_keys.sites]
+    layout = output_like(query, 0).layout
+    device = inductor.device_of(query)
+    grad_query = inductor.empty(layout.size, layout.stride, query.get_dtype(), device)
+    strides = output_like(value, 2).layout.stride
+    grad_value = inductor.empty(value.get_size(), strides, value.get_dtype(), device)
+    inputs = [*operands, grad_value, grad_query, *lists]
+    output = output_like(key, 1, [grad_value, grad_query, *captured.sums])
+    grad_key = emit_kernel(call, "gradients", inputs, output, joint, sites)
+    return grad_query, grad_key, grad_value
+
+
 def _begin_key_value(
     call: KernelCall,
     operands: tuple[Any, ...],
@@ -112,12 +137,12 @@ def _begin_key_value(
         grad_value = inductor.empty(
             value.get_size(), strides, value.get_dtype(), value.get_device()
         )
-        inputs = [*operands, grad_value, *lists]
+        inputs = [*operands, grad_value, operands[0], *lists]
         output = output_like(key, 1, [grad_value, *captured.sums])
         begun = begin_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
         return lambda: (finish_kernel(begun), grad_value)
-    # DV is not written: value is a stand-in. Kernels of heads in pieces have none.
-    stand_in = [] if call.problem.is_wide else [value]
+    # DV and DQ are not written: others stand in. Kernels of heads in pieces have none.
+    stand_in = [] if call.problem.is_wide else [value, operands[0]]
     inputs = [*operands, *stand_in, *lists]
     output = output_like(key, 1, captured.sums)
     of_key = begin_kernel(call, "grad_key", inputs, output, own, captured.sites)

@@ -158,6 +158,7 @@ class GradKeyValueConstants(WideGradKeyValueConstants):
     """Constants of portable/grad_key_value.py.jinja."""
 
     BEGIN_WITH_DELTA: bool  # whether the product of values and grad_out begins with -delta
+    WRITES_QUERY: bool  # whether a program has all keys, and so the gradients of queries
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

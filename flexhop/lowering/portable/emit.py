@@ -83,7 +83,7 @@ _GRIDS = {
 }
 # Two launches of one template; each writes one gradient.
 _FILES = {
-    "grad_key": "grad_key_value", "grad_value": "grad_key_value",
+    "grad_key": "grad_key_value", "grad_value": "grad_key_value", "gradients": "grad_key_value",
     "jvp_grad_key": "jvp_grad_key_value", "jvp_grad_value": "jvp_grad_key_value",
 }  # fmt: skip
 

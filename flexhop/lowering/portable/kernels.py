@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexhop.errors import OptionConflictError, TileError, TileResourceError
-from flexhop.lowering.portable import caches, splits, wide
+from flexhop.lowering.portable import caches, splits
 from flexhop.lowering.portable.constants import (
     DecodeCombineConstants,
     DecodeConstants,
@@ -154,7 +154,7 @@ def grad_query_constants(
         HEADS_PER_SECTION=heads_per_section(problem),
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
         CHECK_RANGE=check,
-        HAS_CAPTURED_GRADS="grad_query" in adders(problem),
+        HAS_CAPTURED_GRADS="grad_query" in adders(problem, options),
         BRANCH_FOR_MASK=branches_for_mask(problem, options),
         MASK_LOOP=has_mask_loop("grad_query", problem),
         LSE_SCALE=LOG2_E if weighing(problem) == "fused" else 1.0,
@@ -171,6 +171,9 @@ def grad_key_value_constants(
     if not problem.is_wide:
         kind = GradKeyValueConstants
         shared["BEGIN_WITH_DELTA"] = begins_with_delta(problem, tile)
+        shared["WRITES_QUERY"] = kernel == "gradients"
+    # Keys that do not exist have rows of their own, which are not stored; but queries sum them.
+    check = shared["CHECK_KV"] and kernel == "gradients"
     return kind(
         **shared,
         HAS_SCORE_GRAD=problem.mods.has_score_mod and problem.grad.has_score_grad,
@@ -179,8 +182,8 @@ def grad_key_value_constants(
         WRITES_VALUE=kernel != "grad_key",
         OUT_HEAD_DIM=width,
         OUT_HEAD_DIM_ROUNDED=round_head_dim(width),
-        CHECK_RANGE=shared["CHECK_Q"] and problem.mods.has_score_mod,
-        HAS_CAPTURED_GRADS=kernel in adders(problem),
+        CHECK_RANGE=check or (shared["CHECK_Q"] and problem.mods.has_score_mod),
+        HAS_CAPTURED_GRADS=kernel in adders(problem, options),
         BRANCH_FOR_MASK=True,
         ISOLATE_MASK_MOD=isolates_pairs(problem, options),
         LSE_SCALE=LOG2_E if weighing(problem) == "fused" else 1.0,
@@ -233,6 +236,7 @@ _CONSTANTS: dict[str, Callable[..., KeyConstants]] = {
     "decode": decode_constants,
     "jvp_forward": jvp_forward_constants,
     "grad_query": grad_query_constants,
+    "gradients": functools.partial(grad_key_value_constants, "gradients"),
     "grad_key_value": functools.partial(grad_key_value_constants, "grad_key_value"),
     "grad_key": functools.partial(grad_key_value_constants, "grad_key"),
     "grad_value": functools.partial(grad_key_value_constants, "grad_value"),
@@ -269,24 +273,21 @@ def constants(
     """Constants of a kernel in the template's form: Triton source text by name."""
     values = dataclasses.asdict(_CONSTANTS[kernel](problem, options, tile))
     if problem.is_wide:
-        values = wide.in_pieces(kernel, problem, tile, values)
+        values = caches.in_pieces(kernel, problem, tile, values)
     if problem.cache is not None:
         decodes = kernel == "decode"
         values |= dataclasses.asdict(
             caches.constants(problem, problem.cache, tile, decodes=decodes)
         )
-    return {name: _as_source(name, value) for name, value in values.items()}
-
-
-def _as_source(name: str, value: Any) -> Any:
-    # Template constants are pasted as source: a string needs its quotes, a dtype must not have
-    # any.
-    return repr(value) if name in ("FLOAT32_PRECISION", "WEIGHING") else value
+    # Constants are pasted as source: a string needs its quotes, a dtype must not have any.
+    for name in {"FLOAT32_PRECISION", "WEIGHING"} & values.keys():
+        values[name] = repr(values[name])
+    return values
 
 
 # Kernels that share one tile option.
 _OPTIONS: dict[str, str] = {
-    **dict.fromkeys(("grad_key_value", "grad_key", "grad_value"), "grad_key_value"),
+    **dict.fromkeys(("gradients", "grad_key_value", "grad_key", "grad_value"), "grad_key_value"),
     **dict.fromkeys(("jvp_grad_query", "jvp_grad_key", "jvp_grad_value"), "jvp_gradients"),
 }
 

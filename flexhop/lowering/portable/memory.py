@@ -64,7 +64,7 @@ def shared_memory(kernel: Kernel, problem: Problem, tile: Tile) -> int:
         slack += _pairs(problem, tile) if has_mask_loop(kernel, problem) else 0
         return rows * both * item + columns * both * item * tile.num_stages + scores + slack
     staying = columns * (qk if kernel == "grad_value" else both) * item
-    exchanged = scores * (2 if kernel == "grad_key_value" else 1)
+    exchanged = scores * {"gradients": 3, "grad_key_value": 2}.get(kernel, 1)
     operands = staying + rows * both * item * tile.num_stages
     # What the mask reads stays while results pass through registers (seen in cubins).
     ahead = _pairs(problem, tile)

@@ -10,6 +10,7 @@ from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
 
 _OVER_KEYS = (
+    "gradients",
     "grad_key_value",
     "grad_key",
     "grad_value",

@@ -34,6 +34,20 @@ FEW: tuple[Rule, ...] = (
 )
 
 
+FEW_KEYS: tuple[Rule, ...] = (
+    Rule(
+        "few keys, one kernel for all gradients",
+        lambda p: p.key_len <= 64,
+        {"gradients": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2)}},
+    ),
+    Rule(
+        "few keys, one kernel for all gradients",
+        lambda p: True,
+        {"gradients": {64: Tile(64, 128, 8, 2)}},
+    ),
+)
+
+
 def _has_long_rows(problem: Problem) -> bool:
     """Whether the numbers of a row and their gradients are the most that registers hold."""
     is_usual = problem.cache is None and problem.itemsize <= 2

@@ -19,7 +19,7 @@ from flexhop.lowering.portable.rules import (
     is_triton_3_9,
     is_wgmma,
 )
-from flexhop.lowering.portable.special_tiles import FEW, LONG_ROWS, SMALL_BLOCKS
+from flexhop.lowering.portable.special_tiles import FEW, FEW_KEYS, LONG_ROWS, SMALL_BLOCKS
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import Tile
 
@@ -58,6 +58,7 @@ def _of_pieces(decode: Tile, query: Tile, key: Tile, value: Tile) -> Tiles:
 # The first rule that applies to a call and covers its kernel and width decides.
 RULES: tuple[Rule, ...] = (
     *LONG_ROWS,
+    *FEW_KEYS,
     # Products of fp32 numbers without tensor cores spill whatever the tile.
     Rule(
         "heads in pieces",

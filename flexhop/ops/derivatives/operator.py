@@ -15,7 +15,7 @@ from torch import Tensor
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.mods.own_backward import refuse_own_backward
 from flexhop.compat.operators import hop, transforms
-from flexhop.compat.operators.autocast import cast
+from flexhop.compat.operators.autograd import cast
 from flexhop.errors import MaskCaptureGradError, UnsupportedFeatureError
 from flexhop.ops.args import (
     AttentionArgs,

@@ -14,7 +14,7 @@ from flexhop.compat.kept import remember
 from flexhop.compat.mods.lift import Lifted, lift
 from flexhop.compat.mods.wrapped import apart, is_bare
 from flexhop.compat.operators import hop
-from flexhop.compat.operators.autocast import wanted_dtype, without_autocast
+from flexhop.compat.operators.autograd import wanted_dtype, without_autocast
 from flexhop.compat.operators.transforms import is_deriving, is_tracked
 from flexhop.mods.closures import Places, describe
 from flexhop.mods.keys import noop_key

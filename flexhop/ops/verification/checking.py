@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexhop.compat.compilation import source_fingerprint
-from flexhop.compat.operators.autocast import without_autocast
+from flexhop.compat.operators.autograd import without_autocast
 from flexhop.ops.args import AttentionArgs, BackwardArgs, CachedArgs
 from flexhop.ops.verification.nan_origin import find_origin
 from flexhop.ops.verification.sampled import (

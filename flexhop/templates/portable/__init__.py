@@ -36,7 +36,7 @@ KERNELS = {
     ),
     "grad_query": ("portable/grad_query", *_GRAD, *_BY_QUERY, "mods/mod_grads"),
     "grad_key_value": (
-        "portable/grad_key_value", *_GRAD, *_BY_KEY, "mods/mod_grads",
+        "portable/grad_key_value", "portable/few_keys", *_GRAD, *_BY_KEY, "mods/mod_grads",
     ),
     "wide_decode": (
         "portable/wide/decode", *_WIDE_ATTEND, "portable/keys", "portable/products", *_BY_QUERY,

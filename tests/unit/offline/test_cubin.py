@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flexhop.compat.kernels.nvidia_tools import find_tool
+from flexhop.compat.kernels.machine_code import find_tool
 from flexhop.offline import generate
 from flexhop.offline.cubin import (
     ARCHITECTURES,
