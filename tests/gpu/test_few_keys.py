@@ -47,12 +47,12 @@ def test_many_batches(case):
     check(dataclasses.replace(case, shape=shape))
 
 
-@pytest.mark.parametrize("width", [16, 40, 64, 96, 128])
-@pytest.mark.parametrize("keys", [17, 64, 100])
+@pytest.mark.parametrize(
+    ("width", "keys"),
+    [(16, 17), (16, 100), (40, 64), (64, 17), (64, 100), (96, 17), (128, 64)],
+)
 def test_repeated_calls_are_equal(width, keys):
     """Nothing is added in an order that changes."""
-    if keys > 64 < width:
-        pytest.skip("two kernels")
     sizes = ((70, 4, keys, width),) * 3
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in sizes)
     leaves = [t.requires_grad_() for t in (q, k, v)]
