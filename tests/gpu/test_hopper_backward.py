@@ -181,8 +181,9 @@ def test_gradients_of_a_captured_table(width: int, length: int, is_causal: bool,
 def _shares_keys(monkeypatch):
     """Kernels for 128 keys at 128 columns are refused, as if they had spilled."""
     monkeypatch.setattr(backward, "_LOCAL_BYTES_OWN", -1)
-    monkeypatch.setattr(inductor_config, "fx_graph_cache", False)  # which knows other kernels
     torch.compiler.reset()
+    with inductor_config.patch(fx_graph_cache=False):  # it knows other kernels
+        yield
 
 
 SHARES = "SHARES_KEYS = gl.constexpr(True)"

@@ -117,9 +117,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     """Why the portable kernels are probably faster, from measurements; backend overrides it."""
     if has_few_keys(problem, options):
         yield "one portable kernel computes all gradients of so few keys"
-    # (16, 16, 16, 4096 queries, 64 keys, 128 columns): 0.94 instead of 0.55 ms.
-    if problem.key_len <= ROWS and width(problem) <= LARGEST_OWN:
-        yield f"{problem.key_len} keys fill half of its tile"
+    if _is_one_tile(problem):
+        yield f"for {problem.key_len} keys, sums for the gradient of query are not worth it"
     if has_few_columns(problem) and problem.blocks is None and not problem.mods.has_score_mod:
         yield "with so few columns the portable kernels are faster if all scores count as they are"
     tiles, processors = num_tiles(problem), problem.device.multiprocessors
@@ -141,6 +140,19 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
     fewest = _fewest_queries(problem, tiles)
     if problem.query_len < fewest:
         yield f"below {fewest} queries its setup and post-processing dominate"
+
+
+def _is_one_tile(problem: Problem) -> bool:
+    """Whether so few keys share each query that its gradient needs no fp32 sums in memory.
+
+    (16, 16, 16, 4096 queries, 64 keys, 128 columns) 0.94 ms, two portable kernels 0.55; 77 keys
+    0.95 and 0.83; (64, 8, 8, 1024, 128, 128) 0.50 and 0.43. If programs own heads, 96 keys took
+    0.55 and 0.51, but if causal 0.56 and 0.57, and 128 keys 0.54 and 0.65.
+    """
+    if problem.key_len <= ROWS:
+        return width(problem) <= LARGEST_OWN
+    is_one = problem.key_len <= table_tile(problem).block_n and width(problem) <= LARGEST_OWN
+    return is_one and not (owns_heads(problem) or problem.has_captured_grads)
 
 
 def _needs_value_alone(problem: Problem) -> bool:

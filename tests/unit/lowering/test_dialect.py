@@ -455,6 +455,18 @@ ROWS = "the portable kernels sum in registers what a query adds to captured tens
             "below 193 queries its setup and post-processing dominate",
         ),
         (
+            {"batch": 64, "key_len": 64, "head_dim": 128, "value_head_dim": 128},
+            "one portable kernel computes all gradients of so few keys",
+        ),
+        (
+            {"batch": 16, "key_len": 60, "head_dim": 128, "key_len_varies": True},
+            "for 60 keys, sums for the gradient of query are not worth it",
+        ),
+        (
+            {"batch": 64, "key_len": 128, "head_dim": 128, "value_head_dim": 128},
+            "for 128 keys, sums for the gradient of query are not worth it",
+        ),
+        (
             {"batch": 64, "query_len": 959, "head_dim": 128, "is_deterministic": True},
             "below 960 queries its setup and post-processing dominate",
         ),
