@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flexhop.errors import OptionConflictError, TileError, TileResourceError
@@ -313,21 +313,22 @@ def choose_tiles(
         _check_user_tile(kernel, problem, tile)
         return [tile]
     found = [default]
-    for tile in search_tiles(kernel) if search else ():
-        fitted = _fit(kernel, problem, tile)
-        if fitted not in found:
-            found.append(fitted)
-    return found
+    return found + _others(kernel, problem, search_tiles(kernel) if search else (), found)
 
 
 def all_tiles(kernel: Kernel, problem: Problem, options: KernelOptions) -> list[Tile]:
     """Like choose_tiles, then all smaller ones, for calls whose kernel does not compile."""
     found = choose_tiles(kernel, problem, options, search=False)
-    for tile in smaller_tiles(table_tile(kernel, problem)):
-        fitted = _fit(kernel, problem, tile)
-        if fitted not in found:
-            found.append(fitted)
-    return found
+    return found + _others(kernel, problem, smaller_tiles(table_tile(kernel, problem)), found)
+
+
+def _others(
+    kernel: Kernel, problem: Problem, tiles: Iterable[Tile], found: list[Tile]
+) -> list[Tile]:
+    """Those that fit, once each, without those in `found`."""
+    fitted = dict.fromkeys(_fit(kernel, problem, tile) for tile in tiles)
+    # Only the table's tile surely has all keys of a head.
+    return [tile for tile in fitted if tile not in found and kernel != "gradients"]
 
 
 def has_tile(kernel: Kernel, problem: Problem) -> bool:

@@ -55,6 +55,13 @@ def test_a_tile_of_the_user_is_one_of_two_kernels(kernel):
     assert backward_kernels(problem(**WINDOW), KernelOptions(**{kernel: Tile(32, 32)})) == APART
 
 
+def test_there_is_no_other_tile():
+    """One with fewer keys would store a part of the gradient of query."""
+    call = problem(**WINDOW | {"key_len": 100}, has_score_mod=True)
+    (tile,) = kernels.choose_tiles("gradients", call, AUTO, search=True)
+    assert kernels.all_tiles("gradients", call, AUTO) == [tile]
+
+
 def test_it_adds_to_all_captured_tensors():
     call = problem(**WINDOW)
     assert adders(call, AUTO) == ()
