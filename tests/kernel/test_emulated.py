@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flexhop
+from flexhop.compat.graphs import ahead
 from flexhop.offline import emulate
 from flexhop.offline.cubin import compile_kernel
 from flexhop.offline.interpret import Deadlock, Emulator, Memory, Race, Schedule, interpret
@@ -121,6 +122,28 @@ def emulated(case: Case, when: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients(case):
+    emulated(case, "random")
+
+
+# At 128 columns, if a kernel for 128 keys needs too much local memory.
+SHARED = [
+    Case(
+        "polynomial", mask=lambda c: flexhop.masks.causal, dtype=torch.bfloat16, lse=True,
+        score=lambda c: lambda s, b, h, q, k: s * (0.5 + 0.1 * s) - 0.02 * (q - k).abs(),
+        shape=Shape(1, 2, 1, 130, 150, 128, 96), options=HOPPER,
+    ),
+    Case(
+        "learned", score=lambda c: lambda s, b, h, q, k: s * c.factor[h] + c.bias[h, k],
+        captures=lambda s, r: {"factor": r.uniform(s.heads), "bias": r.normal(s.heads, s.kv_len)},
+        learned=("factor", "bias"), dtype=torch.float16, shape=Shape(1, 2, 2, 100, 130, 128, 128),
+        options=HOPPER,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_gradients_if_consumers_share_keys(case, monkeypatch):
+    monkeypatch.setattr(ahead, "local_memory", lambda choice: 161)
     emulated(case, "random")
 
 
