@@ -96,6 +96,8 @@ SHAPES: tuple[Case, ...] = (
     Case("causal-256-d128", 128, 16, 16, 256, 128, "causal"),
     Case("full-1k-d64", 32, 16, 16, 1024, 64),
     Case("images-197-d64", 128, 12, 12, 197, 64),
+    Case("windows-64-d128", 512, 8, 8, 64, 128),
+    Case("windows-49-d32", 2048, 4, 4, 49, 32, "full", "learned_pairs"),
     Case("blocks-128-16k", 2, 16, 16, 16384, 128, "random_blocks"),
     Case("blocks-64-16k", 2, 16, 16, 16384, 128, "random_blocks", block=64),
     Case("blocks-32-16k", 2, 16, 16, 16384, 128, "random_blocks", block=32),

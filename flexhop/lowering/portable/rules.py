@@ -17,7 +17,7 @@ Kernel = Literal[
 Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
 FEW_COLUMNS = 32
 _FEW_QUERIES = 256  # of all heads that share keys
-_MANY_PROGRAMS = 1.5
+_MANY_PROGRAMS = (1.5, 3.0)  # for a multiprocessor that runs one or two, or four, at a time
 
 
 class Rule(NamedTuple):
@@ -109,7 +109,8 @@ def has_few_keys(problem: Problem, options: KernelOptions) -> bool:
     is_one = is_one and (tile == 64 or computes)
     is_usual = problem.itemsize == 2 and columns <= 128 and problem.cache is None
     programs = problem.kv_heads if problem.kv_batch_shared else problem.batch * problem.kv_heads
-    is_spread = programs >= _MANY_PROGRAMS * problem.device.multiprocessors
+    many = _MANY_PROGRAMS[columns <= 64 and tile == 64]
+    is_spread = programs >= many * problem.device.multiprocessors
     is_short = problem.query_len * problem.group <= _FEW_QUERIES and not problem.kv_batch_shared
     is_summed = problem.sums_exactly or "query" in problem.grad.captured_reads
     is_free = options.grad_query is None and options.grad_key_value is None

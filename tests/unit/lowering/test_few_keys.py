@@ -37,6 +37,8 @@ WINDOW = {"batch": 512, "query_len": 49, "key_len": 49, "head_dim": 32, "value_h
         ({"batch": 1, "query_len": 4096, "key_len": 77}, APART),
         ({"batch": 64, "query_len": 4096, "key_len": 77}, TOGETHER),
         ({"batch": 1, "query_len": 128}, TOGETHER),
+        ({"batch": 32, "query_len": 4096, "head_dim": 128, "value_head_dim": 128}, TOGETHER),
+        ({"batch": 32, "query_len": 4096}, APART),
         ({"kv_batch_shared": True}, APART),
         ({"blocks": MaskBlocks(128, 128, True)}, TOGETHER),
         ({"blocks": MaskBlocks(64, 64, True)}, TOGETHER),
