@@ -10,14 +10,15 @@ from flexhop.offline.interpret import Memory, interpret
 
 def _attention(query, key, value, bias):
     def score_mod(score, b, h, q_idx, kv_idx):
-        return score + bias[h, q_idx - kv_idx + 69]
+        return score + bias[h, q_idx - kv_idx + bias.size(1) // 2]
 
     return flexhop.flex_attention(query, key, value, score_mod)
 
 
-def _inputs(dtype=torch.float32):
+def _inputs(dtype=torch.float32, length=70):
     torch.manual_seed(0)
-    tensors = [torch.randn(1, 2, 70, 32, dtype=dtype) for _ in range(3)] + [torch.randn(2, 139)]
+    tensors = [torch.randn(1, 2, length, 32, dtype=dtype) for _ in range(3)]
+    tensors.append(torch.randn(2, 2 * length - 1))
     return [tensor.requires_grad_() for tensor in tensors]
 
 
@@ -32,7 +33,7 @@ def test_interpreted_kernels_agree_and_stay_inside_their_tensors():
 
 
 def test_generated_kernels_compile():
-    generated = generate(_attention, *_inputs(torch.bfloat16), grad=True)
+    generated = generate(_attention, *_inputs(torch.bfloat16, length=150), grad=True)
     kernels = [generated.kernel_with(f"grad_{part}_blocks") for part in ("query", "key_value")]
     for kernel in (generated.templates[0], *kernels):
         assert "score_mod" in kernel.functions

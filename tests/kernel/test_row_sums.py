@@ -15,6 +15,7 @@ from tests.learned import SMALL, check_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 QUERIES, KEYS = 43, 37
+LENGTH = 192  # more keys than one kernel for all gradients has
 
 MODS = {
     "query": lambda t: lambda s, b, h, q, k: s * t[h, q],
@@ -41,7 +42,7 @@ def test_gradients_are_those_of_the_definition(name, is_causal, deterministic):
     )
 
 
-def sources(score_mod, width=16, length=64, batch=1, **words):
+def sources(score_mod, width=16, length=LENGTH, batch=1, **words):
     """The text of each kernel of a call with gradients, by what it computes."""
     tensors = [torch.zeros(batch, 2, length, width, dtype=torch.bfloat16) for _ in range(3)]
     tensors = [tensor.requires_grad_() for tensor in tensors]
@@ -65,7 +66,7 @@ def sources(score_mod, width=16, length=64, batch=1, **words):
     ],
 )
 def test_the_kernel_that_owns_a_row_sums_it(name, adding):
-    table = torch.zeros(2, 64, requires_grad=True)
+    table = torch.zeros(2, LENGTH, requires_grad=True)
     found = sources(MODS[name](table))
     assert {kernel for kernel, text in found.items() if "add_row_sums(arg" in text} == adding
     for text in found.values():
@@ -74,7 +75,7 @@ def test_the_kernel_that_owns_a_row_sums_it(name, adding):
 
 
 def test_of_two_launches_the_first_sums_keys():
-    table = torch.zeros(2, 64, requires_grad=True)
+    table = torch.zeros(2, LENGTH, requires_grad=True)
     found = sources(MODS["key"](table), width=256)
     assert ["add_row_sums(arg" in found[name] for name in ("grad_query", "key", "value")] == [
         False, True, False,
@@ -103,7 +104,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", [*SHIFTS, *CHANGES])
 def test_what_is_added_to_all_scores_of_a_query_adds_nothing(name):
-    table = torch.zeros(2, 64, requires_grad=True)
+    table = torch.zeros(2, LENGTH, requires_grad=True)
     mod = (SHIFTS | CHANGES)[name](table)
     assert ("add_row_sums(arg" in sources(mod)["grad_query"]) == (name in CHANGES)
     with_lse = sources(mod, return_lse=True)

@@ -109,7 +109,7 @@ def test_kernels_of_a_gpu_are_generated(make):
         lambda q, k, v: flexhop.flex_attention(q, k, v, score_mod, enable_gqa=True),
         *operands(torch.bfloat16), grad=True,
     )  # fmt: skip
-    assert len(code.templates) == 3 or code.templates[-1].is_gluon
+    assert 2 <= len(code.templates) <= 3  # the backward pass has one kernel or two
     if make is softcap:  # 1.5 is in its backward alone
         forward, *backward = ["1.5" in kernel.source for kernel in code.templates]
         assert not forward and any(backward)
