@@ -45,6 +45,31 @@ CASES = [
         score=lambda c: lambda s, b, h, q, k: s * c.factor[h] + c.bias[h, k],
     ),
     _case(
+        "segments", Shape(2, 2, 2, 64, 64, 16, 16), learned=("table",),
+        captures=lambda s, r: {"table": r.normal(5, 5), "ids": r.documents(5, 1, s.kv_len)[0]},
+        score=lambda c: lambda s, b, h, q, k: s + c.table[c.ids[q], c.ids[k]],
+    ),
+    _case(
+        "quotients", Shape(2, 2, 1, 60, 50, 16, 16), learned=("table",),
+        captures=lambda s, r: {"table": r.normal(4, 2)},
+        score=lambda c: lambda s, b, h, q, k: s * c.table[q // 16, k // 32],
+    ),
+    _case(
+        "buckets", Shape(2, 2, 2, 64, 64, 16, 16), learned=("table",),
+        captures=lambda s, r: {"table": r.normal(4, 5)},
+        score=lambda c: lambda s, b, h, q, k: s + c.table[q // 16, (q - k).clamp(-2, 2) + 2],
+    ),
+    _case(
+        "buckets_of_keys", Shape(2, 2, 2, 64, 64, 16, 16), learned=("table",),
+        captures=lambda s, r: {"table": r.normal(5, 64)},
+        score=lambda c: lambda s, b, h, q, k: s + c.table[(q - k).clamp(-2, 2) + 2, k],
+    ),
+    _case(
+        "rows", Shape(2, 2, 2, 40, 33, 16, 16), learned=("rows",),
+        captures=lambda s, r: {"rows": r.normal(s.kv_len, 40)},
+        score=lambda c: lambda s, b, h, q, k: s * (1 + 0.1 * c.rows[k].tanh().sum(-1)),
+    ),
+    _case(
         "shifted", Shape(2, 4, 2, 49, 49, 32, 32), layout="bshd", per_head=True,
         mask=lambda c: lambda b, h, q, k: (q // 7 == k // 7) | ((h == 1) & (k < 3)),
     ),

@@ -108,6 +108,7 @@ def _emit_together(
     query, key, value, *_ = operands
     by_pairs, by_keys = _by_owner(call.problem, captured)
     sites = [*by_pairs.sites, *by_keys.sites]
+    sites = [site._replace(is_transposed=True) for site in sites]
     layout = output_like(query, 0).layout
     device = inductor.device_of(query)
     grad_query = inductor.empty(layout.size, layout.stride, query.get_dtype(), device)

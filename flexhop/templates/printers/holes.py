@@ -62,6 +62,11 @@ class ScatterSite(NamedTuple):
     groups: tuple[int, int] | None = None  # of queries and keys whose scores may have one entry
     sides: tuple[int | None, ...] = ()  # axis of a tile along which each index moves
     loop: ElementLoop | None = None  # which portable kernels run in place of the site
+    is_transposed: bool = False  # whether tiles are keys by queries; axes here are of the others
+
+    def axis(self, axis: int) -> int:
+        """The axis of the kernel's tiles; 0: along queries, 1: along keys."""
+        return 1 - axis if self.is_transposed else axis
 
 
 def buffer_name(name: str) -> str:
@@ -141,13 +146,16 @@ def _add_groups(
         same.append(f"{name}_same")
         # Ids of one position, or expanded ones, are a number without the shape of the tile.
         shaped = f"{name} + tl.zeros_like({INDEX_NAMES[2 + side]})"
-        lines.append(f"{first[-1]}, {same[-1]} = of_groups({shaped}, {side}, {groups[side]})")
+        lines.append(
+            f"{first[-1]}, {same[-1]} = of_groups({shaped}, {site.axis(side)}, {groups[side]})"
+        )
     total = f"{grad}_sum"
     place = (
         f"{place_of(kernel, site, first, by_program=True)} + tl.zeros_like({total}).to(tl.int32)"
     )
+    sizes = [groups[site.axis(side)] for side in (0, 1)]
     together = [
-        f"{total} = sum_groups({grad}, {groups[0]}, {groups[1]})",
+        f"{total} = sum_groups({grad}, {sizes[0]}, {sizes[1]})",
         *add_at(kernel, site, place, total, "None"),
     ]
     alone = _add(kernel, site, names, grad, ())
@@ -188,7 +196,7 @@ def _add(
     """Lines that add `grad`, summed over axes of the tile, to the entries with such indices."""
     lines = []
     for axis in summed:
-        lines.append(f"{grad}_sum = tl.sum({grad}, {axis}, keep_dims=True)")
+        lines.append(f"{grad}_sum = tl.sum({grad}, {site.axis(axis)}, keep_dims=True)")
         grad = f"{grad}_sum"  # a name has one shape in both branches
     shapes: dict[tuple[int, ...], str] = {(): "keep", (1,): "q_idx", (0,): "kv_idx", (1, 0): grad}
     shape = shapes[summed]
