@@ -145,9 +145,8 @@ def slower(problem: Problem, options: KernelOptions) -> Iterator[str]:
 def _is_one_tile(problem: Problem) -> bool:
     """Whether so few keys share each query that its gradient needs no fp32 sums in memory.
 
-    (16, 16, 16, 4096 queries, 64 keys, 128 columns) 0.94 ms, two portable kernels 0.55; 77 keys
-    0.95 and 0.83; (64, 8, 8, 1024, 128, 128) 0.50 and 0.43. If programs own heads, 96 keys took
-    0.55 and 0.51, but if causal 0.56 and 0.57, and 128 keys 0.54 and 0.65.
+    With 64, 77 and 128 keys the kernel took 1.7, 1.15 and 1.15 times as long as portable ones;
+    if programs own heads, 96 keys 1.08 and causal 0.97, and 128 keys 0.83 (docs/lab/unusual.md).
     """
     if problem.key_len <= ROWS:
         return width(problem) <= LARGEST_OWN

@@ -158,12 +158,8 @@ def search_tiles(kernel: Kernel) -> tuple[Tile, ...]:
     return _SEARCH.get(kernel, _SEARCH["grad_key_value"])
 
 
-# Bytes of local memory per thread above which a kernel takes half as long steps. H200, bf16, us
-# with the usual tile and with half of it: gradients of key and value at 64 columns, 385 bytes 9721
-# and 2523, 268 bytes 2126 and 1292, 126 bytes 1131 and 775, 88 bytes 2379 and 1944, 64 bytes 756
-# and 780; at 128 columns 536 bytes 7650 and 2265, 421 bytes 1368 and 1136, 50 bytes 1839 and 1733,
-# 40 bytes 1841 and 1921. The gradient of query: 76 bytes 2600 and 1783, 66 bytes 1729 and 1212,
-# 25 bytes 2516 and 1890.
+# Bytes of local memory per thread above which a kernel takes half as long steps: they took 0.26 to
+# 0.83 of the time from 88 and 25 bytes on, and 1.03 with 64 (docs/lab/unusual.md).
 LOCAL_BYTES: dict[Kernel, int] = {"grad_query": 16, "grad_key_value": 64}
 
 
