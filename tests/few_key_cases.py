@@ -66,7 +66,7 @@ CASES = [
     ),
     _case(
         "rows", Shape(2, 2, 2, 40, 33, 16, 16), learned=("rows",),
-        captures=lambda s, r: {"rows": r.normal(s.kv_len, 40)},
+        captures=lambda s, r: {"rows": r.normal(s.kv_len, 12)},
         score=lambda c: lambda s, b, h, q, k: s * (1 + 0.1 * c.rows[k].tanh().sum(-1)),
     ),
     _case(

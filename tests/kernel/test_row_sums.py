@@ -130,3 +130,20 @@ def test_the_gradient_of_a_shift_is_that_of_lse(return_lse):
 
     interpret(call, *tensors, grad=total)
     torch.testing.assert_close(shift.grad, along[0] * return_lse, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("axis", ["query", "key", "both"])
+@pytest.mark.parametrize("width", [4, 12, 40])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_in_loops_get_their_gradients(axis, width, deterministic):
+    """The kernel whose program owns queries, or keys, adds them."""
+    torch.manual_seed(0)
+    sizes = ((2, 2, QUERIES, 16), (2, 1, KEYS, 16), (2, 1, KEYS, 16))
+    tensors = [torch.randn(size).requires_grad_() for size in sizes]
+    table = (torch.randn(max(QUERIES, KEYS), width) * 0.2).requires_grad_()
+    mods = {
+        "query": lambda s, b, h, q, k: s * (1 + table[q].tanh().sum()),
+        "key": lambda s, b, h, q, k: s + table[k].square().sum(),
+        "both": lambda s, b, h, q, k: s * table[k].tanh().sum() + table[q].sin().sum() * s,
+    }
+    check_gradients(tensors, table, mods[axis], is_causal=True, deterministic=(deterministic,))

@@ -90,10 +90,13 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     dtype = "tl.float64" if is_float32(problem) else "tl.float32"
     by_query, by_key = [], []
     for site in captured.sites:
-        if (site.uses_q_idx and site.uses_kv_idx) or site.loop is not None:
+        is_of_keys = site.uses_kv_idx and not site.uses_q_idx
+        if is_of_keys and site.loop is not None:
+            by_key.append(site._replace(is_transposed=True))
+        elif (site.uses_q_idx and site.uses_kv_idx) or site.loop is not None:
             by_query.append(site)
         else:
-            (by_key if site.uses_kv_idx else by_query).append(site._replace(kept=dtype))
+            (by_key if is_of_keys else by_query).append(site._replace(kept=dtype))
     return Captured(sums if by_query else (), by_query), Captured(sums if by_key else (), by_key)
 
 

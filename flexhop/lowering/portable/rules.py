@@ -16,6 +16,7 @@ Kernel = Literal[
 ]  # fmt: skip
 Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
 FEW_COLUMNS = 32
+SHORT_ROW = 16  # numbers of a row; tiles of mods with such rows are measured
 _FEW_QUERIES = 256  # of all heads that share keys
 _MANY_PROGRAMS = (1.5, 3.0)  # for a multiprocessor that runs one or two, or four, at a time
 
@@ -108,6 +109,7 @@ def has_few_keys(problem: Problem, options: KernelOptions) -> bool:
     computes = blocks is not None or problem.mods.has_score_mod or problem.query_len > tile
     is_one = is_one and (tile == 64 or computes)
     is_usual = problem.itemsize == 2 and columns <= 128 and problem.cache is None
+    is_usual = is_usual and problem.mods.longest_row <= SHORT_ROW
     programs = problem.kv_heads if problem.kv_batch_shared else problem.batch * problem.kv_heads
     many = _MANY_PROGRAMS[columns <= 64 and tile == 64]
     is_spread = programs >= many * problem.device.multiprocessors

@@ -6,12 +6,18 @@ than 16 numbers, as small networks do; masks of small blocks, measured on an H20
 
 from __future__ import annotations
 
-from flexhop.lowering.portable.rules import Kernel, Rule, fits_blocks, has_few_columns, is_sm90
+from flexhop.lowering.portable.rules import (
+    SHORT_ROW,
+    Kernel,
+    Rule,
+    fits_blocks,
+    has_few_columns,
+    is_sm90,
+)
 from flexhop.lowering.problem import Problem
 from flexhop.options import Tile
 
 _LONG_MASK = 7  # instructions per score
-_SHORT = 16  # numbers of a row; tiles of mods with such rows are measured
 _WIDTH = 128  # of calls that were measured with small blocks
 
 
@@ -51,7 +57,7 @@ FEW_KEYS: tuple[Rule, ...] = (
 def _has_long_rows(problem: Problem) -> bool:
     """Whether the numbers of a row and their gradients are the most that registers hold."""
     is_usual = problem.cache is None and problem.itemsize <= 2
-    return is_usual and problem.mods.longest_row > _SHORT
+    return is_usual and problem.mods.longest_row > SHORT_ROW
 
 
 _FORWARD, _BACKWARD = Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)

@@ -40,6 +40,7 @@ WINDOW = {"batch": 512, "query_len": 49, "key_len": 49, "head_dim": 32, "value_h
         ({"batch": 32, "query_len": 4096, "head_dim": 128, "value_head_dim": 128}, TOGETHER),
         ({"batch": 32, "query_len": 4096}, APART),
         ({"kv_batch_shared": True}, APART),
+        ({"has_score_mod": True, "longest_row": 17}, APART),
         ({"blocks": MaskBlocks(128, 128, True)}, TOGETHER),
         ({"blocks": MaskBlocks(64, 64, True)}, TOGETHER),
         ({"blocks": MaskBlocks(32, 32, True)}, APART),
