@@ -182,6 +182,12 @@ def output_like(tensor: Any, position: int, written: Sequence[Any] = ()) -> Outp
     return Output(layout, tensor.get_size(), written)
 
 
+def empty_like(tensor: Any, position: int) -> Any:
+    """Memory for what `output_like` describes, for a kernel that writes it beside its output."""
+    layout = output_like(tensor, position).layout
+    return inductor.empty(layout.size, layout.stride, layout.dtype, layout.device)
+
+
 def spills(name: str, choice: Any, most: int) -> bool:
     """Whether a kernel's threads need more than `most` bytes of local memory; compiles it.
 

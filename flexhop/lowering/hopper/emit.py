@@ -90,14 +90,14 @@ class Attempt(NamedTuple):
 
 def emit_first(
     call: KernelCall, name: Name, inputs: Sequence[Any], output: Output,
-    attempts: Sequence[Attempt],
+    attempts: Sequence[Attempt], *, side_by_side: bool = True,
 ) -> Any:  # fmt: skip
     """The launch of the first kernel that `emit_kernel` does not reject, or None.
 
-    While one is compiled to be measured, another worker compiles the next.
+    side_by_side: whether another worker compiles the next while one is compiled to be measured.
     """
     for number, attempt in enumerate(attempts):
-        following = attempts[number + 1 : number + 2]
+        following = attempts[number + 1 : number + 2] if side_by_side else ()
         found = emit_kernel(call, name, inputs, output, *attempt, following)
         if found is not None:
             return found
@@ -118,13 +118,12 @@ def emit_kernel(
         for other in following:
             filled = fill_kernel(call, name, inputs, output, other.constants, other.subgraphs)
             ahead.start(filled)
-    full = f"flexhop_hopper_{name}"
-    if most is not None and spills(full.removeprefix("flexhop_"), choice, most):
+    if most is not None and spills(f"hopper_{name}", choice, most):
         return None
     ahead.start_soon(choice)
     added_to = output.written if subgraphs.sites else ()
     operands = [*inputs, *call.captures, *added_to]
-    result = select(full, [choice], operands, output, subgraphs, call.captures)
+    result = select(f"flexhop_hopper_{name}", [choice], operands, output, subgraphs, call.captures)
     # The kernel stores its result by itself, so nothing can be fused into the store.
     gluon.keep_apart(result)
     return result

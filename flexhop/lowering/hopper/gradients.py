@@ -16,10 +16,10 @@ from torch import fx
 from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import gluon, inductor
 from flexhop.errors import ModLoweringError
-from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, output_like
+from flexhop.lowering.emission.kernel import Captured, KernelCall, Output, empty_like, output_like
 from flexhop.lowering.hopper import backward, bits, schedule
 from flexhop.lowering.hopper.add_order import emit_order, order_size
-from flexhop.lowering.hopper.emit import emit_kernel, fill_kernel
+from flexhop.lowering.hopper.emit import Attempt, emit_first, fill_kernel
 from flexhop.lowering.hopper.mask_bits import bits_size, emit_mask_bits
 from flexhop.lowering.hopper.statistics import drop_padding, prepare, prepared_sizes
 from flexhop.lowering.mods.analysed import JOINT, analysed
@@ -110,16 +110,16 @@ class _Gradients:
         operands = _make_operands(call, args)
         show_plan("backward", lambda: self.plans(problem, call.options, call.passed)[0])
         output = operands.output(output_like(args.key, 1).layout, captured.sums)
-        # One after the other: few kernels are rejected, so the next one is not compiled meanwhile.
-        kernels = (
-            emit_kernel(
-                call, "backward", operands.inputs(), output, backward.constants(problem, tile),
-                inductor.Subgraphs([call.mods.score, call.mods.mask, *joint], captured.sites),
-                most,
-            )
+        functions = [call.mods.score, call.mods.mask, *joint]
+        subgraphs = inductor.Subgraphs(functions, captured.sites)
+        tries = [
+            Attempt(backward.constants(problem, tile), subgraphs, most)
             for tile, most in backward.attempts(problem, call.options)
-        )  # fmt: skip
-        grad_key = next((kernel for kernel in kernels if kernel is not None), None)
+        ]
+        # Few kernels are rejected, so the next one is not compiled meanwhile.
+        grad_key = emit_first(
+            call, "backward", operands.inputs(), output, tries, side_by_side=False
+        )
         if grad_key is None:
             return None
         if operands.stored is not query:
@@ -177,14 +177,9 @@ def _make_operands(call: KernelCall, args: BackwardArgs) -> Operands:
     # The dialect was chosen without knowing its layout, so an unfit one is copied.
     if not gluon.suits_bulk_copies(grad_out):
         grad_out = inductor.contiguous(grad_out)
-    device = inductor.device_of(query)
     lse, rest, delta, counter, grad_query = prepare(call.problem, args)
-    layout = output_like(value, 2).layout
-    grad_value = inductor.empty(layout.size, layout.stride, value.get_dtype(), device)
-    stored = query
-    if schedule.owns_heads(call.problem):
-        layout = output_like(query, 0).layout
-        stored = inductor.empty(layout.size, layout.stride, query.get_dtype(), device)
+    grad_value = empty_like(value, 2)
+    stored = empty_like(query, 0) if schedule.owns_heads(call.problem) else query
     lists, order = block_inputs(args, "q", lse, query), query
     if _order_size(call.problem, query, key) is not None:
         order = emit_order(call.problem, (query, key), lists)

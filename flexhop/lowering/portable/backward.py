@@ -10,11 +10,11 @@ from torch import fx
 
 from flexhop.compat.kernels import inductor
 from flexhop.compat.kernels.pointwise import beside, product
-from flexhop.lowering.emission.kernel import Captured, KernelCall, output_like
+from flexhop.lowering.emission.kernel import Captured, KernelCall, empty_like, output_like
 from flexhop.lowering.operands import block_inputs, both_parts_of_lse, first_part_of_lse
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.emit import begin_kernel, emit_kernel, finish_kernel
+from flexhop.lowering.portable.emit import begin_kernel, emit_kernel
 from flexhop.lowering.portable.forward import NO_TILE
 from flexhop.lowering.portable.plan import plan_kernel
 from flexhop.lowering.portable.rules import (
@@ -65,11 +65,11 @@ class _Gradients:
         inputs = [*operands, *block_inputs(args, "kv", delta, query)]
         of_queries, of_keys = _by_owner(call.problem, captured)
         output = output_like(query, 0, of_queries.sums)
-        by_query = begin_kernel(call, "grad_query", inputs, output, joint, of_queries.sites)
+        finish_query = begin_kernel(call, "grad_query", inputs, output, joint, of_queries.sites)
         lists = block_inputs(args, "q", delta, query)
         finish_keys = _begin_key_value(call, operands, lists, joint, of_keys)
         # Both are compiling by now, if either may spill.
-        return finish_kernel(by_query), *finish_keys()
+        return finish_query(), *finish_keys()
 
     def start(self, call: KernelCall, args: AttentionArgs, joint: fx.GraphModule) -> None:
         """Does nothing: these kernels are compiled with the backward graph."""
@@ -90,13 +90,10 @@ def _by_owner(problem: Problem, captured: Captured) -> tuple[Captured, Captured]
     dtype = "tl.float64" if is_float32(problem) else "tl.float32"
     by_query, by_key = [], []
     for site in captured.sites:
-        is_of_keys = site.uses_kv_idx and not site.uses_q_idx
-        if is_of_keys and site.loop is not None:
-            by_key.append(site._replace(is_transposed=True))
-        elif (site.uses_q_idx and site.uses_kv_idx) or site.loop is not None:
-            by_query.append(site)
-        else:
-            (by_key if is_of_keys else by_query).append(site._replace(kept=dtype))
+        is_of_pairs = site.uses_q_idx and site.uses_kv_idx
+        if not is_of_pairs and site.loop is None:
+            site = site._replace(kept=dtype)
+        (by_query if is_of_pairs or not site.uses_kv_idx else by_key).append(site)
     return Captured(sums if by_query else (), by_query), Captured(sums if by_key else (), by_key)
 
 
@@ -111,12 +108,7 @@ def _emit_together(
     query, key, value, *_ = operands
     by_pairs, by_keys = _by_owner(call.problem, captured)
     sites = [*by_pairs.sites, *by_keys.sites]
-    sites = [site._replace(is_transposed=True) for site in sites]
-    layout = output_like(query, 0).layout
-    device = inductor.device_of(query)
-    grad_query = inductor.empty(layout.size, layout.stride, query.get_dtype(), device)
-    strides = output_like(value, 2).layout.stride
-    grad_value = inductor.empty(value.get_size(), strides, value.get_dtype(), device)
+    grad_query, grad_value = empty_like(query, 0), empty_like(value, 2)
     inputs = [*operands, grad_value, grad_query, *lists]
     output = output_like(key, 1, [grad_value, grad_query, *captured.sums])
     grad_key = emit_kernel(call, "gradients", inputs, output, joint, sites)
@@ -137,21 +129,18 @@ def _begin_key_value(
     own = joint if captured.sites else joint[:1]
     _, key, value, *_ = operands
     if len(key_value_kernels(call.problem)) == 1:
-        strides = output_like(value, 2).layout.stride
-        grad_value = inductor.empty(
-            value.get_size(), strides, value.get_dtype(), value.get_device()
-        )
+        grad_value = empty_like(value, 2)
         inputs = [*operands, grad_value, operands[0], *lists]
         output = output_like(key, 1, [grad_value, *captured.sums])
-        begun = begin_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
-        return lambda: (finish_kernel(begun), grad_value)
+        finish_key = begin_kernel(call, "grad_key_value", inputs, output, own, captured.sites)
+        return lambda: (finish_key(), grad_value)
     # DV and DQ are not written: others stand in. Kernels of heads in pieces have none.
     stand_in = [] if call.problem.is_wide else [value, operands[0]]
     inputs = [*operands, *stand_in, *lists]
     output = output_like(key, 1, captured.sums)
-    of_key = begin_kernel(call, "grad_key", inputs, output, own, captured.sites)
-    of_value = begin_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
-    return lambda: (finish_kernel(of_key), finish_kernel(of_value))
+    finish_key = begin_kernel(call, "grad_key", inputs, output, own, captured.sites)
+    finish_value = begin_kernel(call, "grad_value", inputs, output_like(value, 2), joint[:1])
+    return lambda: (finish_key(), finish_value())
 
 
 def _lse(problem: Problem, args: BackwardArgs, delta: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flexhop.compat.graphs import ahead
 from flexhop.compat.kernels import inductor
@@ -14,7 +14,7 @@ from flexhop.lowering.operands import benchmark_inputs
 from flexhop.lowering.plan import show_plan
 from flexhop.lowering.portable import kernels, splits
 from flexhop.lowering.portable.plan import plan_kernel
-from flexhop.lowering.portable.rules import Kernel
+from flexhop.lowering.portable.rules import OVER_KEYS, Kernel
 from flexhop.lowering.portable.shared import is_float32
 from flexhop.lowering.portable.special_tiles import LOCAL_BYTES, shorter
 from flexhop.lowering.problem import Problem
@@ -99,26 +99,9 @@ def _template(kernel: Kernel, extras: tuple[str, ...], *, is_cached: bool, is_wi
     return inductor.make_template(name, _GRIDS[file], text, *of_cache)
 
 
-class Begun(NamedTuple):
-    """A kernel whose choices are filled, and which may be compiling; see `begin_kernel`."""
-
-    kernel: Kernel
-    fill: Callable[[Sequence[Tile]], list[Any]]
-    choices: list[Any]
-    shorter: Tile | None
-    finish: Callable[[list[Any]], Any]
-
-
-def emit_kernel(
-    call: KernelCall,
-    kernel: Kernel,
-    inputs: Sequence[Any],
-    output: Output,
-    joint: Sequence[Any] = (),
-    sites: Sequence[inductor.ScatterSite] = (),
-) -> Any:
-    """Emit one kernel. Args: see `begin_kernel`."""
-    return finish_kernel(begin_kernel(call, kernel, inputs, output, joint, sites))
+def emit_kernel(*args: Any) -> Any:
+    """The result of a kernel; args as of `begin_kernel`."""
+    return begin_kernel(*args)()
 
 
 def begin_kernel(
@@ -128,8 +111,10 @@ def begin_kernel(
     output: Output,
     joint: Sequence[Any] = (),
     sites: Sequence[inductor.ScatterSite] = (),
-) -> Begun:
+) -> Callable[[], Any]:
     """Fill the template of a kernel; if it may spill, a worker begins to compile it.
+
+    Returns what finishes it: the kernel's result, which has a shorter tile if it spills.
 
     Args:
         call: data that all kernels of the call share.
@@ -151,6 +136,7 @@ def begin_kernel(
     template = _template(
         kernel, extras, is_cached=problem.cache is not None, is_wide=problem.is_wide
     )
+    sites = [site._replace(is_transposed=kernel in OVER_KEYS) for site in sites]
     functions = [call.mods.score, call.mods.mask, *call.readers, *joint]
     subgraphs = inductor.Subgraphs(functions, sites, dropout)
 
@@ -158,32 +144,32 @@ def begin_kernel(
         variants = _variants(call, kernel, tiles)
         return fill(template, inputs, output, variants, subgraphs, problem)
 
-    def finish(choices: list[Any]) -> Any:
-        generators = {}
-        blocks, first = problem.blocks, len(inputs) - _NUM_LISTS
-        if blocks is not None:
-            merged = kernel == "decode" and splits.merges_lists(problem)
-            generators = benchmark_inputs(inputs, first, blocks, has_states=merged)
+    tiles = _tiles(call, kernel)
+    choices, may_spill = fill_tiles(tiles), _may_spill(call, kernel, tiles)
+    if may_spill:
+        ahead.begin(choices[0])
+
+    def finish() -> Any:
+        fitting = choices
+        if may_spill and spills(kernel, choices[0], LOCAL_BYTES[kernel]):
+            fitting = fill_tiles([shorter(kernel, tiles[0])])
         # Sums that the kernel adds to are inputs as well: their zeros must be there first.
         added_to = [x for x in output.written if not any(x is given for given in inputs)]
         operands = [*inputs, *call.captures, *call.seed, *added_to]
+        generators = _generators(problem, kernel, inputs)
         name = f"flexhop_{kernel}"
-        return select(name, choices, operands, output, subgraphs, call.captures, generators)
+        return select(name, fitting, operands, output, subgraphs, call.captures, generators)
 
-    tiles = _tiles(call, kernel)
-    choices = fill_tiles(tiles)
-    if not _may_spill(call, kernel, tiles):
-        return Begun(kernel, fill_tiles, choices, None, finish)
-    ahead.begin(choices[0])
-    return Begun(kernel, fill_tiles, choices, shorter(kernel, tiles[0]), finish)
+    return finish
 
 
-def finish_kernel(begun: Begun) -> Any:
-    """The kernel's result. If it spills, with the smaller tile."""
-    kernel, choices = begun.kernel, begun.choices
-    if begun.shorter is not None and spills(kernel, choices[0], LOCAL_BYTES[kernel]):
-        choices = begun.fill([begun.shorter])
-    return begun.finish(choices)
+def _generators(problem: Problem, kernel: Kernel, inputs: Sequence[Any]) -> Mapping[int, Any]:
+    """Contents of the block lists while choices are timed."""
+    if problem.blocks is None:
+        return {}
+    merged = kernel == "decode" and splits.merges_lists(problem)
+    first = len(inputs) - _NUM_LISTS
+    return benchmark_inputs(inputs, first, problem.blocks, has_states=merged)
 
 
 def _tiles(call: KernelCall, kernel: Kernel) -> list[Tile]:

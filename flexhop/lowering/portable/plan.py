@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from flexhop.lowering.plan import KernelPlan
 from flexhop.lowering.portable import kernels, splits
-from flexhop.lowering.portable.rules import Kernel
+from flexhop.lowering.portable.rules import OVER_KEYS, Kernel
 from flexhop.lowering.portable.tiles import table_rule, table_tile
 from flexhop.lowering.problem import Problem, round_head_dim
 from flexhop.options import KernelOptions, Tile
-
-_OVER_KEYS = (
-    "gradients",
-    "grad_key_value",
-    "grad_key",
-    "grad_value",
-    "jvp_grad_key",
-    "jvp_grad_value",
-)  # kernels whose programs own keys
 
 
 def plan_kernel(
@@ -92,7 +83,7 @@ def _programs(kernel: Kernel, problem: Problem, options: KernelOptions, tile: Ti
         heads = problem.batch * problem.query_heads // splits.packed_heads(problem)
         shares = kernels.num_splits(problem, options)
         return splits.row_tiles(problem, tile.block_m) * heads * shares
-    if kernel in _OVER_KEYS:
+    if kernel in OVER_KEYS:
         batch = 1 if problem.kv_batch_shared else problem.batch
         block = blocks.kv_size if blocks is not None else tile.block_n
         return _tiles(problem.key_len, block, tile.block_n) * batch * problem.kv_heads

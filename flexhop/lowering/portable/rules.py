@@ -14,6 +14,10 @@ Kernel = Literal[
     "gradients", "grad_query", "grad_key_value", "grad_key", "grad_value",
     "jvp_grad_query", "jvp_grad_key", "jvp_grad_value",
 ]  # fmt: skip
+# Kernels whose programs own keys: their tiles are keys by queries.
+OVER_KEYS: tuple[Kernel, ...] = (
+    "gradients", "grad_key_value", "grad_key", "grad_value", "jvp_grad_key", "jvp_grad_value",
+)  # fmt: skip
 Tiles = dict[Kernel, dict[int, Tile]]  # by kernel and width of the wider head
 FEW_COLUMNS = 32
 SHORT_ROW = 16  # numbers of a row; tiles of mods with such rows are measured
