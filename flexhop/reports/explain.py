@@ -122,7 +122,7 @@ def explain(
     if isinstance(page_table, PageTable):
         tables = (_stand_in(t, _home(block_mask)) for t in (page_table.pages, page_table.lengths))
         keywords["page_table"] = PageTable(next(tables), page_table.page_size, next(tables))
-    with hop.without_modes():
+    with hop.as_compiled():
         args = _trace([_stand_in(tensor, _home(block_mask)) for tensor in tensors], keywords)
         wants_lse = return_lse or (return_aux is not None and return_aux.lse)
         found = dry_run.survey(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz import later, made, masks, scores, users
+from tests.fuzz import later, made, masks, rarer, scores, users
 from tests.fuzz.masks import BY_BATCH, BY_HEAD
 from tests.fuzz.plan import Around, Derivative, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
@@ -63,7 +63,8 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         lse=r.random() < 0.4, max_scores=r.random() < 0.15, sinks=r.random() < 0.1,
         dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
-    for name, newer in (("made", made), ("users", users), ("later", later)):
+    for newer in (made, users, later, rarer):
+        name = newer.__name__.rpartition(".")[2]
         if seed >= newer.FIRST:  # problems keep their numbers
             plan = _with_more(random.Random(f"{name} {seed}"), plan, newer)
     plan = dataclasses.replace(plan, **_of_family(r, plan))
@@ -112,8 +113,9 @@ def _with_more(r: random.Random, plan: Plan, newer: Any) -> Plan:
     others += [name for name in more if name not in first]
     return dataclasses.replace(
         plan, masks=(*plan.masks, *more_masks), scores=(*first, *others, *hiding),
-        learned=(*plan.learned, *learned), by_batch=plan.by_batch or "ends_of_batch" in more_masks,
-        by_head=plan.by_head or bool(users.BY_HEAD & {*more_masks}),
+        learned=(*plan.learned, *learned),
+        by_batch=plan.by_batch or bool(BY_BATCH & {*more_masks}),
+        by_head=plan.by_head or bool(BY_HEAD & {*more_masks}),
     )  # fmt: skip
 
 

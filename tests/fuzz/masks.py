@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz import later, made, users
+from tests.fuzz import later, made, rarer, users
 from tests.fuzz.functions import Entry, span
 
 POSITIONS: dict[str, Entry] = {
@@ -220,20 +220,27 @@ CAPTURES: dict[str, Entry] = {
 }  # fmt: skip
 
 OLDER = POSITIONS | CAPTURES
-MASKS = OLDER | made.MASKS | users.MASKS | later.MASKS
-BY_BATCH = frozenset(
-    {
-        "lengths",
-        "padding_and_causal",
-        "by_batch",
-        "documents",
-        "documents_by_row",
-        "prefix",
-        "prefix_causal",
-        "expanded",
-        "keys",
-    }
+MASKS = OLDER | made.MASKS | users.MASKS | later.MASKS | rarer.MASKS
+BY_BATCH = (
+    frozenset(
+        {
+            "lengths",
+            "padding_and_causal",
+            "by_batch",
+            "documents",
+            "documents_by_row",
+            "prefix",
+            "prefix_causal",
+            "expanded",
+            "keys",
+            "ends_of_batch",
+        }
+    )
+    | rarer.BY_BATCH
 )
-BY_HEAD = frozenset(
-    {"heads", "by_head", "head_choice", "table_of_heads", "expanded", "wrapped"}
-) | {"bits_of_heads", "sparse_blocks"}
+BY_HEAD = (
+    frozenset({"heads", "by_head", "head_choice", "table_of_heads", "expanded", "wrapped"})
+    | {"bits_of_heads", "sparse_blocks"}
+    | users.BY_HEAD
+    | rarer.BY_HEAD
+)

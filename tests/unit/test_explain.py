@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.nn.functional import hardsigmoid, softshrink
 
 import flexhop
 from flexhop import errors
@@ -398,6 +399,24 @@ def test_a_derivative_that_no_kernel_computes_is_refused():
     tensors = [torch.zeros(1, 2, 64, 32, requires_grad=True)] * 3
     with pytest.raises(ModLoweringError, match="cannot be compiled"):
         flexhop.explain(*tensors, mod, capability=(9, 0))
+
+
+DERIVATIVES = {
+    "minimum": lambda s, b, h, q, k: torch.minimum(s, 1.0 - s),
+    "maximum": lambda s, b, h, q, k: torch.maximum(s, s * 0.5),
+    "fmax": lambda s, b, h, q, k: torch.fmax(s, -s),
+    "copysign": lambda s, b, h, q, k: torch.copysign(s, (q - k) + 0.5),
+    "softshrink": lambda s, b, h, q, k: softshrink(s, 0.3),
+    "hardsigmoid": lambda s, b, h, q, k: hardsigmoid(s),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_that_write_in_place_or_have_no_kernel_of_their_own(name):
+    """Compilation makes them functional, and decomposes the function first."""
+    tensors = [torch.zeros(1, 2, 64, 32, requires_grad=True)] * 3
+    report = flexhop.explain(*tensors, DERIVATIVES[name], capability=(9, 0))
+    assert report.score_mod_grad
 
 
 def test_a_function_in_place_of_query():

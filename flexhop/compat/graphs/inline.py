@@ -63,6 +63,7 @@ def decompose(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with hop.isolated_trace(*inputs), torch.no_grad():
         run = torch.fx.Interpreter(graph).run
+        run = torch.func.functionalize(run) if _writes(graph) else run
         return make_fx(run, decomposition_table=select_decomp_table())(*inputs)
 
 
@@ -189,7 +190,7 @@ class _DenseTangents(TorchDispatchMode):
 
 
 def _writes(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph writes in place, as PyTorch's derivative of torch.copysign does."""
+    """Whether a graph writes in place, as PyTorch's derivatives of copysign and minimum do."""
     called = (node.target for node in graph.graph.nodes if node.op == "call_function")
     return any(isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable for op in called)
 

@@ -112,7 +112,7 @@ def lower(
             mod=mod,
             operation=str(node.target) if node is not None else "an operation",
             location=line_of(node),
-            reason="it is no pointwise operation",
+            reason="it is no pointwise operation, or Inductor has no code for it",
         ) from error
     # A mod has one output, a joint graph several.
     outputs = lowering.graph_outputs

@@ -21,7 +21,7 @@ from torch._C._functorch import (
     maybe_get_level,
     unwrap_if_dead,
 )
-from torch._dispatch.python import suspend_functionalization
+from torch._dispatch.python import enable_python_dispatcher, suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import (
@@ -56,6 +56,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "Operator",
+    "as_compiled",
     "below_autograd",
     "can_checkpoint",
     "capture_like",
@@ -365,6 +366,13 @@ def isolated_trace(*tensors: Any) -> Iterator[FakeTensorMode]:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Temporarily leave every dispatch mode, such as a FakeTensorMode around the caller."""
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Trace as compilers do: without modes, and with operators such as softshrink decomposed."""
+    with _disable_current_modes(), enable_python_dispatcher():
+        yield
 
 
 def capture_like(value: Any) -> Any:
