@@ -33,7 +33,7 @@ from benchmarks.report import cell, geometric_mean, row
 from benchmarks.timing import Stopwatch, fastest, interleaved
 from benchmarks.turns import last_words
 from tests.case_inputs import Random, Shape
-from tests.fuzz import later
+from tests.fuzz import later, rarer
 from tests.fuzz.functions import chain_scores, combine_masks
 from tests.fuzz.masks import BY_BATCH, BY_HEAD, MASKS
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
@@ -51,7 +51,7 @@ WORK = 3e11  # operations of a dense forward pass, about half a millisecond on a
 LIBRARIES: dict[str, ModuleType] = {"flexhop": flexhop, "in-tree": intree}
 PORTABLE = "portable"  # flexhop without its Hopper kernels
 DIRECTIONS = ("fwd", "bwd")
-LATER = 710_000  # the smallest number of a problem that may have functions of tests/fuzz/later.py
+NEWER = {710_000: later, 760_000: rarer}  # the smallest numbers of problems that may have these
 STARTED, DONE = "started ", "done "
 SLOW = 1.05  # times as fast as another's pass: whatever is below is measured again
 AGAIN = 150.0  # seconds for that, after the problems
@@ -84,10 +84,9 @@ def draw(number: int, shrunk: int = 1, sizes: str = "training") -> Drawn:
     """The problem of a number; on a CPU its lengths are divided."""
     r = random.Random(f"speed {number}" if sizes == "training" else f"{sizes} {number}")
     # Problems keep their numbers.
-    masks, names = (
-        sorted(name for name in known if number >= LATER or name not in newer)
-        for known, newer in ((MASKS, later.MASKS), (SCORES, later.SCORES))
-    )
+    unknown = [newer for first, newer in NEWER.items() if number < first]
+    masks = sorted({*MASKS}.difference(*(newer.MASKS for newer in unknown)))
+    names = sorted({*SCORES}.difference(*(newer.SCORES for newer in unknown)))
     mask_names = tuple(r.sample(masks, r.choice([0, 1, 1, 1, 2])))
     names = r.sample(names, r.choice([0, 1, 1, 1, 2] if mask_names else [1, 1, 2]))
     ignoring = [name for name in names if name in IGNORING][:1]
