@@ -6,6 +6,8 @@ windows in two and three dimensions; functions that few users know.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -30,6 +32,12 @@ def _two_rows(left, right, width, factor=1.0):
         return {left: factor * r.normal(s.q_len, width), right: factor * r.normal(s.kv_len, width)}
 
     return captures
+
+
+def _alike(*tensors):
+    """Of one dtype: the oracle has learned tensors in fp64, and products take no two dtypes."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _in_window(place):
@@ -72,8 +80,25 @@ def _mixed(c):
 
 def _layer(c):
     def mod(s, b, h, q, k):
-        hidden = torch.tanh(c.layer @ c.input_of[k] + c.layer_bias)
+        layer, inputs = _alike(c.layer, c.input_of)
+        hidden = torch.tanh(layer @ inputs[k] + c.layer_bias)
         return s + (hidden * c.layer_out).sum()
+
+    return mod
+
+
+def _bilinear(c):
+    def mod(s, b, h, q, k):
+        left, form, right = _alike(c.form_left, c.form, c.form_right)
+        return s + left[q] @ form[h] @ right[k]
+
+    return mod
+
+
+def _einsum(c):
+    def mod(s, b, h, q, k):
+        left, right = _alike(c.sum_left, c.sum_right)
+        return s + torch.einsum("i,i->", left[q], right[k])
 
     return mod
 
@@ -112,8 +137,7 @@ SCORES: dict[str, Entry] = {
         _two_rows("dot_left", "dot_right", 16, 0.4), ("dot_left", "dot_right"),
     ),
     "einsum": Entry(
-        lambda c: lambda s, b, h, q, k: s + torch.einsum("i,i->", c.sum_left[q], c.sum_right[k]),
-        _two_rows("sum_left", "sum_right", 6, 0.5), ("sum_left", "sum_right"),
+        _einsum, _two_rows("sum_left", "sum_right", 6, 0.5), ("sum_left", "sum_right"),
     ),
     "similar": Entry(
         lambda c: lambda s, b, h, q, k: s + F.cosine_similarity(c.look[q], c.seen[k], dim=-1),
@@ -151,7 +175,7 @@ SCORES: dict[str, Entry] = {
         ("layer", "input_of", "layer_bias", "layer_out"),
     ),
     "bilinear": Entry(
-        lambda c: lambda s, b, h, q, k: s + c.form_left[q] @ c.form[h] @ c.form_right[k],
+        _bilinear,
         lambda s, r: _two_rows("form_left", "form_right", 4, 0.5)(s, r)
         | {"form": r.normal(s.heads, 4, 4)},
         ("form_left", "form", "form_right"),
