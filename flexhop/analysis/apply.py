@@ -57,6 +57,8 @@ def apply(
     found = [a for a in args if isinstance(a, Interval)]
     if operator is None or set(kwargs) - HARMLESS - set(operator.options):
         return unknown(dtype, uses_of(found))
+    if _is_complex(dtype, args):
+        return unknown(dtype, uses_of(found))
     options = {name: kwargs[name] for name in operator.options if name in kwargs}
     if any(isinstance(option, Interval) for option in options.values()):
         return unknown(dtype)
@@ -71,6 +73,13 @@ def apply(
     result = Interval(low, high, dtype, nan[0] if nan else False, static, uses_of(found))
     result, is_safe = _settled(operator, result, found)
     return _attained(packet, operator.traits, result, args) if is_safe else result
+
+
+def _is_complex(dtype: torch.dtype, args: Sequence[Any]) -> bool:
+    """Whether numbers without an order are among the operands or results."""
+    kinds = (a.dtype for a in args if isinstance(a, Interval))
+    is_number = any(isinstance(a, complex) for a in args)
+    return is_number or dtype.is_complex or any(kind.is_complex for kind in kinds)
 
 
 def _plain(a: Interval) -> Interval:

@@ -181,9 +181,24 @@ def constant_of(value: Any) -> Any:
 
 
 def is_float(node: Any) -> bool:
-    """Whether a node is a tensor of floats, through which gradients flow."""
+    """Whether a node is a tensor of floats."""
     dtype = dtype_of(node)
     return dtype is not None and dtype.is_floating_point
+
+
+def carries_gradients(node: fx.Node) -> bool:
+    """Whether gradients flow through a node: what has several results, such as a maximum and its
+    place, carries them if one of these does."""
+    value = node.meta.get("val")
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    return any(
+        isinstance(of, Tensor) and (of.is_floating_point() or of.is_complex()) for of in results
+    )
+
+
+def passes_gradients(node: fx.Node) -> bool:
+    """Whether gradients of a node reach its operands."""
+    return carries_gradients(node) and node.target is not aten.detach.default
 
 
 def dependents(

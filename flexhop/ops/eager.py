@@ -311,8 +311,8 @@ def zero_totals(args: BackwardArgs) -> Totals:
         torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (args.key, args.value)
     )
     captured = tuple(
-        torch.zeros(args.score_captures[i].shape, dtype=dtype, device=args.query.device)
-        for i in learned_captures(args.sites)
+        torch.zeros(t.shape, dtype=torch.promote_types(dtype, t.dtype), device=args.query.device)
+        for t in (args.score_captures[i] for i in learned_captures(args.sites))
     )
     return grad_key, grad_value, captured
 

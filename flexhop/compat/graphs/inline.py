@@ -216,7 +216,7 @@ def _hide_scatter_indices(part: torch.fx.GraphModule) -> None:
     nodes = part.graph.find_nodes(op="call_function", target=aten.index_put.default)
     for node in nodes:
         total, indices, values, *accumulate = node.args
-        if accumulate != [True]:
+        if accumulate != [True] or total.meta["val"].is_complex():  # which no such kernel adds
             continue
         with part.graph.inserting_before(node):
             rows = _per_place(part.graph, values, total, len(indices))

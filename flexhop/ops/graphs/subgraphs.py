@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES, dependents, is_float
+from flexhop.analysis import INDICES, dependents, passes_gradients
 from flexhop.compat.compilation import copy_of, forms_of, once, say
 from flexhop.compat.kept import is_marked, mark
 from flexhop.compat.modes import DetachMode
@@ -276,8 +276,7 @@ def _followers(graph: fx.GraphModule, given: Sequence[int]) -> list[bool]:
     """Which results of a graph have a tangent if the inputs `given` have one."""
     inputs = graph.graph.find_nodes(op="placeholder")
     moved = {inputs[i] for i in given}
-    passes = lambda node: is_float(node) and node.target is not aten.detach.default  # noqa: E731
-    moved |= dependents(moved, passes)
+    moved |= dependents(moved, passes_gradients)
     return [node in moved for node in cast("Any", graph.graph.output_node().args[0])]
 
 

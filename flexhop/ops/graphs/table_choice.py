@@ -6,17 +6,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from flexhop.analysis import (
     Analysis,
     Coordinate,
+    carries_gradients,
     dependents,
     instructions_in_mask,
     instructions_of,
-    is_float,
     name_of,
+    passes_gradients,
     paths_below,
     reached,
 )
@@ -90,7 +90,7 @@ class Choice:
         self._extents = tuple(Extents(found, of) for of in (sizes.now, sizes.longer()))
         needs = may_derive(captures)
         trained = {n for n, need in zip(found.mod.captures, needs, strict=True) if need}
-        self.trained = trained | dependents(trained, _passes_gradients)
+        self.trained = trained | dependents(trained, passes_gradients)
         heads, kernels = found.forms.seen(found.mod.result).others, wanted.kernels
         self._is_asked_by_head = "h" in heads and kernels.reads_in_masks
         self.training = Training(found, self.trained, wanted.kernels)
@@ -243,7 +243,7 @@ class Choice:
         """Whether unread entries could spoil the gradient of a captured tensor."""
         if node not in self.trained:
             return False
-        floats = reached(node, lambda current: filter(is_float, current.all_input_nodes))
+        floats = reached(node, lambda current: filter(carries_gradients, current.all_input_nodes))
         return any(name_of(current) in _UNBOUNDED for current in floats)
 
     def cost(self, tables: Sequence[Table], root: fx.Node) -> float:
@@ -276,7 +276,3 @@ def reached_beside(root: fx.Node, tables: Mapping[fx.Node, Table]) -> Collection
 def _parts_beyond(node: fx.Node) -> list[fx.Node]:
     """What a node needs and no kernel computes."""
     return [part for part in reached(node) if is_beyond_kernels(part)]
-
-
-def _passes_gradients(node: fx.Node) -> bool:
-    return is_float(node) and node.target is not torch.ops.aten.detach.default

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, dependents, is_float
+from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, carries_gradients, dependents
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.own_backward import has_own_backward
 from flexhop.compat.operators import hop, transforms
@@ -184,7 +184,7 @@ def _stops(
     given, needs = graph.graph.find_nodes(op="placeholder"), may_derive(captures)
     roots = {n for n, need in zip(given[len(inputs) :], needs, strict=True) if need}
     roots |= {n for n, name in zip(given, inputs, strict=False) if name == "score"}
-    followed = dependents(roots, is_float)
+    followed = dependents(roots, carries_gradients)
     stops = graph.graph.find_nodes(op="call_function", target=aten.detach.default)
     return [node for node in stops if node in followed]
 

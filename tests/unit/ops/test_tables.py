@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 import flexhop
 from benchmarks.unusual import t5_bucket
@@ -197,6 +198,18 @@ def detached_tensor(s, b, h, q, k, table):
     return torch.sin(s) + table.detach()[h, h] * torch.cosh(table[t5_bucket(k - q), h])
 
 
+def one_of_two_results(s, b, h, q, k, table):
+    """Gradients flow through operators with several results."""
+    largest, soft = torch.stack([s, s * s]).max(0).values, logsigmoid(s)
+    bias = table[t5_bucket(k - q), h]
+    return largest * largest.detach() + torch.sin(soft + 0.3 * soft.detach()) + bias.exp()
+
+
+def sorted_table(s, b, h, q, k, table):
+    ordered = table.sort(0).values[k % 32, h]
+    return torch.sin(s) + ordered.detach().exp() * table[t5_bucket(k - q), h].cos()
+
+
 def without_gradients(s, b, h, q, k, table):
     with torch.no_grad():
         largest = torch.maximum(s, table[t5_bucket(k - q), h])
@@ -209,6 +222,7 @@ DETACHED = {
     half_of_table: 2,
     detached_factor: 3,
     detached_tensor: 1,
+    one_of_two_results: 1,
     without_gradients: 2,
 }
 
@@ -232,6 +246,16 @@ def test_what_the_user_detached_stays_detached(mod):
         derivatives.append((made, *grads, *again))
     for wanted, got in zip(*derivatives, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_sorted_table_that_the_user_detached_stays_detached():
+    found = tabulate(arguments(sorted_table, T5))
+    assert found is not None
+    grads = [
+        torch.autograd.grad(scores(mod, captures).sum(), T5)[0]
+        for mod, captures in ((sorted_table, (T5,)), (found.mod, found.captures))
+    ]
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_a_part_of_the_score_that_the_user_detached_stays_detached():
