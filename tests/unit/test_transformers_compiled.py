@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-from flexhop.compat.graphs.repeated import merge_repeated
+from flexhop.compat.graphs.retry import merge_repeated
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
