@@ -28,7 +28,12 @@ from flexhop.lowering.hopper.tiles import (
     wider,
 )
 from flexhop.lowering.portable import kernels
-from flexhop.lowering.portable.rules import FEW_COLUMNS, fits_blocks, has_few_columns
+from flexhop.lowering.portable.rules import (
+    FEW_COLUMNS,
+    fits_blocks,
+    has_at_most,
+    has_few_columns,
+)
 from flexhop.lowering.portable.shared import row_bytes_ahead, weighing
 from flexhop.lowering.problem import ModFacts, Problem
 from flexhop.options import KernelOptions
@@ -52,6 +57,9 @@ _WIDTH_OF_READS, _COSTLY_MASK, _COSTLY_SCORE_OF_IDS = 64, 6, 6
 # windows of 32 and 256 in 1024 and 2048, 0.97 to 1.0 for a causal mask in 1024, 0.97 to 1.02 for
 # documents in 4096; and 0.91 to 1.1 without a score_mod.
 _FEW_KEYS, _FEW_KEYS_OF_WINDOWS, _CHEAP_MASK = 1024, 2048, 8
+# Keys up to which the Hopper kernel is faster all the same: 0.77 to 0.98 of the time with 128 keys
+# and a score_mod, 0.90 and 0.94 with 256 keys and a bias of keys; equal with 512.
+_ONE_TILE, _FEW_READ_KEYS = 128, 256
 # With few columns the portable kernel is as fast (0.98 to 1.3 times) under a mask that stays a
 # function or has up to so many instructions, and 1.1 times without mask and score_mod. A mask of
 # 10.3, which becomes bits, took it 1.02 times as long, tables by distance 1.9 to 2.4 times.
@@ -182,12 +190,13 @@ def _slower_reads(problem: Problem) -> Iterator[str]:
     # ms for documents with a bias. Others would be asked in nearly all.
     reads_ids = bits.reads_ids(problem, stored)
     saves_bits = stored.blocks and not reads_ids
-    if mods.key_bytes and not (mods.reads_per_element or saves_bits):
+    has_steps = not has_at_most(problem, _FEW_READ_KEYS if mods.key_bytes else _ONE_TILE)
+    if mods.key_bytes and has_steps and not (mods.reads_per_element or saves_bits):
         yield "score_mod reads at keys, and the portable kernel does so ahead"
-    if _has_short_mask(problem) and mods.score_cost >= 1:
+    if _has_short_mask(problem) and has_steps and mods.score_cost >= 1:
         yield "with a score_mod under a mask of so few keys the portable kernel is faster"
     is_costly = mods.score_cost >= _COSTLY_SCORE_OF_IDS
-    if reads_ids and is_costly and not _follows_distances(mods):
+    if reads_ids and is_costly and has_steps and not _follows_distances(mods):
         yield (
             "mask_mod leaves most blocks whole, and score_mod takes about "
             f"{mods.score_cost:.0f} instructions per score: from {_COSTLY_SCORE_OF_IDS} on the "

@@ -97,6 +97,11 @@ def key_value_kernels(problem: Problem) -> tuple[Kernel, ...]:
     return ("grad_key_value",)
 
 
+def has_at_most(problem: Problem, keys: int) -> bool:
+    """Whether a call is known to have at most so many keys."""
+    return problem.key_len <= keys and not problem.key_len_varies
+
+
 def has_few_keys(problem: Problem, options: KernelOptions) -> bool:
     """Whether one kernel computes all gradients, because a tile holds all keys of a head.
 
@@ -107,8 +112,7 @@ def has_few_keys(problem: Problem, options: KernelOptions) -> bool:
     """
     blocks, columns = problem.blocks, max(problem.head_dim, problem.value_head_dim)
     tile = 64 if problem.key_len <= 64 or columns > 64 else 128
-    is_one = problem.key_len <= tile and not problem.key_len_varies
-    is_one = is_one and (blocks is None or blocks.kv_size % tile == 0)
+    is_one = has_at_most(problem, tile) and (blocks is None or blocks.kv_size % tile == 0)
     computes = blocks is not None or problem.mods.has_score_mod or problem.query_len > tile
     is_one = is_one and (tile == 64 or computes)
     is_usual = problem.itemsize == 2 and columns <= 128 and problem.cache is None

@@ -1,12 +1,14 @@
-"""Which calls have one kernel for all gradients, because a tile holds all keys of a head."""
+"""Calls of which a tile holds all keys of a head: kernels for gradients, and forward tiles."""
 
 import dataclasses
 
 import pytest
 import torch
 
+from flexhop.lowering.hopper.forward import slower
 from flexhop.lowering.portable import kernels
 from flexhop.lowering.portable.rules import adders, backward_kernels
+from flexhop.lowering.portable.tiles import table_tile
 from flexhop.lowering.problem import GradFacts, MaskBlocks
 from flexhop.options import KernelOptions, Tile
 from tests.problems import problem
@@ -85,3 +87,43 @@ def test_a_tile_holds_all_keys_and_fits(width, queries, keys):
         assert needed <= call.device.shared_memory
     else:
         assert width > 64 and keys > 64
+
+
+CAUSAL = {"blocks": MaskBlocks(128, 128, True), "mask_cost": 3.0}
+TOKENS = {"head_dim": 64, "value_head_dim": 64, "has_score_mod": True, "score_cost": 3.0}
+OF_KEYS = {"key_bytes": frozenset({4})}
+AHEAD, QUICK = "score_mod reads at keys", "under a mask of so few keys"
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts", "reason"),
+    [
+        (128, CAUSAL, ""),
+        (129, CAUSAL, QUICK),
+        (256, OF_KEYS, ""),
+        (257, OF_KEYS, AHEAD),
+        (256, {**CAUSAL, **OF_KEYS}, ""),
+        (257, {**CAUSAL, **OF_KEYS}, QUICK),
+        (128, {**CAUSAL, "key_len_varies": True}, QUICK),
+    ],
+)
+def test_a_tile_of_keys_takes_the_hopper_kernel(keys, facts, reason):
+    lengths = {"query_len": keys, "key_len": keys}
+    found = "; ".join(slower(problem(**TOKENS | lengths | facts), AUTO))
+    assert (reason in found) if reason else not found
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts", "tile"),
+    [
+        (64, CAUSAL | {"mask_reads": True}, Tile(64, 32, 4, 2)),
+        (64, CAUSAL, Tile(64, 64, 4, 3)),
+        (64, CAUSAL | {"mask_reads": True, "key_len_varies": True}, Tile(64, 128, 4, 2)),
+        (64, CAUSAL | {"mask_reads": True, "architecture": 80}, Tile(128, 64, 4, 3)),
+        (128, OF_KEYS, Tile(64, 64, 4, 3)),
+        (129, OF_KEYS, Tile(64, 128, 4, 2)),
+        (128, {"has_score_mod": False}, Tile(128, 64, 8, 3)),
+    ],
+)
+def test_forward_tiles(keys, facts, tile):
+    assert table_tile("forward", problem(**TOKENS | {"key_len": keys} | facts)) == tile
