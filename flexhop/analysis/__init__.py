@@ -16,7 +16,6 @@ An operator without a rule (operators.py) is unknown, which is always sound: its
 number of its dtype, and it depends on everything that its operands depend on.
 """
 
-from flexhop.analysis.answers import Answers
 from flexhop.analysis.boxes import evaluate, evaluate_result, plain_inputs
 from flexhop.analysis.cases import Cases
 from flexhop.analysis.conditions import All, AtLeast, Choice, Equals, Leaf, Some, Truth, number_set
@@ -34,6 +33,7 @@ from flexhop.analysis.ends import Ends, quotient_of
 from flexhop.analysis.facts import Analysis, Facts, analyse
 from flexhop.analysis.forms import Coordinate, Form, Forms, Seen, Split, agreed
 from flexhop.analysis.graph import (
+    Answers,
     Mod,
     carries_gradients,
     constant_of,

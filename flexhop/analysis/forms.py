@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from flexhop.analysis.answers import Answers
 from flexhop.analysis.boxes import evaluate, plain_inputs
-from flexhop.analysis.graph import Mod, constant_of, dtype_of, is_number
+from flexhop.analysis.graph import Answers, Mod, constant_of, dtype_of, is_number
 from flexhop.analysis.interval import Interval, extent, is_int
 from flexhop.analysis.operators import Trait, packet_of, traits_of
 from flexhop.analysis.parts import exact_sum_of

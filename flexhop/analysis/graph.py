@@ -1,13 +1,15 @@
 """A mod as a graph of operators, normalised for the rest of the analysis.
 
 Operators that return their argument are dropped, chained reads become one read, and equal nodes
-are merged.
+are merged. Nodes form a graph, not a tree: a value that is used twice at each of thirty steps is
+reached along 2^30 paths, so answers about nodes are found once. A chain of a thousand steps is
+longer than Python's stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +20,8 @@ from flexhop.compat.mods.stand_in import is_traced
 from flexhop.compat.sizes import LONGEST_ROW
 
 aten = torch.ops.aten
+Answer = TypeVar("Answer")
+_SHORT = 50  # nodes; a recursion along them fits into Python's stack
 _ONES = {aten.ones, aten.ones_like, aten.new_ones}
 _ZEROS = {aten.zeros, aten.zeros_like, aten.new_zeros}
 
@@ -290,3 +294,35 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *map(_frozen, value))
     return (type(value).__name__, value) if isinstance(value, (bool, int, float)) else value
+
+
+class Answers:
+    """Answers to questions about the nodes of a graph with `count` nodes."""
+
+    def __init__(self, count: int) -> None:
+        self._is_long = count > _SHORT
+        self._known: dict[Any, dict[fx.Node, Any]] = {}
+
+    def of(self, question: Any, node: fx.Node, find: Callable[[fx.Node], Answer]) -> Answer:
+        """The answer for a node.
+
+        Args:
+            question: what `find` answers; the same for all nodes.
+            node: a node.
+            find: how to find it; may ask the same question about what the node is computed from.
+        """
+        known = self._known.setdefault(question, {})
+        if node not in known:
+            if self._is_long:
+                self._start_below(known, node, find)
+            known[node] = find(node)
+        return known[node]  # type: ignore[no-any-return]
+
+    def _start_below(
+        self, known: dict[fx.Node, Any], node: fx.Node, find: Callable[[fx.Node], Any]
+    ) -> None:
+        """Ask about a node's sources, the first ones first: each finds its own sources known."""
+        below = reached(node, lambda of: [one for one in of.all_input_nodes if one not in known])
+        for source in in_order(below):
+            if source is not node and source not in known:
+                known[source] = find(source)
