@@ -235,7 +235,7 @@ SCORES: dict[str, Entry] = {
         lambda s, r: {"phase": r.normal(s.heads)}, ("phase",),
     ),
     "squashed": Entry(lambda c: lambda s, b, h, q, k: s / (1 + s.abs()) + F.relu6(s + 1)),
-    "shrunk": Entry(lambda c: lambda s, b, h, q, k: F.softshrink(s, 0.3) + F.hardsigmoid(s)),
+    "shrunk": Entry(lambda c: lambda s, b, h, q, k: F.softshrink(s, 0.3) + F.hardtanh(s)),
     "normal_log": Entry(lambda c: lambda s, b, h, q, k: torch.special.log_ndtr(s)),
     "entropy": Entry(lambda c: lambda s, b, h, q, k: torch.special.entr(torch.sigmoid(s)) * 4),
     "xlogy": Entry(lambda c: lambda s, b, h, q, k: s + torch.xlogy(0.1 * h, (q - k).abs() + 1)),

@@ -174,3 +174,15 @@ def test_gradients_of_a_16_bit_table_are_summed_in_32_bits(monkeypatch, dtype, c
 
     wanted = gradient(torch.float64)
     assert (gradient(dtype) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_graphs_take_tensors_that_are_wider_than_those_they_were_traced_with():
+    """`lerp` and products of matrices take no two dtypes; others say what is wrong."""
+    rows = torch.tensor([[0.5, 1.0], [2.0, -1.0]])
+    with IndexMode():
+        assert torch.ops.aten.mm.default(rows, rows.double()).equal(rows.double() @ rows.double())
+        assert torch.ops.aten.mm.default(rows.int(), rows.int()).dtype == torch.int32
+        between = torch.ops.aten.lerp.Tensor(rows.double(), rows, rows.bfloat16())
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(rows, rows.double())
+    assert between.equal(rows.double())

@@ -9,6 +9,8 @@ be mixed in. `torch.take` and `nn.Embedding` (without `max_norm`) are such reads
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -313,6 +315,25 @@ _WITHOUT_RULES = {
 }
 
 
+aten = torch.ops.aten
+_OF_ONE_DTYPE = frozenset({
+    aten.lerp.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default,
+    aten.addmm.default, aten.addmv.default, aten.baddbmm.default,
+})  # fmt: skip
+
+
+def of_one_dtype(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Operands of an operator, in the widest of their dtypes if it takes no two of floats.
+
+    Derivatives and tables take captured tensors in a wider one than a graph was traced with.
+    """
+    dtypes = {a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()}
+    if func not in _OF_ONE_DTYPE or len(dtypes) < 2:
+        return args
+    wide = functools.reduce(torch.promote_types, dtypes)
+    return [a.to(wide) if isinstance(a, Tensor) and a.dtype in dtypes else a for a in args]
+
+
 class IndexMode(TorchFunctionMode):
     """Rewrite `tensor[i, j, ...]` with 0-d integer tensors among the indices to `aten.index`.
 
@@ -345,4 +366,4 @@ class IndexMode(TorchFunctionMode):
         elif func in _LOG_SIGMOIDS:
             both = vmapped.log_sigmoid(*args, **(kwargs or {}))
             return both if func is torch.ops.aten.log_sigmoid_forward.default else both[0]
-        return func(*args, **(kwargs or {}))
+        return func(*of_one_dtype(func, args), **(kwargs or {}))

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from flexhop.analysis import Analysis, Coordinate, Ends, elements_of, is_float, reached
 from flexhop.block_mask.scores import hidden_count
-from flexhop.compat.mods.indexing import IndexMode
+from flexhop.compat.mods.indexing import IndexMode, of_one_dtype
 from flexhop.compat.operators import hop
 from flexhop.compat.sizes import LONGEST_ROW, hint_of
 from flexhop.ops.args import Capture
@@ -264,7 +264,7 @@ def _call_of_numbers(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     if _is_read(node):
         source, indices = args  # type: ignore[misc]
         return _read_at(node, source, indices)  # type: ignore[arg-type]
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    result = node.target(*of_one_dtype(node.target, args), **kwargs)  # type: ignore[operator]
     if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
         return result
     return result.to(node.meta["val"].dtype)
@@ -336,7 +336,7 @@ def has_plain_reads(node: fx.Node) -> bool:
 
 def _apply(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = (fx.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return node.target(*of_one_dtype(node.target, args), **kwargs)  # type: ignore[operator]
 
 
 def _widened(capture: Capture) -> Capture:

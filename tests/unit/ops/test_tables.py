@@ -294,6 +294,24 @@ def test_16_bit_tables_are_summed_in_fp32():
     assert found.captures[-1].dtype == torch.float32
 
 
+def between_entries(s, b, h, q, k, table):
+    """`lerp` takes no two dtypes."""
+    far = (q - k).abs()
+    return s + torch.lerp(
+        table[h, far // 4], table[h, far // 4 + 1], (far % 4).to(table.dtype) / 4
+    )
+
+
+def test_16_bit_tables_of_an_operator_that_takes_one_dtype():
+    table = learned(HEADS, KEYS, dtype=torch.bfloat16)
+    found = tabulate(arguments(between_entries, table))
+    assert found is not None
+    made = scores(found.mod, found.captures)
+    wanted = scores(between_entries, (table.double(),))
+    torch.testing.assert_close(made, wanted.to(made.dtype), rtol=1e-6, atol=1e-6)
+    assert torch.autograd.grad(made.sum(), table)[0].dtype == torch.bfloat16
+
+
 @pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
 @pytest.mark.parametrize("mod", [t5, swin])
 def test_compiled_calls_have_the_same_results_and_gradients(mod):
