@@ -10,7 +10,7 @@ import torch
 
 from flexhop.block_mask.unknown import unknown_blocks
 from flexhop.compat.graphs import views
-from flexhop.compat.graphs.refusal import raised_by_graph
+from flexhop.compat.graphs.retry import raised_by_graph
 from flexhop.compat.kernels import inductor, tanh
 from flexhop.lowering import fallback
 from flexhop.lowering.backward import lower_attention_backward

@@ -1,5 +1,8 @@
-"""Inductor: merge what the layers of a model compute from the same mask, and compile a graph again
-after it failed.
+"""Inductor: merge what the layers of a model compute from the same mask, compile a graph again
+after it failed, and hand errors of a lowering to the caller unchanged.
+
+Inductor wraps every exception of a lowering, so the caller's `except` would not catch it: the
+compiled graph raises it.
 
 Each layer's call derives its block lists, and AOTAutograd leaves equal nodes apart in graphs
 without a backward pass: a model of 32 layers would run 64 small kernels per decoded token. Names
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,13 +21,16 @@ import torch
 import torch._inductor.compile_fx as compile_fx
 from torch._guards import TracingContext
 from torch._inductor.async_compile import CompiledTritonKernels
+from torch._inductor.lowering import fallback_handler
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from flexhop.compat.kernels import inductor
 from flexhop.compat.operators.hop import Operator
+from flexhop.errors import FlexhopError
 
-__all__ = ["merge_repeated", "retry_graphs"]
+__all__ = ["merge_repeated", "raised_by_graph", "retry_graphs"]
 
 _FIELDS = ("blocks", "mask_captures")
 Recover = Callable[[Exception, Callable[[], Any]], Any]
@@ -115,3 +122,44 @@ def _key(node: Node) -> Hashable:
     """Equal for nodes that compute the same. Types count: 1, 1.0 and True are equal."""
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     return node.target, str(structure), tuple((type(leaf), leaf) for leaf in leaves)
+
+
+@torch.library.custom_op("flexhop::refuse", mutates_args=())
+def _refuse(like: torch.Tensor, error: str) -> torch.Tensor:
+    raise pickle.loads(bytes.fromhex(error))
+
+
+@_refuse.register_fake
+def _(like: torch.Tensor, error: str) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
+def raised_by_graph(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a lowering: the compiled graph raises its deliberate errors instead.
+
+    An ahead-of-time compiled graph has no Python to raise it from; there Inductor's wrapper stays,
+    which names our class and its message.
+    """
+
+    @functools.wraps(lower)
+    def wrapped(*operands: Any) -> Any:
+        try:
+            return lower(*operands)
+        except FlexhopError as error:
+            if inductor.V.graph.cpp_wrapper:
+                raise
+            return pytree.tree_map(functools.partial(_refusal, error), inductor.output_meta())
+
+    return wrapped
+
+
+def _refusal(error: FlexhopError, like: Any) -> Any:
+    """A result like the operator's that raises `error` when it is used."""
+    if not isinstance(like, torch.Tensor):
+        return like
+    size, stride = inductor.as_expressions(like.shape), inductor.as_expressions(like.stride())
+    empty = inductor.empty(size, stride, like.dtype, like.device)
+    text = pickle.dumps(error.with_traceback(None)).hex()
+    return fallback_handler(torch.ops.flexhop.refuse.default, add_to_fallback_set=False)(
+        empty, text
+    )
