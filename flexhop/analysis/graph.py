@@ -190,14 +190,16 @@ def is_float(node: Any) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
+def is_smooth(value: object) -> bool:
+    """Whether a value may have derivatives: a tensor of real or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def carries_gradients(node: fx.Node) -> bool:
     """Whether gradients flow through a node: what has several results, such as a maximum and its
     place, carries them if one of these does."""
     value = node.meta.get("val")
-    results = value if isinstance(value, (tuple, list)) else (value,)
-    return any(
-        isinstance(of, Tensor) and (of.is_floating_point() or of.is_complex()) for of in results
-    )
+    return any(map(is_smooth, value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def passes_gradients(node: fx.Node) -> bool:

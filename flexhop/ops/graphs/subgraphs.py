@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES, dependents, passes_gradients
+from flexhop.analysis import INDICES, dependents, is_smooth, passes_gradients
 from flexhop.compat.compilation import copy_of, forms_of, once, say
 from flexhop.compat.kept import is_marked, mark
 from flexhop.compat.modes import DetachMode
@@ -61,7 +61,7 @@ def needs_grad(captures: Sequence[Capture]) -> tuple[bool, ...]:
 def may_derive(captures: Sequence[Capture]) -> tuple[bool, ...]:
     """Which captures may have derivatives, at any level; tangents are passed beside them."""
     if transforms.is_deriving():
-        return tuple(isinstance(c, Tensor) and c.is_floating_point() for c in captures)
+        return tuple(map(is_smooth, captures))
     return needs_grad(captures)
 
 

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import INDICES, Analysis, Coordinate, analyse, carries_gradients, dependents
+from flexhop.analysis import (
+    INDICES,
+    Analysis,
+    Coordinate,
+    analyse,
+    carries_gradients,
+    dependents,
+    is_smooth,
+)
 from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.own_backward import has_own_backward
 from flexhop.compat.operators import hop, transforms
@@ -228,9 +236,7 @@ def push_tables(args: AttentionArgs, moved: AttentionArgs) -> tuple[AttentionArg
         pushed = ((made, None) for made in make())
     pairs = [next(pushed) if is_made(c) else (c, None) for c in found[0].score_captures]
     captures = tuple(capture for capture, _ in pairs)
-    dots = tuple(
-        dot if is_made(capture) and capture.is_floating_point() else None for capture, dot in pairs
-    )
+    dots = tuple(dot if is_made(c) and is_smooth(c) else None for c, dot in pairs)
     return (
         found[0]._replace(score_captures=captures),
         moved._replace(score_captures=dots, mask_captures=(None,) * len(found[0].mask_captures)),

@@ -43,9 +43,8 @@ def gradients(attend, backend: str) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(call(*leaves).sin().sum(), leaves)
 
 
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("backend", ["plain", "aot_eager", "inductor"])
-def test_gradients_have_imaginary_parts(name, backend):
+def both(name: str):
+    """A call, and the same in plain PyTorch."""
     make = SCORES[name]
 
     def dense(query, key, value, learned):
@@ -57,8 +56,28 @@ def test_gradients_have_imaginary_parts(name, backend):
     def attend(query, key, value, learned):
         return flexhop.flex_attention(query, key, value, make(learned))
 
+    return attend, dense
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("backend", ["plain", "aot_eager", "inductor"])
+def test_gradients_have_imaginary_parts(name, backend):
+    attend, dense = both(name)
     for found, wanted in zip(gradients(attend, backend), gradients(dense, "plain"), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_tangents_have_imaginary_parts(name):
+    attend, dense = both(name)
+    *inputs, learned = operands()
+
+    def push(function):
+        return lambda c, dot: torch.func.jvp(lambda c: function(*inputs, c), (c,), (dot,))[1]
+
+    dot = learned.flip(0) * 1j
+    found = torch.compile(push(attend), backend="aot_eager")(learned, dot)
+    torch.testing.assert_close(found, push(dense)(learned, dot))
 
 
 @pytest.mark.parametrize("name", MASKS)
