@@ -121,7 +121,7 @@ class Builder:
             choices = {"dtype": number.dtype, "device": example.device}
             return self.call(aten.zeros.default, ([],), choices, number)
 
-        if example.dtype.is_floating_point or example.dtype.is_complex:
+        if is_smooth(example):
             return table, indices
         places = [*map(place, indices, example.stride())]
         return table, [*places, *indices[len(places) :]]

@@ -63,8 +63,7 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         lse=r.random() < 0.4, max_scores=r.random() < 0.15, sinks=r.random() < 0.1,
         dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
-    for newer in (made, users, later, rarer):
-        name = newer.__name__.rpartition(".")[2]
+    for name, newer in (("made", made), ("users", users), ("later", later), ("rarer", rarer)):
         if seed >= newer.FIRST:  # problems keep their numbers
             plan = _with_more(random.Random(f"{name} {seed}"), plan, newer)
     plan = dataclasses.replace(plan, **_of_family(r, plan))

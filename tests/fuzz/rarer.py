@@ -1,6 +1,6 @@
 """Rows of numbers, and what they are read for, for problems from FIRST on: others keep theirs.
 
-Five to forty learned numbers of a query, of a key or of a head, of which a mod computes one;
+Up to forty learned numbers of a query, of a key or of a head, of which a mod computes one;
 windows in two and three dimensions; functions that few users know.
 """
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from flexhop.compat.mods.places import is_close, is_in, place_among
 from flexhop.compat.operators import vmapped
 
+aten = torch.ops.aten
 WHOLE = slice(None)
 
 
@@ -163,7 +164,7 @@ def _as_tensor(number: Any, beside: Tensor) -> Any:
 
 
 _LOG_SIGMOIDS = (
-    torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.log_sigmoid.default,
+    aten.log_sigmoid_forward.default, aten.log_sigmoid.default,
     torch.nn.functional.logsigmoid,
 )  # fmt: skip
 
@@ -298,24 +299,23 @@ def _named(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple
 # most are of a few numbers put together.
 _WITHOUT_RULES = {
     torch.special.log_ndtr: vmapped.log_ndtr,
-    torch.ops.aten.special_log_ndtr.default: vmapped.log_ndtr,
+    aten.special_log_ndtr.default: vmapped.log_ndtr,
     torch.nn.functional.kl_div: vmapped.kl_div,
-    **dict.fromkeys((torch.ldexp, torch.Tensor.ldexp, torch.ops.aten.ldexp.Tensor), vmapped.ldexp),
-    torch.ops.aten.cat.default: vmapped.concatenate,
-    torch.ops.aten.index_put_.default: vmapped.put,
-    torch.ops.aten.index_put.default: vmapped.put,
-    torch.ops.aten.select_scatter.default: vmapped.select_scatter,
+    **dict.fromkeys((torch.ldexp, torch.Tensor.ldexp, aten.ldexp.Tensor), vmapped.ldexp),
+    aten.cat.default: vmapped.concatenate,
+    aten.index_put_.default: vmapped.put,
+    aten.index_put.default: vmapped.put,
+    aten.select_scatter.default: vmapped.select_scatter,
     torch.select_scatter: vmapped.select_scatter,
     torch.Tensor.select_scatter: vmapped.select_scatter,
     torch.ops.prims.rev.default: vmapped.flip,
     **dict.fromkeys(
-        (torch.prod, torch.Tensor.prod, torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int),
+        (torch.prod, torch.Tensor.prod, aten.prod.default, aten.prod.dim_int),
         vmapped.product,
     ),
 }
 
 
-aten = torch.ops.aten
 _OF_ONE_DTYPE = frozenset({
     aten.lerp.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default,
     aten.addmm.default, aten.addmv.default, aten.baddbmm.default,
@@ -327,8 +327,10 @@ def of_one_dtype(func: Any, args: Sequence[Any]) -> Sequence[Any]:
 
     Derivatives and tables take captured tensors in a wider one than a graph was traced with.
     """
+    if func not in _OF_ONE_DTYPE:
+        return args
     dtypes = {a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()}
-    if func not in _OF_ONE_DTYPE or len(dtypes) < 2:
+    if len(dtypes) < 2:
         return args
     wide = functools.reduce(torch.promote_types, dtypes)
     return [a.to(wide) if isinstance(a, Tensor) and a.dtype in dtypes else a for a in args]
@@ -352,7 +354,7 @@ class IndexMode(TorchFunctionMode):
         found = _rewritten(func, args, kwargs or {})
         if found is not None:
             return found
-        if func is torch.ops.aten.index.Tensor and all(map(_is_index_tensor, args[1])):
+        if func is aten.index.Tensor and all(map(_is_index_tensor, args[1])):
             return vmapped.index(*args)
         if func is torch.ops.prims.convert_element_type.default:
             return vmapped.convert(*args)
@@ -365,5 +367,5 @@ class IndexMode(TorchFunctionMode):
             func, args = _without_symbol(func, args)
         elif func in _LOG_SIGMOIDS:
             both = vmapped.log_sigmoid(*args, **(kwargs or {}))
-            return both if func is torch.ops.aten.log_sigmoid_forward.default else both[0]
+            return both if func is aten.log_sigmoid_forward.default else both[0]
         return func(*of_one_dtype(func, args), **(kwargs or {}))

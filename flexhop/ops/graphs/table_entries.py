@@ -260,11 +260,10 @@ class _Entries:
 
 def _call_of_numbers(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """The operator itself."""
-    args, kwargs = (fx.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
     if _is_read(node):
-        source, indices = args  # type: ignore[misc]
+        source, indices = fx.map_arg(node.args, values.__getitem__)  # type: ignore[misc]
         return _read_at(node, source, indices)  # type: ignore[arg-type]
-    result = node.target(*of_one_dtype(node.target, args), **kwargs)  # type: ignore[operator]
+    result = _apply(node, values)
     if not isinstance(result, Tensor) or result.is_floating_point():  # no tensor: a size
         return result
     return result.to(node.meta["val"].dtype)
