@@ -136,9 +136,8 @@ def _as_dynamo_error(error: FlexhopError) -> FlexhopError:
 @functools.cache
 def _load_trackers() -> dict[str, type]:
     # They import Dynamo, which takes seconds, so only once something compiles.
-    from flexhop.compat.dynamo import cached as dynamo_cached
     from flexhop.compat.dynamo import calls as dynamo
-    from flexhop.compat.dynamo import masks as dynamo_masks
+    from flexhop.compat.dynamo import others
 
     dynamo.AttentionVariable.rules = dynamo.ModRules(
         prepare=_prepare,
@@ -153,8 +152,8 @@ def _load_trackers() -> dict[str, type]:
         attention.name(): dynamo.AttentionVariable,
         attention_backward.name(): dynamo.BackwardVariable,
         attention_derivative.name(): dynamo.BackwardVariable,
-        cached_attention.name(): dynamo_cached.CachedVariable,
-        block_lists.name(): dynamo_masks.BlockListsVariable,
+        cached_attention.name(): others.CachedVariable,
+        block_lists.name(): others.BlockListsVariable,
     }
 
 

@@ -1,4 +1,4 @@
-"""The tracker of the operator that reads a cache; see dynamo.py."""
+"""Trackers of the operators that read a cache and that list a mask's blocks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import TupleVariable
 from torch.fx import Proxy
 
+from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.dynamo.calls import (
     AttentionVariable,
     example_of,
     fake_of,
     placed,
     python_value,
+    static_value,
 )
 
-__all__ = ["CachedVariable"]
+__all__ = ["BlockListsVariable", "CachedVariable"]
 
 
 class CachedVariable(AttentionVariable):
@@ -53,4 +55,26 @@ class CachedVariable(AttentionVariable):
             score_captures=captures[0], mask_captures=captures[1], key_captures=captures[2],
             value_captures=captures[3],
         )  # fmt: skip
+        return self.write(tx, args)
+
+
+class BlockListsVariable(AttentionVariable):
+    """Tracker of the operator that lists blocks: traces the mask into a subgraph."""
+
+    _HOP_NAME = "flexhop_block_lists"
+
+    def _write_node(self, tx: Any, door: Any) -> VariableTracker:
+        probe = door.probe.as_proxy()
+        device = fake_of(probe).device
+        mask, lifted = self.trace_mod(tx, door.probe, door.mask_mod, "mask_mod")
+        self.rules.check_captures(fake_of(probe), "mask_mod", tuple(map(example_of, lifted)))
+        args = self.value.args_type(
+            probe=probe,
+            mask_mod=mask,
+            sizes=door.sizes.as_proxy(),
+            block=static_value(tx, door.block),
+            sides=static_value(tx, door.sides),
+            sources=source_fingerprint(),
+            captures=tuple(placed(tx, capture, device) for capture in lifted),
+        )
         return self.write(tx, args)
