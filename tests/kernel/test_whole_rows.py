@@ -232,3 +232,23 @@ def test_what_kernels_compute_is_not_beyond_them():
     query = torch.randn(1, HEADS, 4, 8)
     graph = trace_score(lambda *x: mod(*x), query, ())
     assert not [node for node in graph.graph.nodes if is_beyond_kernels(node)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, learned: torch.polygamma(1, x + 1.0) * learned,
+        lambda x, learned: torch.special.i0e(x * learned),
+        lambda x, learned: torch.igammac(x + 1.0, x * 0.5 + 1) * learned,
+        lambda x, learned: torch.special.zeta(x + 2.0, 1.5) * learned,
+    ],
+    ids=["polygamma", "i0e", "igammac", "zeta"],
+)
+def test_functions_without_triton_code(function):
+    """Of a distance, and of a position of one head."""
+    learned = torch.tensor([0.5, 0.8]).requires_grad_()
+
+    def mod(s, b, h, q, k):
+        return s + function((q - k).abs(), learned[0]) - function(k, learned[h])
+
+    check_kernels(_operands(), [learned], mod)

@@ -295,6 +295,14 @@ def _named(args: tuple[Any, ...], options: dict[str, Any], *names: str) -> tuple
     return first, args[1] if len(args) > 1 else options[names[1]]
 
 
+_FILLS = (
+    torch.index_fill, torch.Tensor.index_fill, aten.index_fill.int_Tensor,
+    aten.index_fill.int_Scalar,
+)  # fmt: skip
+_LOSSES = (
+    torch.nn.functional.mse_loss, torch.nn.functional.smooth_l1_loss,
+    torch.nn.functional.huber_loss,
+)  # fmt: skip
 # Functions without a batching rule, or whose rule fails, or whose derivative no kernel computes:
 # most are of a few numbers put together.
 _WITHOUT_RULES = {
@@ -302,6 +310,10 @@ _WITHOUT_RULES = {
     aten.special_log_ndtr.default: vmapped.log_ndtr,
     torch.nn.functional.kl_div: vmapped.kl_div,
     **dict.fromkeys((torch.ldexp, torch.Tensor.ldexp, aten.ldexp.Tensor), vmapped.ldexp),
+    **dict.fromkeys((torch.cdist, aten.cdist.default, aten._cdist_forward.default), vmapped.cdist),
+    torch.column_stack: vmapped.column_stack,
+    **dict.fromkeys(_FILLS, vmapped.index_fill),
+    **{function: functools.partial(vmapped.loss, function) for function in _LOSSES},
     aten.cat.default: vmapped.concatenate,
     aten.index_put_.default: vmapped.put,
     aten.index_put.default: vmapped.put,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch._refs
 from torch import Tensor
 from torch._C import _functorch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
@@ -217,6 +218,45 @@ def kl_div(input: Tensor, target: Tensor, *more: Any, **options: Any) -> Tensor:
     if reduction == "batchmean":
         return terms.sum() / input.size(0)
     return terms.mean() if reduction == "mean" else terms.sum()
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    """`torch.cdist` by operators that kernels compute, under any number of vmaps.
+
+    2.11 to 2.15: the batching rule of its derivative asks the points alone for their batches, and
+    reads other memory if the gradient has one that they lack.
+    """
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+def loss(function: Callable[..., Any], *args: Any, weight: Any = None, **options: Any) -> Tensor:
+    """A loss of `torch.nn.functional` under any number of vmaps.
+
+    2.11 to 2.15: the rule for mse_loss, smooth_l1_loss and huber_loss takes no two operands of
+    which each has a batch that the other lacks.
+    """
+    if weight is not None:
+        return function(*args, weight=weight, **options)
+    return getattr(torch._refs.nn.functional, function.__name__)(*args, **options)
+
+
+def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """`torch.index_fill` under any number of vmaps, also of the value alone.
+
+    2.11 to 2.15: it is refused or, if other vmaps are about, wrong.
+    """
+    if input.dim() == 0:
+        return torch.ops.aten.index_fill(input, dim, index, value)
+    places = torch.arange(input.size(dim), device=input.device)
+    is_here = (places.unsqueeze(-1) == (index % input.size(dim)).reshape(1, -1)).any(-1)
+    after = input.dim() - 1 - dim % input.dim()
+    value = torch.as_tensor(value, device=input.device).to(input.dtype)
+    return torch.where(is_here.reshape(-1, *[1] * after), value, input)
+
+
+def column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.column_stack`, which has no batching rule in 2.11 to 2.15."""
+    return torch.cat([t if t.dim() > 1 else t.reshape(-1, 1) for t in tensors], 1)
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -39,6 +39,8 @@ _LONG = frozenset({
     "_log_softmax", "_softmax", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot",
     "logsumexp", "mm", "mv", "native_group_norm", "native_layer_norm", "_fused_rms_norm", "vdot",
 })  # fmt: skip
+# Pointwise functions for which Inductor has no Triton code, beside those of torch.special.
+_SPECIAL = frozenset({"digamma", "igamma", "igammac", "polygamma"})
 
 
 def is_beyond_kernels(node: fx.Node) -> bool:
@@ -52,11 +54,13 @@ def is_beyond_kernels(node: fx.Node) -> bool:
     values = _values(node)
     if any(value.is_complex() for value in values):
         return True
+    name = name_of(node)
+    if name in _SPECIAL or name.startswith("special_"):
+        return True
     rows = [value for value in values if value.dim() > 0]
     operation: Any = target
     if torch.Tag.pointwise in operation.tags or operation.is_view or not rows:
         return False
-    name = name_of(node)
     is_reduction = name in _REDUCTIONS
     if is_reduction or name in _LONG:
         return max(map(_size, rows)) > LONGEST_SUM
