@@ -14,7 +14,8 @@ from flexhop.compat.graphs import guards, inline
 from flexhop.compat.kernels import gluon, inductor, pointwise, tanh
 from flexhop.compat.kernels.pointwise import placeholder
 from flexhop.compat.mods.indexing import IndexMode
-from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
+from flexhop.compat.operators.hop import capture_like, isolated_trace
+from flexhop.compat.operators.retrace import trace_callable
 from flexhop.lowering import chunked, cpu
 from flexhop.lowering.emission.kernel import KernelCall
 from flexhop.lowering.forward import emit_forward

@@ -28,6 +28,7 @@ FUNCTIONS = {
     "sorted": lambda x: x.sort(-1).values,
     "best": lambda x: x.topk(5, -1).values,
     "padded": lambda x: F.pad(x, (1, 0))[..., :-1],
+    "padded around": lambda x: F.pad(x[None, None], (2, 1), mode="circular")[0, 0],
     "differences": lambda x: x.diff(dim=-1, prepend=x[..., :1]),
     "smoothed": lambda x: F.conv1d(x[None, None], torch.ones(1, 1, 3) / 3, padding=1)[0, 0],
     "spectrum": lambda x: torch.view_as_real(torch.fft.rfft(x)).square().sum(-1) * 0.05,
@@ -252,3 +253,17 @@ def test_functions_without_triton_code(function):
         return s + function((q - k).abs(), learned[0]) - function(k, learned[h])
 
     check_kernels(_operands(), [learned], mod)
+
+
+def test_rows_of_positions_that_pytorch_writes_to():
+    """Writes inside of PyTorch's functions are as much a part of a mod as its own."""
+    torch.manual_seed(14)
+    left, right = (torch.randn(LENGTH, 5).requires_grad_() for _ in range(2))
+
+    def around(row):
+        return F.pad(row[None, None], (2, 1), mode="circular")[0, 0]
+
+    def mod(s, b, h, q, k):
+        return s + around(left[q])[k % 8] * around(right[k]).amax()
+
+    check_kernels(_operands(), [left, right], mod)

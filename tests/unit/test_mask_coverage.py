@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from flexhop import create_block_mask, masks
 from flexhop.analysis import Forms, evaluate, trace
@@ -130,6 +131,7 @@ def assert_between(seed, node, numbers, interval, side):
 
 IDS = torch.sort(torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(0))).values
 FLAGS = torch.arange(300) % 97 == 5
+ROWS = torch.randn(17, 17, generator=torch.Generator().manual_seed(5))
 NAMED = {
     "causal": masks.causal,
     "window": masks.sliding_window(40),
@@ -143,6 +145,9 @@ NAMED = {
     "float": lambda b, h, q, k: (q - k) * 0.01 < (h + 1).float().sqrt() * 0.7,
     "function of a float": lambda b, h, q, k: torch.sin(q * 0.1) > torch.cos(k * 0.1),
     "mutates": lambda b, h, q, k: (q - k).add_(3) > 5,
+    "padded": lambda b, h, q, k: (
+        pad(ROWS[q // 17][None, None], (2, 1), mode="circular")[0, 0, k % 20] > 0
+    ),
     "short table": lambda b, h, q, k: IDS[:200][q.clamp(max=199)] == IDS[:200][k % 200],
 }
 

@@ -53,7 +53,9 @@ def test_random_programs():
             assert torch.equal(a, b), f"seed {seed}: lengths {lengths}, block {block}"
 
 
-@pytest.mark.parametrize("name", ["causal", "document", "by head", "dilated", "short table"])
+@pytest.mark.parametrize(
+    "name", ["causal", "document", "by head", "dilated", "padded", "short table"]
+)
 def test_compiled(name):
     """Through Dynamo and AOTAutograd."""
     create = functools.partial(

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexhop.compat.kernels.inductor import empty
 from flexhop.compat.operators import hop
+from flexhop.compat.operators.retrace import has_writes
 from flexhop.compat.operators.transforms import write_zeros
 
 __all__ = [
@@ -63,7 +64,7 @@ def decompose(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with hop.isolated_trace(*inputs), torch.no_grad():
         run = torch.fx.Interpreter(graph).run
-        run = torch.func.functionalize(run) if _writes(graph) else run
+        run = torch.func.functionalize(run) if has_writes(graph) else run
         return make_fx(run, decomposition_table=select_decomp_table())(*inputs)
 
 
@@ -161,7 +162,7 @@ def trace_fresh(function: Callable[..., Any], likes: Sequence[Any]) -> Any:
             return function(*values)
 
     graph = trace(written, fresh)
-    if _writes(graph):
+    if has_writes(graph):
         graph = trace(torch.func.functionalize(graph), fresh)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.args[0])
@@ -187,12 +188,6 @@ class _DenseTangents(TorchDispatchMode):
                 list(result.shape), 0, dtype=tangent.dtype, device=tangent.device
             )
         return func(*args, **(kwargs or {}))
-
-
-def _writes(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph writes in place, as PyTorch's derivatives of copysign and minimum do."""
-    called = (node.target for node in graph.graph.nodes if node.op == "call_function")
-    return any(isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable for op in called)
 
 
 def _keep_loop_memory() -> None:

@@ -315,6 +315,7 @@ _WITHOUT_RULES = {
     **dict.fromkeys(_FILLS, vmapped.index_fill),
     **{function: functools.partial(vmapped.loss, function) for function in _LOSSES},
     aten.cat.default: vmapped.concatenate,
+    aten.copy.default: vmapped.copy,
     aten.index_put_.default: vmapped.put,
     aten.index_put.default: vmapped.put,
     aten.select_scatter.default: vmapped.select_scatter,

@@ -45,7 +45,6 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from flexhop.compat.graphs import shared_graphs
 from flexhop.compat.imports import after_import
-from flexhop.compat.mods.constants import spell_constants
 from flexhop.compat.operators.retrace import retraced
 from flexhop.compat.storage import below_functorch
 from flexhop.errors import FlexhopError
@@ -77,7 +76,6 @@ __all__ = [
     "register_vmap",
     "setup_compilation_env",
     "share",
-    "trace_callable",
     "unwrap_dead",
     "without_modes",
 ]
@@ -382,14 +380,6 @@ def capture_like(value: Any) -> Any:
     return torch.empty_strided(
         value.size(), value.stride(), dtype=value.dtype, device=value.device
     )
-
-
-def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """FX graph of `function`; call inside `isolated_trace`."""
-    # An interpreter keeps the user's lines that Dynamo recorded on nodes. Without a table, make_fx
-    # of 2.15 would replace `detach`, which later derivatives need, by an alias.
-    run = _maybe_run_with_interpreter(function)
-    return spell_constants(make_fx(run, tracing_mode="real", decomposition_table={})(*inputs))
 
 
 def is_fake(tensor: object) -> bool:

@@ -1,4 +1,4 @@
-"""Graphs of mods inside the graph that is being recorded.
+"""Traces of mods: into graphs of their own, and inside the graph that is being recorded.
 
 The names are the same in torch 2.11 to 2.15.
 """
@@ -10,14 +10,43 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.utils import reenter_make_fx
+from torch._higher_order_ops.utils import _maybe_run_with_interpreter, reenter_make_fx
+from torch._ops import OpOverload
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexhop.compat.compilation import copy_of, forms_of, once
 from flexhop.compat.graphs import shared_graphs
 from flexhop.compat.mods.constants import spell_constants
+from flexhop.compat.operators.vmapped import copy
 
-__all__ = ["retraced"]
+__all__ = ["has_writes", "retraced", "trace_callable"]
+
+
+def has_writes(graph: torch.fx.GraphModule) -> bool:
+    """Whether operators write: PyTorch's `pad(mode="circular")` does, and some derivatives do."""
+    called = (node.target for node in graph.graph.nodes if node.op == "call_function")
+    return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in called)
+
+
+def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """FX graph of `function`, without writes; call inside `hop.isolated_trace`."""
+    # An interpreter keeps the user's lines that Dynamo recorded on nodes. Without a table, make_fx
+    # of 2.15 would replace `detach`, which later derivatives need, by an alias.
+    run = _maybe_run_with_interpreter(function)
+    graph = make_fx(run, tracing_mode="real", decomposition_table={})(*inputs)
+    if has_writes(graph):
+        run = torch.func.functionalize(_maybe_run_with_interpreter(graph))
+        with torch._C._AutoDispatchBelowAutograd():
+            graph = make_fx(run, tracing_mode="real", decomposition_table=_NEW_VALUES)(*inputs)
+    return spell_constants(graph)
+
+
+# Rows that a kernel holds begin with numbers.
+_NEW_VALUES = {
+    torch.ops.aten.copy.default: copy,  # which has no derivative
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
 
 
 def retraced(

@@ -254,6 +254,11 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.where(is_here.reshape(-1, *[1] * after), value, input)
 
 
+def copy(input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """`aten.copy`, as which all elements are written: without a batching rule in 2.11 to 2.15."""
+    return src.to(input.dtype).expand(input.shape)
+
+
 def column_stack(tensors: Sequence[Tensor]) -> Tensor:
     """`torch.column_stack`, which has no batching rule in 2.11 to 2.15."""
     return torch.cat([t if t.dim() > 1 else t.reshape(-1, 1) for t in tensors], 1)

@@ -29,7 +29,8 @@ from flexhop.compat.mods.own_backward import (
     trace_form,
 )
 from flexhop.compat.operators import transforms
-from flexhop.compat.operators.hop import capture_like, isolated_trace, trace_callable
+from flexhop.compat.operators.hop import capture_like, isolated_trace
+from flexhop.compat.operators.retrace import trace_callable
 from flexhop.ops.args import Capture
 from flexhop.ops.derivatives.smooth import smooth
 from flexhop.ops.graphs.examples import (

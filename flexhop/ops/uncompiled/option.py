@@ -19,6 +19,7 @@ from flexhop.compat.kept import keeping
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop
 from flexhop.compat.operators.alone import Alone, is_leaf
+from flexhop.compat.operators.retrace import trace_callable
 from flexhop.options import KernelOptions
 
 __all__ = ["eager_kernels", "find_alone", "run_alone", "wants_kernels"]
@@ -129,4 +130,4 @@ def _graph_of(function: Any, example: Sequence[Any]) -> fx.GraphModule:
     if isinstance(function, fx.GraphModule):
         return function
     with hop.isolated_trace(*example), IndexMode():
-        return hop.trace_callable(function, list(map(hop.capture_like, example)))
+        return trace_callable(function, list(map(hop.capture_like, example)))

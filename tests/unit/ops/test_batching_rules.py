@@ -1,4 +1,7 @@
-"""Functions of two rows whose batching rules in PyTorch fail, or are wrong, under nested vmaps."""
+"""Functions of two rows whose batching rules in PyTorch fail, or are wrong, under nested vmaps.
+
+And those that write to what they make.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,10 @@ FILLED = torch.tensor([0, 2])
 
 def far(x: Tensor, y: Tensor, p: float) -> Tensor:
     return torch.cdist(x[None], y[None] + 3, p=p).squeeze()
+
+
+def around(x: Tensor) -> Tensor:
+    return F.pad(x[None, None], (2, 1), mode="circular")[0, 0]
 
 
 FUNCTIONS = {
@@ -34,6 +41,7 @@ FUNCTIONS = {
         torch.outer(x, x).index_fill(-1, FILLED, y[0]) @ y
     ).logsumexp(0),
     "column_stack": lambda x, y: torch.column_stack([x, y]).logsumexp(1).sum(),
+    "padded": lambda x, y: around(x) @ around(y),
     "trace": lambda x, y: torch.outer(x, y).trace(),
 }
 
