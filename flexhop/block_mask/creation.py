@@ -35,6 +35,7 @@ from flexhop.block_mask.scores import (
     whole_blocks,
 )
 from flexhop.compat.mods.errors import refused
+from flexhop.compat.mods.held import captured_tensors
 from flexhop.compat.mods.private import private
 from flexhop.compat.sizes import is_exporting, is_flag, is_symbolic
 from flexhop.errors import (
@@ -44,7 +45,6 @@ from flexhop.errors import (
     OptionValueError,
     SequenceLengthError,
 )
-from flexhop.mods.captured import captured_tensors
 from flexhop.mods.functions import MaskMod, ScoreMod, check_arity, is_score_mod
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -124,7 +124,7 @@ class MaskFields:
         return leaves, (self.seq_lengths, self.BLOCK_SIZE, key, self.dq_kv_order_spt, absent)
 
     @classmethod
-    def _unflatten(cls, leaves: tuple[Any, ...], context: tuple[Any, ...]) -> Self:
+    def _unflatten(cls, leaves: Sequence[Any], context: tuple[Any, ...]) -> Self:
         """Rebuild from leaves of any kind: trees also carry axes, shapes and None."""
         mask = cls.__new__(cls)
         lengths, block_size, key, spt, absent = context

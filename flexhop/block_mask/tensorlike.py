@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flexhop.block_mask.fields import TENSOR_FIELDS, MaskFields, MaskModKey
 from flexhop.block_mask.lists import by_memory, in_memory
+from flexhop.compat.mods.held import captured_tensors, map_captured
 from flexhop.errors import BlockMaskFieldError
-from flexhop.mods.captured import captured_tensors, map_captured
 
 
 class TensorLikeMask(MaskFields):

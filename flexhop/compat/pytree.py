@@ -32,25 +32,17 @@ def attribute_key(name: str) -> Any:
 def register_container(
     cls: type[Any],
     flatten: Callable[[Any], tuple[Leaves, Context]],
-    unflatten: Callable[[Leaves, Context], Any],
+    unflatten: Callable[[Any, Context], Any],
     flatten_with_keys: Callable[[Any], tuple[tuple[tuple[Any, Any], ...], Context]],
     serializer: Serializer,
 ) -> None:
     """Register `cls` as a pytree node; call once per class."""
-
-    def rebuild(leaves: Any, context: Any) -> Any:
-        return unflatten(tuple(leaves), context)
-
-    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        pairs, context = flatten_with_keys(value)
-        return list(pairs), context
-
     _pytree.register_pytree_node(
         cls,
         flatten,
-        rebuild,
+        unflatten,
         serialized_type_name=serializer.name,
         to_dumpable_context=serializer.dump,
         from_dumpable_context=serializer.load,
-        flatten_with_keys_fn=with_keys,
+        flatten_with_keys_fn=flatten_with_keys,
     )

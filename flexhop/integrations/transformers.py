@@ -25,6 +25,7 @@ from flexhop.attention import flex_attention
 from flexhop.block_mask import BlockMask
 from flexhop.block_mask.fields import TENSOR_FIELDS
 from flexhop.compat.dynamo.compiling import mark_dynamic
+from flexhop.compat.mods.held import captured_tensors
 from flexhop.integrations.transformers_masks import (
     BlocksOfAnyLength,
     block_mask,
@@ -33,7 +34,6 @@ from flexhop.integrations.transformers_masks import (
 from flexhop.integrations.transformers_models import selected_keys, with_sinks
 from flexhop.integrations.transformers_rows import STEP, block_lists, is_row, row_blocks
 from flexhop.mods import ScoreMod, softcap
-from flexhop.mods.captured import captured_tensors
 from flexhop.sdpa import causal_blocks, mask_score
 
 NAME = "flexhop"

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import flexhop
 from flexhop.block_mask.fields import TENSOR_FIELDS
+from flexhop.compat.mods.held import captured_tensors
 from flexhop.errors import BlockMaskFieldError
 from flexhop.masks import causal, document
-from flexhop.mods.captured import captured_tensors
 
 
 class Shifted:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import flexhop
 from flexhop import masks
+from flexhop.compat.mods.held import captured_tensors
 from flexhop.errors import ModArgumentError, RankError
-from flexhop.mods.captured import captured_tensors
 from flexhop.nn import Attention, Cache, HeldMask
 from flexhop.nn.attention import rotate
 

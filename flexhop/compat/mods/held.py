@@ -11,11 +11,13 @@ import copy
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Held", "is_filled"]
+__all__ = ["Held", "captured_tensors", "is_filled", "map_captured"]
+
+M = TypeVar("M")
 
 
 class Held:
@@ -107,3 +109,25 @@ def is_filled(cell: types.CellType) -> bool:
     except ValueError:  # a name that is assigned later
         return False
     return True
+
+
+def captured_tensors(mod: Any) -> list[Tensor]:
+    """The tensors that a mod has captured, in a fixed order, one entry per place."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_captured(mod, note)
+    return found
+
+
+def map_captured(mod: M, change: Callable[[Tensor], Tensor]) -> M:
+    """The mod with `change` applied to each captured tensor; the mod itself if none changes."""
+    return Held(change, _is_mod).map(mod)
+
+
+def _is_mod(value: Any) -> bool:
+    """Whether an object may be a mod. Modules are left alone: nn.Module.to moves them."""
+    return callable(value) and not isinstance(value, nn.Module)
