@@ -239,7 +239,8 @@ SCORES: dict[str, Entry] = {
     "normal_log": Entry(lambda c: lambda s, b, h, q, k: torch.special.log_ndtr(s)),
     "entropy": Entry(lambda c: lambda s, b, h, q, k: torch.special.entr(torch.sigmoid(s)) * 4),
     "xlogy": Entry(lambda c: lambda s, b, h, q, k: s + torch.xlogy(0.1 * h, (q - k).abs() + 1)),
-    "angles": Entry(lambda c: lambda s, b, h, q, k: s + torch.atan2(s, (q - k) * 0.1 + 2.0)),
+    # Never 0, where the derivative is as large as a rounding, fused or not, makes it.
+    "angles": Entry(lambda c: lambda s, b, h, q, k: s + torch.atan2(s, (q - k) * 0.1 + 2.05)),
     "multiplied_out": Entry(
         lambda c: lambda s, b, h, q, k: torch.addcdiv(s, s, (k % 5) + 2.0, value=0.5).neg().abs()
     ),
