@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DetachMode", "DispatchMode", "assumed", "capability_of"]
+__all__ = ["DetachMode", "DispatchMode", "assumed", "capability_of", "without_dynamo"]
 
 _ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("capability", default=None)
 
@@ -48,6 +48,19 @@ class DispatchMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         set_eval_frame(self._callbacks.pop())
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """A region that Dynamo does not compile.
+
+    If a backend cannot compile a graph, Dynamo runs its frame, and compiles what that calls.
+    """
+    before = set_eval_frame(None)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
 
 
 class DetachMode(TorchFunctionMode):

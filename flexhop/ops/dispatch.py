@@ -15,6 +15,7 @@ from torch import Tensor
 
 import flexhop
 from flexhop import errors
+from flexhop.compat.modes import without_dynamo
 from flexhop.compat.mods.errors import refused
 from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.private import private
@@ -79,7 +80,8 @@ def _evaluate(args: AttentionArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         if not has_kernels:
             _warn_once()
         return run_lifted(args, call, has_kernels=has_kernels)
-    return _run_eagerly(args, call)
+    with without_dynamo():
+        return _run_eagerly(args, call)
 
 
 def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +97,8 @@ def run_cached_operator(args: CachedArgs, call: Call) -> tuple[Tensor, Tensor, T
         return _run_traced(run_cached_operator, args, call)
     if wants_kernels(call.kernel_options) and call.mistake is None:
         return run_cached_with_kernels(args, call)
-    return _run_cached_eagerly(args, call, has_mods)
+    with without_dynamo():
+        return _run_cached_eagerly(args, call, has_mods)
 
 
 def _plain(call: Call) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn.attention import flex_attention as intree
 
 import flexhop
@@ -242,3 +243,19 @@ def test_a_loaded_lowering_changes_nothing():
     run = Counted(flex_attention)
     run(*operands())
     assert run.graphs == 1
+
+
+@pytest.mark.parametrize("key_mod", [None, lambda x, b, h, kv_idx: x * 2], ids=["plain", "cached"])
+def test_a_backend_that_gives_up(key_mod):
+    """Dynamo runs the frame then, and compiles the frames that it calls."""
+
+    def give_up(module, inputs):
+        raise DynamicOutputShapeException(torch.ops.aten._unique.default)
+
+    def attend(query, key, value):
+        return flex_attention(query, key, value, lambda s, b, h, q, k: s * 2, k_mod=key_mod)
+
+    given = [tensor.detach() for tensor in operands()]
+    torch._dynamo.reset()
+    found = torch.compile(attend, backend=give_up)(*given)
+    torch.testing.assert_close(found, attend(*given))
