@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.case_inputs import Shape
-from tests.fuzz import later, made, masks, rarer, scores, users
+from tests.fuzz import compared, later, made, masks, rarer, scores, users
 from tests.fuzz.masks import BY_BATCH, BY_HEAD
 from tests.fuzz.plan import Around, Derivative, Family, Plan
 from tests.fuzz.scores import HIDING, IGNORING, SCORES
@@ -63,7 +63,8 @@ def draw(seed: int, *, large: bool = False) -> Plan:
         lse=r.random() < 0.4, max_scores=r.random() < 0.15, sinks=r.random() < 0.1,
         dropout=r.choice([0.0] * 9 + [0.1, 0.5]), dynamic=r.choice([False] * 4 + [True, None]),
     )  # fmt: skip
-    for name, newer in (("made", made), ("users", users), ("later", later), ("rarer", rarer)):
+    for newer in (made, users, later, rarer, compared):
+        name = newer.__name__.rpartition(".")[2]
         if seed >= newer.FIRST:  # problems keep their numbers
             plan = _with_more(random.Random(f"{name} {seed}"), plan, newer)
     plan = dataclasses.replace(plan, **_of_family(r, plan))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz import later, made, rarer, users
+from tests.fuzz import compared, later, made, rarer, users
 from tests.fuzz.functions import Entry, span
 
 POSITIONS: dict[str, Entry] = {
@@ -220,7 +220,7 @@ CAPTURES: dict[str, Entry] = {
 }  # fmt: skip
 
 OLDER = POSITIONS | CAPTURES
-MASKS = OLDER | made.MASKS | users.MASKS | later.MASKS | rarer.MASKS
+MASKS = OLDER | made.MASKS | users.MASKS | later.MASKS | rarer.MASKS | compared.MASKS
 BY_BATCH = (
     frozenset(
         {
@@ -237,10 +237,12 @@ BY_BATCH = (
         }
     )
     | rarer.BY_BATCH
+    | compared.BY_BATCH
 )
 BY_HEAD = (
     frozenset({"heads", "by_head", "head_choice", "table_of_heads", "expanded", "wrapped"})
     | {"bits_of_heads", "sparse_blocks"}
     | users.BY_HEAD
     | rarer.BY_HEAD
+    | compared.BY_HEAD
 )

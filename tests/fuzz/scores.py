@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.fuzz import later, made, rarer, users
+from tests.fuzz import compared, later, made, rarer, users
 from tests.fuzz.functions import Entry, span
 
 
@@ -312,7 +312,7 @@ IGNORING: dict[str, Entry] = {
 }  # fmt: skip
 
 OLDER = BIASES | FUNCTIONS | IGNORING
-SCORES = OLDER | made.SCORES | users.SCORES | later.SCORES | rarer.SCORES
+SCORES = OLDER | made.SCORES | users.SCORES | later.SCORES | rarer.SCORES | compared.SCORES
 # They come last: others would make NaN of an infinity, or overflow.
 HIDING = frozenset({
     "hidden", "attended_keys", "added_mask", "number_for_rows", "lowest", "added_lowest",
