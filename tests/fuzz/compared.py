@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 from tests.fuzz.functions import Entry, span
 
-FIRST = 37 * 10**8  # the smallest number of a problem that may have these
+# The smallest number of a problem that may have these, behind those that a run without a number
+# draws: some are refused, and some fail under dynamic shapes.
+FIRST = 41 * 10**8
 
 
 def _pair(name, factor=1.0, width=3):
