@@ -10,20 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.fuzz.functions import Entry, span
+from tests.fuzz.rarer import alike, rows, two_rows
 
 # The smallest number of a problem that may have these, behind those that a run without a number
 # draws: some are refused, and some fail under dynamic shapes.
 FIRST = 41 * 10**8
-
-
-def _pair(name, factor=1.0, width=3):
-    """Rows of a query and of a key: `name`_q and `name`_k."""
-
-    def captures(s, r):
-        lengths = {"q": s.q_len, "k": s.kv_len}
-        return {f"{name}_{at}": factor * r.normal(n, width) for at, n in lengths.items()}
-
-    return captures
 
 
 def _of_pair(name, function, factor=1.0, width=3):
@@ -34,21 +25,26 @@ def _of_pair(name, function, factor=1.0, width=3):
         left, right = (getattr(c, each) for each in names)
         return lambda s, b, h, q, k: s + function(left[q], right[k])
 
-    return Entry(make, _pair(name, factor, width), names)
+    return Entry(make, two_rows(*names, width, factor), names)
 
 
 def _of_key(name, function, width=6):
     """The same of the row of a key."""
 
     def make(c):
-        rows = getattr(c, name)
-        return lambda s, b, h, q, k: s + function(rows[k])
+        row_of = getattr(c, name)
+        return lambda s, b, h, q, k: s + function(row_of[k])
 
-    return Entry(make, lambda s, r: {name: r.normal(s.kv_len, width)}, (name,))
+    return Entry(make, rows(name, "k", width), (name,))
 
 
 def _around(row):
     return F.pad(row[None, None], (2, 1), mode="circular")[0, 0]
+
+
+def _filled(x, y):
+    filled, other = alike(x.index_fill(0, torch.tensor([0], device=x.device), 0.5), y)
+    return filled @ other
 
 
 def _waves(c):
@@ -62,7 +58,8 @@ def _fire(c):
     def mod(s, b, h, q, k):
         far, length = (q - k).abs().float(), torch.maximum(q, k).float()
         place = torch.log1p(far) / torch.log1p(length + 1)
-        return s + torch.relu(place * c.fire_in + c.fire_at) @ c.fire_out
+        hidden, weights = alike(torch.relu(place * c.fire_in + c.fire_at), c.fire_out)
+        return s + hidden @ weights
 
     return mod
 
@@ -87,9 +84,7 @@ SCORES: dict[str, Entry] = {
     "stacked_columns": _of_pair(
         "column", lambda x, y: torch.column_stack([x, y]).logsumexp(1).sum() * 0.3
     ),
-    "filled_rows": _of_pair(
-        "filled", lambda x, y: x.index_fill(0, torch.tensor([0], device=x.device), 0.5) @ y, 0.5
-    ),
+    "filled_rows": _of_pair("filled", _filled, 0.5),
     "joined": _of_pair(
         "joined", lambda x, y: torch.hstack([x, y]).amax() - torch.fmin(x, y).sum()
     ),

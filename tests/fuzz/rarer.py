@@ -17,7 +17,7 @@ FIRST = 36 * 10**8  # the smallest number of a problem that may have these
 _SIDE = 7  # of a window
 
 
-def _rows(name, length, width, factor=1.0):
+def rows(name, length, width, factor=1.0):
     """Rows of numbers of positions: `length` is "q", "k" or "both"."""
 
     def captures(s, r):
@@ -27,14 +27,14 @@ def _rows(name, length, width, factor=1.0):
     return captures
 
 
-def _two_rows(left, right, width, factor=1.0):
+def two_rows(left, right, width, factor=1.0):
     def captures(s, r):
         return {left: factor * r.normal(s.q_len, width), right: factor * r.normal(s.kv_len, width)}
 
     return captures
 
 
-def _alike(*tensors):
+def alike(*tensors):
     """Of one dtype: the oracle has learned tensors in fp64, and products take no two dtypes."""
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     return [tensor.to(dtype) for tensor in tensors]
@@ -80,7 +80,7 @@ def _mixed(c):
 
 def _layer(c):
     def mod(s, b, h, q, k):
-        layer, inputs = _alike(c.layer, c.input_of)
+        layer, inputs = alike(c.layer, c.input_of)
         hidden = torch.tanh(layer @ inputs[k] + c.layer_bias)
         return s + (hidden * c.layer_out).sum()
 
@@ -89,7 +89,7 @@ def _layer(c):
 
 def _bilinear(c):
     def mod(s, b, h, q, k):
-        left, form, right = _alike(c.form_left, c.form, c.form_right)
+        left, form, right = alike(c.form_left, c.form, c.form_right)
         return s + left[q] @ form[h] @ right[k]
 
     return mod
@@ -97,7 +97,7 @@ def _bilinear(c):
 
 def _einsum(c):
     def mod(s, b, h, q, k):
-        left, right = _alike(c.sum_left, c.sum_right)
+        left, right = alike(c.sum_left, c.sum_right)
         return s + torch.einsum("i,i->", left[q], right[k])
 
     return mod
@@ -110,15 +110,15 @@ def _popcount(x):
 SCORES: dict[str, Entry] = {
     "row_of_key": Entry(
         lambda c: lambda s, b, h, q, k: s + c.key_row[k].tanh().sum() * 0.3,
-        _rows("key_row", "k", 5), ("key_row",),
+        rows("key_row", "k", 5), ("key_row",),
     ),
     "row_of_query": Entry(
         lambda c: lambda s, b, h, q, k: s * (1 + c.query_row[q].square().mean()),
-        _rows("query_row", "q", 9), ("query_row",),
+        rows("query_row", "q", 9), ("query_row",),
     ),
     "wide_row_of_key": Entry(
         lambda c: lambda s, b, h, q, k: s + torch.sigmoid(c.wide_row[k]).mean(-1),
-        _rows("wide_row", "k", 40), ("wide_row",),
+        rows("wide_row", "k", 40), ("wide_row",),
     ),
     "row_of_batch": Entry(
         lambda c: lambda s, b, h, q, k: s - F.softplus(c.batch_rows[b, k]).sum() * 0.1,
@@ -126,38 +126,38 @@ SCORES: dict[str, Entry] = {
     ),
     "log_of_row": Entry(
         lambda c: lambda s, b, h, q, k: s + torch.logsumexp(c.logit_row[k], 0),
-        _rows("logit_row", "k", 8), ("logit_row",),
+        rows("logit_row", "k", 8), ("logit_row",),
     ),
     "largest_of_row": Entry(
         lambda c: lambda s, b, h, q, k: s + c.peak_row[q].amax() - c.peak_row[k].amin(),
-        _rows("peak_row", "both", 5), ("peak_row",),
+        rows("peak_row", "both", 5), ("peak_row",),
     ),
     "dot": Entry(
         lambda c: lambda s, b, h, q, k: s + (c.dot_left[q] * c.dot_right[k]).sum(-1),
-        _two_rows("dot_left", "dot_right", 16, 0.4), ("dot_left", "dot_right"),
+        two_rows("dot_left", "dot_right", 16, 0.4), ("dot_left", "dot_right"),
     ),
     "einsum": Entry(
-        _einsum, _two_rows("sum_left", "sum_right", 6, 0.5), ("sum_left", "sum_right"),
+        _einsum, two_rows("sum_left", "sum_right", 6, 0.5), ("sum_left", "sum_right"),
     ),
     "similar": Entry(
         lambda c: lambda s, b, h, q, k: s + F.cosine_similarity(c.look[q], c.seen[k], dim=-1),
-        _two_rows("look", "seen", 7), ("look", "seen"),
+        two_rows("look", "seen", 7), ("look", "seen"),
     ),
     "norm": Entry(
         lambda c: lambda s, b, h, q, k: (
             s - torch.linalg.vector_norm(c.where_to[q] - c.where_at[k] + 3.0)
         ),
-        _two_rows("where_to", "where_at", 3, 0.3), ("where_to", "where_at"),
+        two_rows("where_to", "where_at", 3, 0.3), ("where_to", "where_at"),
     ),
     "first_powers": Entry(
         lambda c: lambda s, b, h, q, k: s - (c.spot_to[q] - c.spot_at[k]).abs().sum(-1) * 0.3,
-        _two_rows("spot_to", "spot_at", 5), ("spot_to", "spot_at"),
+        two_rows("spot_to", "spot_at", 5), ("spot_to", "spot_at"),
     ),
     "gaussian": Entry(
         lambda c: lambda s, b, h, q, k: (
             s * torch.exp(-((c.mean_to[q] - c.mean_at[k]) ** 2).sum(-1) / c.spread_of[h])
         ),
-        lambda s, r: _two_rows("mean_to", "mean_at", 3, 0.4)(s, r)
+        lambda s, r: two_rows("mean_to", "mean_at", 3, 0.4)(s, r)
         | {"spread_of": 1 + r.uniform(s.heads)},
         ("mean_to", "mean_at", "spread_of"),
     ),
@@ -176,7 +176,7 @@ SCORES: dict[str, Entry] = {
     ),
     "bilinear": Entry(
         _bilinear,
-        lambda s, r: _two_rows("form_left", "form_right", 4, 0.5)(s, r)
+        lambda s, r: two_rows("form_left", "form_right", 4, 0.5)(s, r)
         | {"form": r.normal(s.heads, 4, 4)},
         ("form_left", "form", "form_right"),
     ),
@@ -262,7 +262,7 @@ MASKS: dict[str, Entry] = {
     ),
     "near_rows": Entry(
         lambda c: lambda b, h, q, k: torch.linalg.vector_norm(c.close_to[q] - c.close_at[k]) < 1.5,
-        _two_rows("close_to", "close_at", 2),
+        two_rows("close_to", "close_at", 2),
     ),
     "shared_bits": Entry(
         lambda c: lambda b, h, q, k: (c.groups_of[q] & c.groups_of[k]) != 0,

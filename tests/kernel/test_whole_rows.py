@@ -19,6 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning"),
     pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation"),
 ]
+
+
+def _around(row):
+    return F.pad(row[None, None], (2, 1), mode="circular")[0, 0]
+
+
 FUNCTIONS = {
     "sum so far": lambda x: x.cumsum(-1),
     "product so far": lambda x: (x * 0.1 + 1).cumprod(-1),
@@ -28,7 +34,7 @@ FUNCTIONS = {
     "sorted": lambda x: x.sort(-1).values,
     "best": lambda x: x.topk(5, -1).values,
     "padded": lambda x: F.pad(x, (1, 0))[..., :-1],
-    "padded around": lambda x: F.pad(x[None, None], (2, 1), mode="circular")[0, 0],
+    "padded around": _around,
     "differences": lambda x: x.diff(dim=-1, prepend=x[..., :1]),
     "smoothed": lambda x: F.conv1d(x[None, None], torch.ones(1, 1, 3) / 3, padding=1)[0, 0],
     "spectrum": lambda x: torch.view_as_real(torch.fft.rfft(x)).square().sum(-1) * 0.05,
@@ -260,10 +266,7 @@ def test_rows_of_positions_that_pytorch_writes_to():
     torch.manual_seed(14)
     left, right = (torch.randn(LENGTH, 5).requires_grad_() for _ in range(2))
 
-    def around(row):
-        return F.pad(row[None, None], (2, 1), mode="circular")[0, 0]
-
     def mod(s, b, h, q, k):
-        return s + around(left[q])[k % 8] * around(right[k]).amax()
+        return s + _around(left[q])[k % 8] * _around(right[k]).amax()
 
     check_kernels(_operands(), [left, right], mod)

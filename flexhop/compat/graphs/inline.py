@@ -60,11 +60,10 @@ def _fake(node: torch.fx.Node) -> Any:
 
 
 def decompose(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A traced graph with Inductor's decompositions, as the compiler sees it."""
+    """A graph of `trace_callable` with Inductor's decompositions, as the compiler sees it."""
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with hop.isolated_trace(*inputs), torch.no_grad():
         run = torch.fx.Interpreter(graph).run
-        run = torch.func.functionalize(run) if has_writes(graph) else run
         return make_fx(run, decomposition_table=select_decomp_table())(*inputs)
 
 

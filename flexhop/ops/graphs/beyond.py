@@ -1,8 +1,9 @@
-"""Operators of rows that kernels cannot compute for each score: `e[h].cumsum(0)[q_idx - kv_idx]`.
+"""Operators that kernels cannot compute for each score: `e[h].cumsum(0)[q_idx - kv_idx]`.
 
-Sums so far, sorting, convolutions, padding, complex numbers, and reductions of more numbers than a
-kernel adds one by one. If the row depends only on batch and head, or on one position, it is
-computed before the kernel for all of these, and the kernel reads it.
+Of rows: sums so far, sorting, convolutions, padding, complex numbers, and reductions of more
+numbers than a kernel adds one by one. Of numbers: special functions. A row that depends only on
+batch and head, or on one position, is computed before the kernel for all of these, and the kernel
+reads it. So is a special function, of a distance as well.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _LONG = frozenset({
     "_log_softmax", "_softmax", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot",
     "logsumexp", "mm", "mv", "native_group_norm", "native_layer_norm", "_fused_rms_norm", "vdot",
 })  # fmt: skip
-# Pointwise functions for which Inductor has no Triton code, beside those of torch.special.
+# Pointwise functions for which Inductor has no Triton code, beside most of torch.special.
 _SPECIAL = frozenset({"digamma", "igamma", "igammac", "polygamma"})
 
 
 def is_beyond_kernels(node: fx.Node) -> bool:
-    """Whether a node is a computed row, or is made of rows, that no kernel computes."""
+    """Whether no kernel computes a node: a row, something made of rows, or a special function."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return is_beyond_kernels(node.args[0])
     target = node.target

@@ -28,10 +28,8 @@ def pick_first(graph: fx.GraphModule) -> None:
     What depends on captured tensors alone stays: it is computed before the kernel.
 
     Args:
-        graph: (score, b, h, q_idx, kv_idx, *captures) -> score.
+        graph: (score, b, h, q_idx, kv_idx, *captures) -> score, without writes.
     """
-    if any(_writes(node) for node in graph.graph.nodes):
-        return
     inputs = graph.graph.find_nodes(op="placeholder")[:NUM_SCORE_INPUTS]
     picker = _Picker(graph.graph, inputs)
     for node in list(graph.graph.nodes):
@@ -40,12 +38,6 @@ def pick_first(graph: fx.GraphModule) -> None:
             node.replace_all_uses_with(found)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether an operator changes an operand: what is read then depends on when."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 class _Picker:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flexhop
+from flexhop.compat.operators.vmapped import loss
 
 QUERIES, KEYS, WIDTH = 5, 7, 3
 FILLED = torch.tensor([0, 2])
@@ -77,8 +78,6 @@ def test_value_and_gradients_are_those_of_single_calls(name, backend):
 
 
 def test_weighted_losses_are_pytorchs():
-    from flexhop.compat.operators.vmapped import loss
-
     x, y, weight = torch.randn(3, 6)
     weighted = loss(F.mse_loss, x, y, weight=weight.abs())
     torch.testing.assert_close(weighted, F.mse_loss(x, y, weight=weight.abs()))
