@@ -1,5 +1,6 @@
 """The rows of ``python -m benchmarks.varlen``: packed sequences, and mods of them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -39,6 +40,8 @@ PACKS: tuple[Pack, ...] = (
     Pack("kinds-16k", 16 << 10, 2 << 10, mod="kinds"),
     Pack("key-bias-16k", 16 << 10, 2 << 10, mod="key-bias"),
     Pack("gates-16k", 16 << 10, 2 << 10, mod="gates"),
+    Pack("buckets-16k", 16 << 10, 2 << 10, mod="buckets"),
+    Pack("waves-16k", 16 << 10, 2 << 10, mod="waves"),
 )
 
 
@@ -53,7 +56,27 @@ class Mod:
     is_learned: bool = False
 
 
+def _buckets(weights: torch.Tensor) -> dict[str, Any]:
+    """T5's bias: 16 distances as they are, then 16 buckets that grow."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        far = (q - k).abs()
+        beyond = 16 + (torch.log(far.clamp(min=1) / 16) / math.log(8) * 16).to(torch.int32)
+        return s + weights[0, h, torch.where(far < 16, far, beyond.clamp(max=31))]
+
+    return {"score_mod": mod}
+
+
+def _waves(weights: torch.Tensor) -> dict[str, Any]:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + weights[0, h, 0] * torch.sin((q - k) * weights[0, h, 1])
+
+    return {"score_mod": mod}
+
+
 MODS = {
+    "buckets": Mod(_buckets),
+    "waves": Mod(_waves),
     "kinds": Mod(lambda t: {"mask_mod": lambda b, h, q, k: (t[b, 0, k] > 0) | (q == k)}),
     "key-bias": Mod(lambda t: {"score_mod": lambda s, b, h, q, k: s + t[b, h, k]}),
     "gates": Mod(

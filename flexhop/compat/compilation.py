@@ -1,9 +1,10 @@
-"""What one compilation finds out about the graphs of mods, each once; a hash of our sources.
+"""What is found out about mods, each answer once; a hash of our sources.
 
 Dynamo, both passes of AOTAutograd and the lowerings ask the same questions about the mods of a
 call, and the layers of a model have equal mods. An answer counts for a graph that says the same,
 for inputs of the same form, in the same circumstances. It is forgotten when the compilation is
-over, and never outlives PyTorch's tracing context. The names are the same in torch 2.11 to 2.15.
+over, and never outlives PyTorch's tracing context. Outside of compilations, answers are kept on
+functions that later calls reuse. The names are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +22,14 @@ from torch.fx import Graph, GraphModule, Node, traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _get_current_function_mode_stack
 
-from flexhop.compat.kept import keeping
+__all__ = [
+    "copy_of", "forget", "forms_of", "is_marked", "keeping", "kept", "mark", "module_of", "once",
+    "remember", "say", "source_fingerprint",
+]  # fmt: skip
 
-__all__ = ["copy_of", "forget", "forms_of", "module_of", "once", "say", "source_fingerprint"]
-
+_KEY = "flexhop_kept"  # of answers on functions
+F = TypeVar("F", bound=Callable[..., Any])
+V = TypeVar("V")
 _PACKAGE = Path(__file__).parents[1]
 _found: WeakKeyDictionary[TracingContext, dict[Hashable, Any]] = WeakKeyDictionary()
 _AUTOCAST = (
@@ -153,3 +158,38 @@ def source_fingerprint(package: Path = _PACKAGE) -> str:
             digest.update(path.relative_to(package).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def mark(function: F) -> F:
+    """Mark a function that later calls will pass again, so results can be cached on it."""
+    if not is_marked(function):
+        setattr(function, _KEY, {})
+    return function
+
+
+def is_marked(function: Any) -> bool:
+    """Whether `mark` was called with it."""
+    return hasattr(function, _KEY)
+
+
+def kept(function: Any) -> dict[Hashable, Any]:
+    """The cache of a marked function. It lives as long as the function."""
+    return getattr(function, _KEY)
+
+
+def keeping(key: Hashable, function: Any, make: Callable[[], Any]) -> Any:
+    """The cached result of `make` for a marked function; for others, call it."""
+    if not is_marked(function):
+        return make()
+    known = kept(function)
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def remember(known: dict[Any, V], key: Hashable, value: V, most: int) -> V:
+    """Insert a value into a cache of limited size; evicts the oldest."""
+    if len(known) >= most:
+        del known[next(iter(known))]
+    known[key] = value
+    return value

@@ -13,7 +13,7 @@ from transformers.utils.import_utils import is_tracing
 
 from flexhop.block_mask import BlockMask, create_block_mask
 from flexhop.block_mask.coverage import may_wait
-from flexhop.compat.kept import remember
+from flexhop.compat.compilation import remember
 from flexhop.integrations.transformers_models import tensor_mask
 from flexhop.integrations.transformers_rows import visible_keys
 from flexhop.mods import MaskMod, and_masks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexhop.compat.kept import is_marked, keeping, mark
+from flexhop.compat.compilation import is_marked, keeping, mark
 from flexhop.errors import VmapError
 from flexhop.ops.args import BackwardArgs, DerivativeArgs
 from flexhop.ops.derivatives.program import KEY, VALUE, capture_position

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from flexhop.compat.kept import mark, remember
+from flexhop.compat.compilation import mark, remember
 from flexhop.compat.mods.held import is_filled
 from flexhop.compat.mods.own_backward import at_once
 from flexhop.compat.mods.wrapped import Exchange, apart, is_transformed

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat.kept import remember
+from flexhop.compat.compilation import remember
 from flexhop.compat.mods.lift import own_code
 from flexhop.compat.mods.wrapped import apart
 from flexhop.compat.operators.hop import Operator, pytree

@@ -23,6 +23,18 @@ from flexhop.compat.operators.vmapped import copy
 __all__ = ["has_writes", "retraced", "trace_callable"]
 
 
+def _zeros(size: Sequence[Any], *, memory_format: Any = None, **options: Any) -> Any:
+    return torch.ops.aten.zeros.default(size, **options)
+
+
+# Rows that a kernel holds begin with numbers.
+_ZEROS = {
+    torch.ops.aten.empty.memory_format: _zeros,
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+_NEW_VALUES = _ZEROS | {torch.ops.aten.copy.default: copy}  # which has no derivative
+
+
 def has_writes(graph: torch.fx.GraphModule) -> bool:
     """Whether operators write: PyTorch's `pad(mode="circular")` does, and some derivatives do."""
     called = (node.target for node in graph.graph.nodes if node.op == "call_function")
@@ -42,11 +54,8 @@ def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch
     return spell_constants(graph)
 
 
-# Rows that a kernel holds begin with numbers.
-_NEW_VALUES = {
-    torch.ops.aten.copy.default: copy,  # which has no derivative
-    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
-}
+def _zeros(size: Sequence[Any], *, memory_format: Any = None, **options: Any) -> Any:
+    return torch.ops.aten.zeros.default(size, **options)
 
 
 def retraced(
@@ -81,4 +90,4 @@ def _retrace(function: Callable[..., Any], tracer: Any) -> Callable[..., torch.f
     mods are still to come."""
     table = {} if tracer is None else tracer.decomposition_table
     kept = {op: rule for op, rule in table.items() if op is not torch.ops.aten.detach.default}
-    return reenter_make_fx(function, subgraph_decomp_table=kept)
+    return reenter_make_fx(function, subgraph_decomp_table=kept | _ZEROS)

@@ -53,6 +53,8 @@ def without_bounded(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphM
 def _measure(writer: Writer, found: Analysis, node: fx.Node, copy: fx.Node) -> None:
     """Compute a difference or comparison of positions from kv_idx and q_idx, if it is theirs."""
     operands: Any = node.args
+    if not all(isinstance(operand, fx.Node) for operand in operands):
+        return  # a number
     forms = [found.forms.form(found.known[operand]) for operand in operands]
     if forms[0] is None or forms[1] is None:
         return

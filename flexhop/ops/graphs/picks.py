@@ -134,8 +134,16 @@ class _Picker:
 
 
 def _normal(source: fx.Node, picks: Picks) -> Picks:
-    """The picks with numbers counted from the start, and 0 where there is one element."""
-    sizes = source.meta["val"].shape
-    counted = [p % n if type(p) is int else p for p, n in zip(picks, sizes, strict=True)]
-    one = [p is not None and n == 1 for p, n in zip(picks, sizes, strict=True)]
-    return tuple(0 if is_one else p for p, is_one in zip(counted, one, strict=True))
+    """The picks with numbers counted from the start, and 0 where there is one element.
+
+    Of a dimension of unknown length, a number stays: no rule reads computed rows of that.
+    """
+
+    def normal(pick: Any, length: Any) -> Any:
+        if pick is None or type(length) is not int:
+            return pick
+        if length == 1:
+            return 0
+        return pick % length if type(pick) is int else pick
+
+    return tuple(map(normal, picks, source.meta["val"].shape))

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from flexhop.analysis import INDICES, dependents, is_smooth, passes_gradients
-from flexhop.compat.compilation import copy_of, forms_of, once, say
-from flexhop.compat.kept import is_marked, mark
+from flexhop.compat.compilation import copy_of, forms_of, is_marked, mark, once, say
 from flexhop.compat.modes import DetachMode
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.mods.own_backward import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +15,7 @@ from flexhop.block_mask.scores import hidden_count
 from flexhop.compat.mods.indexing import IndexMode, of_one_dtype
 from flexhop.compat.operators import hop
 from flexhop.compat.sizes import LONGEST_ROW, hint_of
+from flexhop.mods.bounded import BOUNDED
 from flexhop.ops.args import Capture
 from flexhop.ops.graphs.unread import Unread
 
@@ -99,6 +100,8 @@ class Maker:
         self.found, self.extents = found, extents
         self.captures = dict(zip(found.mod.captures, map(_widened, captures), strict=True))
         self.device = found.mod.inputs["q"].meta["val"].device
+        # In packed sequences, some entries are of distances beyond a sequence. No score uses them.
+        self.may_leave = any(node.target is BOUNDED for node in found.mod.graph.nodes)
 
     def make(self, table: Table) -> Tensor:
         """The entries of a table, [*axes]."""
@@ -196,6 +199,8 @@ class _Entries:
             return values[node.all_input_nodes[0]][node.args[1]]
         varies = {source: bool(self._forms.depends_on(source)) for source in values}
         is_read, is_expanded = _is_read(node), self._unread is not None and any(varies.values())
+        if is_read and self._maker.may_leave:
+            values |= self._within(node, values, varies)
         if is_expanded and not is_read:
             for source, value in values.items():
                 if not varies[source]:
@@ -209,6 +214,17 @@ class _Entries:
         if is_expanded and is_read and not varies[node.all_input_nodes[0]]:
             result, _ = self._expanded(result, len(self._shape))
         return result
+
+    def _within(
+        self, read: fx.Node, values: Mapping[fx.Node, Any], varies: Mapping[fx.Node, bool]
+    ) -> dict[fx.Node, Any]:
+        """The indices of a read, moved into the tensor."""
+        source, indices = cast("tuple[fx.Node, Sequence[fx.Node]]", read.args)
+        sizes = values[source].shape[len(self._shape) if varies[source] else 0 :]
+        found = {index: values[index] for index in indices}
+        for index, size in zip(indices, sizes, strict=False):
+            found[index] = found[index].clamp(-size, size - 1)
+        return found
 
     def _is_contended(self, source: Any) -> bool:
         """Whether many pairs read each entry of a trained tensor, to whose gradient they add."""

@@ -28,6 +28,7 @@ from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.own_backward import has_own_backward
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.sizes import hint_of
+from flexhop.mods.bounded import BOUNDED
 from flexhop.ops.args import AttentionArgs, CachedArgs, Capture, index_sizes
 from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.graphs.own_positions import (
@@ -169,7 +170,7 @@ def _choose(
     stops = _stops(graph, captures, wanted.inputs)
     # The analysis computes with concrete numbers, outside any surrounding trace.
     with hop.without_modes():
-        found = analyse(graph, wanted.inputs, sizes.bounds, kept=stops)
+        found = analyse(graph, wanted.inputs, sizes.bounds, held=(BOUNDED,), kept=stops)
     if len(found.mod.captures) != len(captures):
         return None
     choice = Choice(found, captures, sizes, wanted)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexhop.compat.kept import remember
+from flexhop.compat.compilation import remember
 from flexhop.compat.mods.lift import Lifted, lift
 from flexhop.compat.mods.wrapped import apart, is_bare
 from flexhop.compat.operators import hop

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.compat.kept import keeping
+from flexhop.compat.compilation import keeping
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop
 from flexhop.compat.operators.alone import Alone, is_leaf

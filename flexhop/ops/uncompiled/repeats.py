@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexhop.block_mask.mask import BlockMask
-from flexhop.compat.kept import remember
+from flexhop.compat.compilation import remember
 from flexhop.compat.mods.wrapped import are_tensors, is_quiet
 from flexhop.mods.closures import Described, Places, describe
 from flexhop.mods.functions import noop_mask, noop_score

@@ -122,3 +122,24 @@ def test_packed_sequences_read_tables_of_tokens():
     # One table of keys, and of queries the ends of their ranges and their positions.
     mask: Any = compiled.operator.args[9]
     assert all(node.meta["val"].dim() == 1 for node in mask)
+
+
+def test_packed_sequences_read_tables_of_distances():
+    """T5's buckets, in sequences that are shorter than the packed tensor."""
+
+    def attend(query, key, value, offsets, weights):
+        def bias(s, b, h, q, k):
+            far = (q - k).abs()
+            steps = (torch.log1p(far.float()) * 3).to(torch.int32)
+            return s + weights[torch.where(far < 4, far, 4 + steps), h]
+
+        return flexhop.varlen_attention(query, key, value, offsets, score_mod=bias)
+
+    compiled = Recorded(attend)
+    for lengths in ((20, 41, 3, 5), (60, 7, 1, 30, 2), (9, 70)):
+        total = sum(lengths)
+        operands = [torch.randn(total, HEADS, 8, requires_grad=True) for _ in range(3)]
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        weights = torch.randn(17, HEADS, requires_grad=True)  # as many as 70 keys need
+        check(attend, compiled, [*operands, offsets, weights])
+    assert any(len(shape) == 2 and shape[0] == HEADS for shape in compiled.shapes())

@@ -372,6 +372,34 @@ def test_a_bias_of_packed_keys_is_a_table_of_tokens():
     assert table.requires_grad
 
 
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_a_bias_by_distance_in_packed_sequences_is_a_table_of_distances(is_learned):
+    """Entries of distances beyond the longest sequence are not used, and read nothing outside."""
+    lengths = torch.tensor([0, *PACKED, KEYS]).diff()
+    longest = int(lengths.max())
+    weights = learned(HEADS, longest) if is_learned else torch.randn(HEADS, longest).double()
+
+    def own(s, b, h, q, k, weights):
+        return s + torch.tanh(weights[h, (q - k).abs()] * torch.exp(-(q - k).double() / 64))
+
+    args = packed_arguments(
+        score_mod=in_sequences(local_score_mod, own), score_captures=(weights,)
+    )
+    found = tabulate(args)
+    assert found is not None
+    assert found.sizes == ((HEADS, 2 * KEYS - 1),)
+    sequence = packed_rows().sequence
+    is_used = (sequence[:, None] == sequence)[:QUERIES]
+    made, wanted = (
+        scores(mod, captures)[..., is_used]
+        for mod, captures in ((found.mod, found.captures), (args.score_mod, args.score_captures))
+    )
+    torch.testing.assert_close(made, wanted)
+    if is_learned:
+        grads = [torch.autograd.grad(x.square().sum(), weights)[0] for x in (made, wanted)]
+        torch.testing.assert_close(*grads)
+
+
 def test_what_a_mask_reads_of_packed_keys_is_a_table_of_tokens():
     rows, kinds = packed_rows(), torch.arange(4 * KEYS).view(4, KEYS) % 3
     mod = in_sequences(local_mask_mod, lambda b, h, q, k, kinds: (kinds[b, k] > 0) | (q == k))
