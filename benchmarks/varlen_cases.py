@@ -26,7 +26,8 @@ class Pack:
 
     def shrunk(self) -> "Pack":
         """The same problem small enough for a CPU."""
-        return replace(self, tokens=256, mean=max(4, min(self.mean, 64)), heads=2, head_dim=32)
+        mean = max(4, min(self.mean, 64))
+        return replace(self, tokens=256 // mean * mean, mean=mean, heads=2, head_dim=32)
 
 
 PACKS: tuple[Pack, ...] = (
@@ -42,6 +43,8 @@ PACKS: tuple[Pack, ...] = (
     Pack("gates-16k", 16 << 10, 2 << 10, mod="gates"),
     Pack("buckets-16k", 16 << 10, 2 << 10, mod="buckets"),
     Pack("waves-16k", 16 << 10, 2 << 10, mod="waves"),
+    Pack("windows-200k", 49 << 12, 49, "equal", heads=6, head_dim=32, mod="windows"),
+    Pack("patches-16k", 16 << 10, 1 << 10, mod="patches"),
 )
 
 
@@ -74,7 +77,29 @@ def _waves(weights: torch.Tensor) -> dict[str, Any]:
     return {"score_mod": mod}
 
 
+def _windows(weights: torch.Tensor) -> dict[str, Any]:
+    """Swin's bias, of windows of 7 rows and 7 columns."""
+    flat = weights[:4].transpose(0, 1).flatten(1)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + flat[h, (q // 7 - k // 7 + 6) * 13 + q % 7 - k % 7 + 6]
+
+    return {"score_mod": mod}
+
+
+def _patches(weights: torch.Tensor) -> dict[str, Any]:
+    """A slope over the distance in space, of images that are 32 patches wide."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        rows, columns = q // 32 - k // 32, q % 32 - k % 32
+        return s - weights[0, h, 0].abs() * torch.sqrt((rows**2 + columns**2).float())
+
+    return {"score_mod": mod}
+
+
 MODS = {
+    "windows": Mod(_windows),
+    "patches": Mod(_patches),
     "buckets": Mod(_buckets),
     "waves": Mod(_waves),
     "kinds": Mod(lambda t: {"mask_mod": lambda b, h, q, k: (t[b, 0, k] > 0) | (q == k)}),

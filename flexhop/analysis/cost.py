@@ -34,8 +34,9 @@ _INSTRUCTIONS: dict[str, float] = {
     "cos": 14, "tan": 16, "pow": 20, "lgamma": 130, "digamma": 130, "floor_divide": 20,
     "remainder": 20, "fmod": 20, "__mod__": 20, "__floordiv__": 20,
 }  # fmt: skip
-# If the other operand is a number from the program.
+# If the other operand is a number from the program; and if besides, the first is not negative.
 _BY_NUMBER = {"floor_divide": 9.0, "remainder": 10.0, "fmod": 10.0}
+_OF_POSITIVE = {"floor_divide": 2.0, "remainder": 3.0, "fmod": 3.0}
 _SHIFTS = ("floor_divide", "remainder")  # by a power of two
 _SQUARES = (-1, 0, 0.5, 1, 2, 3, 4)  # exponents that need no logarithm
 # For a mask, counted in masked steps of 128 x 128 scores: a comparison sets a predicate, two
@@ -65,6 +66,20 @@ def elements_of(node: fx.Node) -> int:
     value = (node.args[0] if is_sum else node).meta.get("val")  # type: ignore[union-attr]
     count: Any = value.numel() if isinstance(value, torch.Tensor) else 1
     return count if isinstance(count, int) else 1  # a length that calls differ in
+
+
+def is_quotient(node: fx.Node) -> bool:
+    """Whether an operator divides an integer by a positive number from the program."""
+    if name_of(node) not in _OF_POSITIVE or is_float(node):
+        return False
+    divisor = node.args[1]
+    return isinstance(divisor, int) and divisor > 0
+
+
+def instructions_of_quotient(node: fx.Node) -> float:
+    """Instructions of an `is_quotient` whose dividend is not negative."""
+    few = _OF_POSITIVE[name_of(node)] * elements_of(node)
+    return min(few, instructions_of(node))
 
 
 def _of_element(node: fx.Node, name: str) -> float:

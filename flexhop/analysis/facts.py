@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
-from flexhop.analysis.cost import instructions_of, rate
+from flexhop.analysis.cost import instructions_of, instructions_of_quotient, is_quotient, rate
 from flexhop.analysis.forms import Form, Forms, Seen
 from flexhop.analysis.graph import Mod, read_graph
 from flexhop.analysis.interval import INDICES
@@ -63,15 +63,23 @@ class Analysis(Mapping[fx.Node, Facts]):
     def instructions(
         self,
         nodes: Iterable[fx.Node] | None = None,
-        of: Callable[[fx.Node], float] = instructions_of,
+        of: Callable[[fx.Node], float] | None = None,
         rows: Literal["q", "k"] = "q",
     ) -> float:
         """Instructions per score of some nodes of `mod`, by default of all that compute.
 
-        of: instructions of one operator, at any rate. rows: see `rate`.
+        of: instructions of one operator, at any rate; by default `instructions_of`. rows: see
+            `rate`.
         """
+        of = self.instructions_of if of is None else of
         chosen = self.mod.operators if nodes is None else nodes
         return sum(of(node) * rate(self.forms.depends_on(node), rows) for node in chosen)
+
+    def instructions_of(self, node: fx.Node) -> float:
+        """Instructions of one operator of `mod`, at any rate, given what its operands may be."""
+        if is_quotient(node) and self.forms.bounds_of(node.args[0])[0] >= 0:
+            return instructions_of_quotient(node)
+        return instructions_of(node)
 
     def _find(self, node: Any) -> Facts:
         forms = self.forms

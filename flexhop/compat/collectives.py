@@ -1,10 +1,14 @@
 """Process groups by name, collectives that are awaited where they are read, and their stores.
 
+Ranks check that they make the same call before they exchange anything: they compare texts through
+their group's store. A rank that is missing or differs causes an error rather than a hang.
+
 All names below exist with these signatures on torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -12,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexhop.errors import RankDisagreementError
+
 IS_AVAILABLE = dist.is_available()
+_known: set[tuple[str, str, str]] = set()
+_comparisons: collections.Counter[str] = collections.Counter()
 
 if IS_AVAILABLE:
     from torch._C._distributed_c10d import _register_work, _resolve_process_group
@@ -117,3 +125,42 @@ def swap_over(tensor: Tensor, group: str) -> Tensor:
     """Send row r of dimension 0 to rank r, and receive its row; traceable, without gradient."""
     each = [1] * tensor.size(0)
     return wait(_functional.all_to_all_single(tensor.contiguous(), each, each, group))
+
+
+def agree(subject: str, text: str, group: str, hint: str) -> None:
+    """Compare a text with the other ranks', once per text.
+
+    Args:
+        subject: subject of the text, for the error.
+        text: what this rank calls with.
+        group: name of the process group; all its ranks call this.
+        hint: how to fix a difference.
+
+    Raises:
+        RankDisagreementError: another rank's text differs, or does not arrive in time.
+    """
+    if (group, subject, text) in _known:
+        return
+    _comparisons[group] += 1
+    key = f"{subject}/{_comparisons[group]}"
+    texts, missing = exchange_texts(text, key, group)
+    if missing:
+        raise RankDisagreementError(
+            subject=subject, hint=hint,
+            found=f"rank {rank_in(group)} has {text}, but ranks {missing} did not "
+            f"call within {timeout_of(group)}",
+        )  # fmt: skip
+    if len(set(texts)) > 1:
+        raise RankDisagreementError(subject=subject, found=_by_text(texts), hint=hint)
+    _known.add((group, subject, text))
+
+
+def _by_text(texts: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on rank {_words(found)}" for text, found in ranks.items())
+
+
+def _words(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexhop import errors
 from flexhop.compat import collectives
+from flexhop.compat.collectives import agree
 from flexhop.distributed.attend import attend_view
 from flexhop.distributed.packed import PackedSequences
 from flexhop.distributed.plan import Plan
 from flexhop.distributed.views import View, make_view
 from flexhop.errors import PlanError
 from flexhop.mods.functions import MaskMod, noop_mask
-from flexhop.ops.agreement import agree
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call, agree_on_shapes, note_mistake
 from flexhop.ops.dispatch import run_operator

@@ -17,8 +17,8 @@ from flexhop.attention import attend
 from flexhop.compat import dtensors
 from flexhop.distributed.views import View
 from flexhop.mods.functions import MaskMod, ScoreMod
+from flexhop.ops.args import score_examples
 from flexhop.ops.call import Mistake, note_mistake
-from flexhop.ops.graphs.examples import score_examples
 from flexhop.ops.replicated import sum_gradient, with_local_captures
 from flexhop.ops.sharding import SLOT, VIEW
 from flexhop.sequences.ranges import RangeMask

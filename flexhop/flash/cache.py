@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, attend
+from flexhop.block_mask.lists import RangeLists, list_rows
 from flexhop.block_mask.mask import BlockMask
-from flexhop.block_mask.ranges import RangeLists, list_rows
 from flexhop.cache.reading import CacheReading
 from flexhop.flash.cache_checks import CacheCall, cache_mistake
 from flexhop.flash.options import BLOCK, Options, option_mistake, refuse, score_mod_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexhop.attention import AuxOutput, AuxRequest, attend
+from flexhop.block_mask.lists import RangeLists, list_rows
 from flexhop.block_mask.mask import BlockMask
-from flexhop.block_mask.ranges import RangeLists, list_rows
 from flexhop.cache.reading import CacheReading
 from flexhop.flash.cache import SeenKeys
 from flexhop.flash.options import BLOCK, Options, argument_mistake, score_mod_of, unsupported

@@ -33,8 +33,7 @@ from flexhop.lowering.operands import (
 )
 from flexhop.lowering.problem import Cache, Device, ModFacts, Problem, read_device
 from flexhop.mods.keys import noop_key
-from flexhop.ops.args import CachedArgs, index_sizes
-from flexhop.ops.graphs.examples import index_examples
+from flexhop.ops.args import CachedArgs, index_examples, index_sizes
 from flexhop.ops.graphs.subgraphs import trace_key
 
 aten = torch.ops.aten

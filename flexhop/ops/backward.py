@@ -12,7 +12,14 @@ from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.mods.wrapped import is_bare
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.operators.autograd import cast
-from flexhop.ops.args import BackwardArgs, learned_captures
+from flexhop.ops.args import (
+    BackwardArgs,
+    index_examples,
+    joint_examples,
+    learned_captures,
+    score_dtype,
+    score_examples,
+)
 from flexhop.ops.derivatives.operator import (
     differentiate,
     of_backward,
@@ -23,7 +30,6 @@ from flexhop.ops.derivatives.operator import (
 )
 from flexhop.ops.eager import attend_backward
 from flexhop.ops.folding import fold_backward
-from flexhop.ops.graphs.examples import index_examples, joint_examples, score_dtype, score_examples
 from flexhop.ops.graphs.subgraphs import needs_grad
 from flexhop.ops.layout import empty_ordered, ordered
 from flexhop.ops.uncompiled.option import OPTION, run_alone

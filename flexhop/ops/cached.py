@@ -12,11 +12,18 @@ from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop
 from flexhop.compat.operators.autograd import cast
 from flexhop.errors import VmapError
-from flexhop.ops.args import CachedArgs, CachedDoor, index_sizes
+from flexhop.ops.args import (
+    CachedArgs,
+    CachedDoor,
+    index_examples,
+    index_sizes,
+    key_examples,
+    score_dtype,
+    score_examples,
+)
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
-from flexhop.ops.graphs.examples import index_examples, key_examples, score_dtype, score_examples
 from flexhop.ops.graphs.subgraphs import needs_grad
 from flexhop.ops.graphs.tables import with_tables
 from flexhop.ops.uncompiled.option import OPTION, run_alone

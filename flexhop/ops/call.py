@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flexhop import errors, mods
+from flexhop.compat.collectives import agree
 from flexhop.compat.compilation import source_fingerprint
 from flexhop.compat.operators.autograd import dtype_under, wanted_dtype
 from flexhop.compat.sizes import is_empty, is_flag
 from flexhop.ops import wide_lse
-from flexhop.ops.agreement import agree
 from flexhop.ops.verification.certified import verify_option
 from flexhop.options import KernelOptions
 

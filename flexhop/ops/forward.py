@@ -10,23 +10,24 @@ from torch import Tensor
 
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop, transforms
-from flexhop.compat.operators.autograd import cast
+from flexhop.compat.operators.autograd import cast, restore, save
 from flexhop.errors import VmapError
 from flexhop.ops.args import (
     AttentionArgs,
     AttentionDoor,
     BackwardArgs,
+    index_examples,
     learned_captures,
     operands_of,
+    score_dtype,
+    score_examples,
 )
 from flexhop.ops.backward import backward_of_call
 from flexhop.ops.call import check_gradients
 from flexhop.ops.derivatives.operator import push_attention
-from flexhop.ops.derivatives.saving import restore, save
 from flexhop.ops.eager import accumulate_dtype, attend
 from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded_mod
 from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
-from flexhop.ops.graphs.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.graphs.subgraphs import hoist_tangents, needs_grad, trace_joint
 from flexhop.ops.graphs.tables import push_tables, with_tables
 from flexhop.ops.replicated import sum_over_all

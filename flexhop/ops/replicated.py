@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from flexhop.compat import collectives, dtensors
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators.hop import pytree
-from flexhop.ops.graphs.examples import score_examples
+from flexhop.ops.args import score_examples
 
 
 class _SumGradient(torch.autograd.Function):

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from flexhop.block_mask import create_block_mask
 from flexhop.block_mask.fields import dense_blocks
-from flexhop.block_mask.lists import find_ranges, lists_to_dense, ranges_to_dense
-from flexhop.block_mask.ranges import list_rows
+from flexhop.block_mask.lists import find_ranges, list_rows, lists_to_dense, ranges_to_dense
 
 
 def ranges(draw_steps: list[tuple[int, int]], keys: int) -> tuple[torch.Tensor, torch.Tensor]:

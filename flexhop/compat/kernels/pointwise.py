@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V, ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexhop.compat.kernels.inductor import call_lowering, hint
-from flexhop.compat.kernels.integer_powers import INTEGER_POWERS
+from flexhop.compat.kernels.integers import INTEGER_POWERS, lower_quotient
 from flexhop.compat.kernels.row_parts import ROW_PARTS
 from flexhop.compat.kernels.short_rows import PRODUCTS, SHORT_ROWS, unrolled
 from flexhop.compat.mods.location import line_of
@@ -47,6 +47,8 @@ class _ModLowering(PointwiseSubgraphLowering):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Lower one node."""
         self.current = n
+        if (quotient := lower_quotient(n, self.env.get(next(iter(n.args), None)))) is not None:
+            return remembered(quotient)
         if torch.Tag.reduction in getattr(n.target, "tags", ()):
             _settle(self.env[n.args[0]].get_size())
         elif n.target in PRODUCTS:

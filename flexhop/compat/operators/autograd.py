@@ -1,9 +1,9 @@
-"""Autograd functions, applied with less ado, activation checkpointing, and autocast."""
+"""Autograd functions: what they save, applying them with less ado; checkpointing, autocast."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "apply_plain", "cast", "checkpointed", "dtype_under", "wanted_dtype", "without_autocast",
+    "apply_plain", "cast", "checkpointed", "dtype_under", "form_of", "restore", "save",
+    "wanted_dtype", "without_autocast",
 ]  # fmt: skip
+
+_TENSOR = object()  # placeholder for a tensor
 
 
 def apply_plain(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -78,3 +81,49 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     if wanted_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def save(ctx: Any, values: Any) -> None:
+    """Save tensors with save_for_backward and everything else (ints, SymInts, strings) as is.
+
+    Args:
+        ctx: the function's context.
+        values: nested tuples; other containers must hold no tensors.
+    """
+    tensors: list[Tensor] = []
+    ctx.form = _without_tensors(values, tensors)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def form_of(values: Any) -> Any:
+    """What `save` keeps besides tensors."""
+    return _without_tensors(values, [])
+
+
+def restore(ctx: Any) -> Any:
+    """Restore the values that `save` saved."""
+    return _with_tensors(ctx.form, iter(ctx.saved_tensors))
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _TENSOR
+    if isinstance(value, tuple):
+        return _like(value, [_without_tensors(item, tensors) for item in value])
+    return value
+
+
+def _with_tensors(form: Any, tensors: Iterator[Tensor]) -> Any:
+    if form is _TENSOR:
+        return next(tensors)
+    if isinstance(form, tuple):
+        return _like(form, [_with_tensors(item, tensors) for item in form])
+    return form
+
+
+def _like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the class of `value`, which may be a named tuple."""
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

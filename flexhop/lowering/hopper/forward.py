@@ -39,12 +39,11 @@ from flexhop.lowering.problem import ModFacts, Problem
 from flexhop.options import KernelOptions
 
 _LARGEST_WIDTH = 256
-# Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
-# at other widths.
+# Instructions of score_mod per score above which the portable kernel is faster, up to 128 columns
+# and beyond. Functions of the score are nearly equal at 64 columns (`softplus` took the portable
+# kernel 0.91 to 0.95 of the time, `sin` 0.93 to 1.01, `gelu` 1.00), distances in space are not:
+# 1.7 to 2.4 times with two or three coordinates.
 _COSTLY_SCORE_128, _COSTLY_SCORE = 24, 20
-# Likewise at 64 columns, unless score_mod follows distances: it took 0.90 of the time for a cap in
-# a tensor (15), 0.93 for `sin`, 0.95 for `softplus` (14), and 1.00 for `gelu` (17).
-_COSTLY_SCORE_64 = 13
 # Columns up to which the portable kernel is faster if score_mod reads rows of keys: 1.04 (128
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
 _WIDTH_OF_ROWS = 128
@@ -64,6 +63,9 @@ _ONE_TILE, _FEW_READ_KEYS = 128, 256
 # function or has up to so many instructions, and 1.1 times without mask and score_mod. A mask of
 # 10.3, which becomes bits, took it 1.02 times as long, tables by distance 1.9 to 2.4 times.
 _COSTLY_MASK_OF_FEW = 10
+# Under such masks, and without one, a score_mod of positions that takes so many takes the portable
+# kernel longer: 1.3 to 1.7 times for distances in space and tables by two coordinates (10 to 15).
+_COSTLY_SCORE_OF_FEW = 10
 _TABLE_SCORE = 6  # instructions of a sum with an entry of a table by distance
 # Above it, a kernel with opaque keys is tried: of 14 functions of positions eight spilled 0 to 10
 # bytes, six 30 to 455; with opaque keys these spilled 6 to 294 (sm_90, Triton 3.6).
@@ -164,10 +166,7 @@ def _reads_rows(problem: Problem) -> bool:
 
 
 def _most_instructions(problem: Problem) -> int:
-    columns = wider(problem)
-    if columns == 64 and not _follows_distances(problem.mods):
-        return _COSTLY_SCORE_64
-    return _COSTLY_SCORE_128 if columns == 128 else _COSTLY_SCORE
+    return _COSTLY_SCORE_128 if wider(problem) <= 128 else _COSTLY_SCORE
 
 
 def _spares_little(problem: Problem) -> bool:
@@ -177,7 +176,8 @@ def _spares_little(problem: Problem) -> bool:
     softplus; equal for a bias of keys. Tables by distance took twice as long, lines 7 % longer.
     """
     mods = problem.mods
-    if _follows_distances(mods):
+    is_costly = mods.score_uses_keys and mods.score_cost >= _COSTLY_SCORE_OF_FEW
+    if is_costly or _follows_distances(mods):
         return False
     if problem.blocks is None:
         return not mods.reads_per_element

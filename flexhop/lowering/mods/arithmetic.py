@@ -13,7 +13,8 @@ here.)
 
 Quotients and remainders follow Python: they round down. Inductor prints that as a division that
 rounds to zero, and corrections for negative numbers, which the compiler cannot remove because it
-does not know that positions are not negative.
+does not know that positions are not negative. Kernels multiply by a reciprocal instead
+(compat/kernels/integers.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import fx
 
 from flexhop.analysis import Analysis, Answers, copied, dtype_of, quotient_of, settled
+from flexhop.compat.kernels.integers import note_quotient
 from flexhop.lowering.mods.analysed import analyse_kernel, per_graph
 from flexhop.lowering.mods.narrow import narrowed
 
@@ -61,7 +63,7 @@ def cheaper(graph: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphModule:
         with module.graph.inserting_before(copy):
             floats.convert_operands(node)
             if (new := _division(node, copy, floats.found)) is not None:
-                new.meta = dict(copy.meta)
+                new.meta = copy.meta | new.meta
                 copy.replace_all_uses_with(new)
                 copies[node] = new
     return settled(module, graph)
@@ -79,11 +81,14 @@ def _division(node: fx.Node, copy: fx.Node, known: Analysis) -> fx.Node | None:
         if found.is_remainder:
             return call(aten.bitwise_and.Scalar, (value, divisor - 1))
         return call(aten.bitwise_right_shift.Tensor_Scalar, (value, divisor.bit_length() - 1))
-    if known.forms.range_of(found.value)[0] < 0:
+    low, high = known.forms.range_of(found.value)
+    if low < 0:
         return None
     if found.is_remainder:
-        return call(aten.fmod.Scalar, (value, divisor))
-    return call(aten.div.Tensor_mode, (value, divisor), {"rounding_mode": "trunc"})
+        new = call(aten.fmod.Scalar, (value, divisor))
+    else:
+        new = call(aten.div.Tensor_mode, (value, divisor), {"rounding_mode": "trunc"})
+    return note_quotient(new, divisor, high)
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -15,20 +15,21 @@ from torch import Tensor
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.mods.own_backward import refuse_own_backward
 from flexhop.compat.operators import hop, transforms
-from flexhop.compat.operators.autograd import cast
+from flexhop.compat.operators.autograd import cast, restore, save
 from flexhop.errors import MaskCaptureGradError, UnsupportedFeatureError
 from flexhop.ops.args import (
     AttentionArgs,
     BackwardArgs,
     DerivativeArgs,
+    index_examples,
     learned_captures,
     operands_of,
+    score_dtype,
+    score_examples,
 )
 from flexhop.ops.derivatives.program import KEY, OUT, QUERY, VALUE, Step, read_step
 from flexhop.ops.derivatives.reference import as_derivative, derive, result_like, signature_of
-from flexhop.ops.derivatives.saving import restore, save
 from flexhop.ops.folding import fold_derivative
-from flexhop.ops.graphs.examples import index_examples, score_dtype, score_examples
 from flexhop.ops.graphs.subgraphs import joint_of, needs_grad
 from flexhop.ops.layout import empty_ordered, ordered
 from flexhop.ops.replicated import sum_over_all

@@ -1,9 +1,10 @@
-"""Reads at a packed key's position, once per key instead of once per score.
+"""What depends on a packed key's position, computed once per key instead of once per score.
 
 In packed sequences a key's position in its sequence is that of the query plus a distance
 (sequences/row_tables.py). A table of keys would be read there once per score, and its gradient
-added as often. `bounded` knows an equal value that is computed from kv_idx alone: reads use it,
-and everything else keeps the distance.
+added as often; `kv_idx // 7` would be computed as often. `bounded` knows an equal value that is
+computed from kv_idx alone: reads and functions of the position use it, and sums and comparisons
+keep the distance.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import copied
+from flexhop.analysis import copied, name_of
 from flexhop.mods.bounded import BOUNDED
 
 aten = torch.ops.aten
 _SEARCHES = (torch.bucketize, torch.searchsorted, torch.isin)
+# These may belong to a distance, such as q_idx - kv_idx, or say where a range ends.
+_LINEAR = frozenset({
+    "_to_copy", "add", "alias", "clone", "convert_element_type", "detach", "eq", "ge", "gt", "le",
+    "lt", "mul", "ne", "neg", "rsub", "sub",
+})  # fmt: skip
 _PER_QUERY = ("score", "q")  # inputs on which a value of keys cannot depend
 
 
@@ -87,20 +93,31 @@ class _Redirected:
         self.known: dict[fx.Node, fx.Node | None] = {position: own}
         self.known.update(zip(same[::2], same[1::2], strict=True))
         placeholders = graph.find_nodes(op="placeholder")
+        self._has_scores = "score" in inputs
         for name, node in zip(inputs, placeholders, strict=False):
             if name in _PER_QUERY:
                 self.known[node] = None
         self.uses = {position}  # values that depend on the position
 
     def redirect(self) -> None:
-        """Use the key's own position in every read that does not depend on the query besides."""
+        """Use the key's own position in what does not depend on the query besides."""
         for node in list(self.graph.nodes):
-            if not self.uses.isdisjoint(node.all_input_nodes):
-                self.uses.add(node)
-            if node.target is aten.index.Tensor and node in self.uses:
-                new = self.of_key(node)
-                if new is not None:
-                    node.replace_all_uses_with(new)
+            if self.uses.isdisjoint(node.all_input_nodes):
+                continue
+            self.uses.add(node)
+            new = self.of_key(node) if self._is_of_position(node) else None
+            if new is not None:
+                node.replace_all_uses_with(new)
+
+    def _is_of_position(self, node: fx.Node) -> bool:
+        """Whether a node reads at the position, or in a score_mod, is a function of it.
+
+        Masks keep `kv_idx // 64`, which may be a range of keys for each query.
+        """
+        if node.target is aten.index.Tensor:
+            return True
+        is_function = node.op == "call_function" and node.target is not BOUNDED
+        return self._has_scores and is_function and name_of(node) not in _LINEAR
 
     def of_key(self, node: fx.Node) -> fx.Node | None:
         """An equal value that does not depend on the query; None if there is none."""

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from flexhop.compat.sizes import hint_of
 from flexhop.errors import UnsupportedFeatureError
-from flexhop.ops.graphs.examples import NUM_INDICES
+from flexhop.ops.args import NUM_INDICES
 
 aten = torch.ops.aten
 NUM_SCORE_INPUTS = 1 + NUM_INDICES

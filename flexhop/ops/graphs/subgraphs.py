@@ -30,15 +30,15 @@ from flexhop.compat.mods.own_backward import (
 from flexhop.compat.operators import transforms
 from flexhop.compat.operators.hop import capture_like, isolated_trace
 from flexhop.compat.operators.retrace import trace_callable
-from flexhop.ops.args import Capture
-from flexhop.ops.derivatives.smooth import smooth
-from flexhop.ops.graphs.examples import (
+from flexhop.ops.args import (
+    Capture,
     index_examples,
     joint_examples,
     key_examples,
     score_dtype,
     score_examples,
 )
+from flexhop.ops.derivatives.smooth import smooth
 from flexhop.ops.graphs.own_positions import read_at_own_positions
 from flexhop.ops.graphs.picks import pick_first
 from flexhop.ops.graphs.places import one_place_at_a_time

@@ -14,7 +14,6 @@ from flexhop.analysis import (
     carries_gradients,
     dependents,
     instructions_in_mask,
-    instructions_of,
     name_of,
     passes_gradients,
     paths_below,
@@ -132,9 +131,16 @@ class Choice:
             node = following.pop()
             if not isinstance(node, fx.Node) or node.op != "call_function":
                 continue
-            if node not in self._looked_at and self._is_left(node):
-                following += reversed(node.all_input_nodes)
+            if node not in self._looked_at:
+                is_left = self._is_left(node)
+                following += reversed(node.all_input_nodes if is_left else self._places(node))
             self._looked_at.add(node)
+
+    def _places(self, node: fx.Node) -> list[fx.Node]:
+        """What says where a chosen node is read, of a query or a key: it may be a table, too."""
+        chosen = self.tables[-1:] if self.tables and self.tables[-1].node is node else []
+        axes = (axis for table in chosen for axis in table.axes if isinstance(axis, Coordinate))
+        return [atom for axis in axes for atom, _ in axis.terms]
 
     def _is_left(self, node: fx.Node) -> bool:
         """Choose a node, or leave the choice to its parts."""
@@ -250,7 +256,8 @@ class Choice:
         """Instructions per score of a node and of nodes that only it needs, given the tables."""
         made = {table.node: table for table in tables}
         is_asked = self.wanted.only_rows and not is_search(root)
-        of, read = (instructions_in_mask, _READ_IN_MASK) if is_asked else (instructions_of, _READ)
+        read = _READ_IN_MASK if is_asked else _READ
+        of = instructions_in_mask if is_asked else self.found.instructions_of
 
         def instructions(node: fx.Node) -> float:
             return read if node in made else of(node)

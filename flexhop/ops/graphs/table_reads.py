@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class _Writer:
         self, found: Analysis, tables: Sequence[Table], firsts: Mapping[Coordinate, int | None]
     ) -> None:
         self.graph, self.known = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._bounds = found.forms.bounds_of
         self._inputs = found.mod.inputs
         for node in (*found.mod.inputs.values(), *found.mod.captures):
             self.known[node] = self.graph.node_copy(node)
@@ -51,12 +53,23 @@ class _Writer:
         """The node that computes or reads the value of `node`."""
         if node not in self.known and node in self._tables:
             indices = [self._place(axis) for axis in self._tables[node].axes]
-            self.known[node] = self._call(aten.index.Tensor, self._sources[node], indices)
+            entry = self._call(aten.index.Tensor, self._sources[node], indices)
+            self.known[node] = self._bounded(entry, node)
         if node not in self.known:
             args, kwargs = fx.map_arg(node.args, self.copy), fx.map_arg(node.kwargs, self.copy)
             target = aten.add.Tensor if self._subtracts_table(node) else node.target
             self.known[node] = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         return self.known[node]
+
+    def _bounded(self, entry: fx.Node, node: fx.Node) -> fx.Node:
+        """The entry; clamped to the bounds of an integer, which it has, so that they stay known.
+
+        If it is part of an index, that needs no check for each score.
+        """
+        dtype, ends = node.meta["val"].dtype, self._bounds(node)
+        if dtype.is_floating_point or dtype == torch.bool or not all(map(math.isfinite, ends)):
+            return entry
+        return self._call(aten.clamp.default, entry, *map(int, ends))
 
     def _subtracts_table(self, node: fx.Node) -> bool:
         """Whether an operator subtracts what a table holds the negatives of."""

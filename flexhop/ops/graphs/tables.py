@@ -29,8 +29,7 @@ from flexhop.compat.mods.own_backward import has_own_backward
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.sizes import hint_of
 from flexhop.mods.bounded import BOUNDED
-from flexhop.ops.args import AttentionArgs, CachedArgs, Capture, index_sizes
-from flexhop.ops.graphs.examples import score_dtype
+from flexhop.ops.args import AttentionArgs, CachedArgs, Capture, index_sizes, score_dtype
 from flexhop.ops.graphs.own_positions import (
     may_have_positions,
     may_search,

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from flexhop.compat.operators.alone import Alone, is_leaf
-from flexhop.compat.operators.autograd import apply_plain
+from flexhop.compat.operators.autograd import apply_plain, form_of, restore
 from flexhop.mods.closures import Places
 from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import check_gradients
-from flexhop.ops.derivatives.saving import form_of, restore
 from flexhop.ops.forward import attention, gradients
 from flexhop.ops.graphs.subgraphs import Joint, needs_grad, trace_joint
 from flexhop.ops.uncompiled.option import find_alone

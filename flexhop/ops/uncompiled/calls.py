@@ -18,12 +18,11 @@ from flexhop.compat.operators.autograd import wanted_dtype, without_autocast
 from flexhop.compat.operators.transforms import is_deriving, is_tracked
 from flexhop.mods.closures import Places, describe
 from flexhop.mods.keys import noop_key
-from flexhop.ops.args import AttentionArgs, CachedArgs
+from flexhop.ops.args import AttentionArgs, CachedArgs, score_dtype
 from flexhop.ops.cached import cached_attention, cast_cached
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.call import Call, is_determinism_required, prepare
 from flexhop.ops.forward import attention, cast_operands
-from flexhop.ops.graphs.examples import score_dtype
 from flexhop.ops.uncompiled.bare import Plan
 from flexhop.ops.uncompiled.option import OPTION
 from flexhop.ops.uncompiled.repeats import note_plan

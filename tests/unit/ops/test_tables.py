@@ -438,6 +438,35 @@ def test_places_in_tables_do_not_overflow():
     torch.testing.assert_close(scores(found.mod, found.captures), scores(mod, (ids,)))
 
 
+def test_what_says_where_a_table_is_read_may_be_a_table():
+    """It costs a function for each key. Its bounds stay known, so that reads need no checks."""
+    table = learned(9, HEADS)
+
+    def bins(at):
+        return (torch.sin(at.double()) * torch.cos(at.double()) * 8 + 4).long()
+
+    def mod(s, b, h, q, k, table):
+        return s + torch.tanh(table[(bins(q) - bins(k)).clamp(-4, 4) + 4, h]) * 2
+
+    found = tabulate(arguments(mod, table))
+    assert found is not None
+    assert found.sizes[0][0] == HEADS
+    assert (KEYS,) in found.sizes
+    torch.testing.assert_close(scores(found.mod, found.captures), scores(mod, (table,)))
+
+
+def test_bounds_of_integers_in_tables_stay_known():
+    def mod(s, b, h, q, k, table):
+        near = (torch.sin(k.double()) * 3).long().clamp(-3, 3)
+        return s + (near - (torch.cos(q.double()) * 3).long()) * s.detach()
+
+    found = tabulate(arguments(mod, PLAIN))
+    assert found is not None
+    clamps = found.mod.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    assert [node.args[1:] for node in clamps] == [(-3, 3)]
+    torch.testing.assert_close(scores(found.mod, found.captures), scores(mod, (PLAIN,)))
+
+
 def test_masks_of_dense_calls_read_no_tables():
     kinds = torch.arange(KEYS) % 3
     mod = lambda b, h, q, k, kinds: torch.sin(kinds[kinds[k]] * 1.5) > 0  # noqa: E731
