@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from tests.fuzz.functions import Entry, span
 from tests.fuzz.rarer import alike, rows, two_rows
 
-# The smallest number of a problem that may have these, behind those that a run without a number
-# draws: some are refused, and some fail under dynamic shapes.
+# The smallest number of a problem that may have these.
 FIRST = 37 * 10**8
 
 

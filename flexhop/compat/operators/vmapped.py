@@ -264,6 +264,11 @@ def column_stack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t if t.dim() > 1 else t.reshape(-1, 1) for t in tensors], 1)
 
 
+def trace(input: Tensor) -> Tensor:
+    """`torch.trace`, whose batching rule fails for symbolic sizes."""
+    return input.diagonal().sum()
+
+
 def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`aten.cat` under any number of vmaps.
 
@@ -336,6 +341,18 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     length = input.size(dim)
     place = is_at(index % length, length, input, dim)
     return torch.where(place, src.unsqueeze(dim), input)
+
+
+def slice_scatter(input: Tensor, src: Tensor, dim: int = 0, *ends_and_step: Any) -> Tensor:
+    """`aten.slice_scatter` under any number of vmaps; see `concatenate`."""
+    if not _are_batched_with_symbols((input, src)):
+        return torch.ops.aten.slice_scatter.default(input, src, dim, *ends_and_step)
+    start, end, step = (*ends_and_step, *(None, None, 1)[len(ends_and_step) :])
+    length = int(input.size(dim))
+    ends = (at if at is None else int(at) for at in (start, end))
+    for part, place in zip(src.unbind(dim), range(length)[slice(*ends, step)], strict=True):
+        input = torch.where(is_at(place, length, input, dim), part.unsqueeze(dim), input)
+    return input
 
 
 def flip(tensor: Tensor, dims: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from flexhop.compat.operators import hop
 from flexhop.compat.sizes import hint_of
 from flexhop.errors import UnsupportedFeatureError
 from flexhop.ops.args import NUM_INDICES
@@ -95,7 +96,8 @@ def number_before(node: fx.Node, number: int) -> fx.Node:
     options = {"dtype": torch.int32, "device": value.device}
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten.full.default, ([], number), options)
-    made.meta["val"] = value.new_empty((), dtype=torch.int32)
+    with hop.without_modes():  # a surrounding trace would keep it as a constant
+        made.meta["val"] = value.new_empty((), dtype=torch.int32)
     return made
 
 

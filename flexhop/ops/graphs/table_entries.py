@@ -197,7 +197,13 @@ class _Entries:
         values = {source: self._value(source) for source in node.all_input_nodes}
         if node.target is operator.getitem:  # of an operator with several results
             return values[node.all_input_nodes[0]][node.args[1]]
-        varies = {source: bool(self._forms.depends_on(source)) for source in values}
+        varies = {
+            source: isinstance(value, Tensor) and bool(self._forms.depends_on(source))
+            for source, value in values.items()
+        }
+        if node.target is aten.sym_size.int:
+            of, dim = cast("tuple[fx.Node, int]", node.args)
+            return self._row_sizes(values[of], varies[of])[dim]
         is_read, is_expanded = _is_read(node), self._unread is not None and any(varies.values())
         if is_read and self._maker.may_leave:
             values |= self._within(node, values, varies)
@@ -220,11 +226,15 @@ class _Entries:
     ) -> dict[fx.Node, Any]:
         """The indices of a read, moved into the tensor."""
         source, indices = cast("tuple[fx.Node, Sequence[fx.Node]]", read.args)
-        sizes = values[source].shape[len(self._shape) if varies[source] else 0 :]
+        sizes = self._row_sizes(values[source], varies[source])
         found = {index: values[index] for index in indices}
         for index, size in zip(indices, sizes, strict=False):
             found[index] = found[index].clamp(-size, size - 1)
         return found
+
+    def _row_sizes(self, value: Tensor, varies: bool) -> Sequence[Any]:
+        """The sizes of a value in the mod, which values of entries have last."""
+        return value.shape[len(self._shape) if varies else 0 :]
 
     def _is_contended(self, source: Any) -> bool:
         """Whether many pairs read each entry of a trained tensor, to whose gradient they add."""

@@ -53,6 +53,24 @@ DISTANCES = {
 }
 
 
+OF_OWN_KEYS = {
+    "a quotient": lambda s, b, h, q, k: s + (k // 7) * 0.5,
+    "a function": lambda s, b, h, q, k: s + torch.sin(k * 0.3),
+    "an entry": lambda s, b, h, q, k: s + TABLE[k],
+}
+
+
+@pytest.mark.parametrize("name", OF_OWN_KEYS)
+def test_what_depends_on_a_key_alone_is_computed_from_its_own_position(name):
+    _, _, _, query, *_ = graph(OF_OWN_KEYS[name]).graph.find_nodes(op="placeholder")
+    assert not query.users
+
+
+def test_a_number_may_be_taken_from_a_position():
+    mod = graph(lambda s, b, h, q, k: torch.where(k - 3 > 2, s, s * 2))
+    assert num_reads(mod) > 0
+
+
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_read_no_positions(name):
     own = {"table": 1, "ahead": 1, "behind": 1}.get(name, 0)  # of the mod itself

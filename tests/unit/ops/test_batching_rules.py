@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flexhop
 from flexhop.compat.operators.vmapped import loss
+from flexhop.offline import generate_code
 
 QUERIES, KEYS, WIDTH = 5, 7, 3
 FILLED = torch.tensor([0, 2])
@@ -54,10 +55,11 @@ def operands() -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager, any size"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_value_and_gradients_are_those_of_single_calls(name, backend):
     of = FUNCTIONS[name]
+    backend, _, is_dynamic = backend.partition(", ")
 
     def attend(query, key, value, rows, columns):
         def score_mod(s, b, h, q, k):
@@ -70,10 +72,66 @@ def test_value_and_gradients_are_those_of_single_calls(name, backend):
         return torch.softmax(query @ key.mT / 2 - bias, -1) @ value
 
     leaves = operands()
-    call = attend if backend == "eager" else torch.compile(attend, backend=backend)
+    call = (
+        attend
+        if backend == "eager"
+        else torch.compile(attend, backend=backend, dynamic=bool(is_dynamic))
+    )
     results = []
     for out in (call(*leaves), dense(*leaves)):
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_padded_rows_of_any_number_become_tables():
+    """They have no gradient, so that a table of them is made, of a symbolic number of entries."""
+    query, key, value, rows, columns = (operand.detach() for operand in operands())
+
+    def attend(query, key, value, rows, columns):
+        def score_mod(s, b, h, q, k):
+            return s + around(rows[q])[1] * around(columns[k])[-1]
+
+        return flexhop.flex_attention(query, key, value, score_mod)
+
+    inputs = query.requires_grad_(), key, value, rows, columns
+    compiled = torch.compile(attend, backend="aot_eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+
+
+def test_kernels_take_masks_that_pad():
+    rows = torch.randn(4, 6)
+
+    def attend(query, key, value, rows):
+        def score_mod(s, b, h, q, k):
+            return torch.where(around(rows[q // 16])[k % 9] > -0.5, s, s / 2)
+
+        def mask_mod(b, h, q, k):
+            return around(rows[q // 16])[k % 9] > -0.5
+
+        mask = flexhop.create_block_mask(mask_mod, None, None, 64, 64, device=query.device)
+        return flexhop.flex_attention(query, key, value, score_mod, mask)
+
+    query, key, value = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    assert generate_code(attend, query, key, value, rows).templates
+
+
+@pytest.mark.filterwarnings("ignore::flexhop.errors.EagerWarning")
+def test_one_number_of_a_computed_row_of_any_length():
+    query, key, value, rows, _ = operands()
+
+    def attend(query, key, value, rows):
+        def score_mod(s, b, h, q, k):
+            return s + rows[q].cummax(-1).values[-1] - F.rms_norm(rows[q], rows.shape[1:])[0]
+
+        return flexhop.flex_attention(query, key, value, score_mod)
+
+    compiled = torch.compile(attend, backend="aot_eager", dynamic=True, fullgraph=True)
+    inputs = query, key, value, rows
+    results = [
+        (out, *torch.autograd.grad(out.sin().sum(), inputs))
+        for out in (compiled(*inputs), attend(*inputs))
+    ]
     torch.testing.assert_close(*results)
 
 
