@@ -31,9 +31,9 @@ _MEMORY = _Refusal(
     "reading the memory of a tensor, as NumPy does",
     "an index or score has none; convert NumPy arrays with torch.from_numpy before the call",
 )
-_FLOAT_INDEX = _Refusal(
-    "indexing a tensor with a floating-point number",
-    "positions are integers; convert it with .to(torch.int32)",
+_NO_POSITION = _Refusal(
+    "indexing a tensor with a float, or with an integer of 8 or 16 bits",
+    "positions are integers of 32 or 64 bits; convert it with .to(torch.int32)",
 )
 _MANY_INDICES = _Refusal(
     "indexing a tensor with more indices than it has dimensions", "leave out the indices too many"
@@ -49,7 +49,7 @@ _KNOWN = {
     "called random operation": _RANDOM,
     "Cannot access data pointer": _MEMORY,
     "can't be converted to a numpy": _MEMORY,
-    "tensors used as indices must be": _FLOAT_INDEX,
+    "tensors used as indices must be": _NO_POSITION,
     "too many indices for tensor": _MANY_INDICES,
     "is not on the expected device": _DEVICES,
     "to be on the same device": _DEVICES,

@@ -227,7 +227,7 @@ class _Entries:
         """The indices of a read, moved into the tensor."""
         source, indices = cast("tuple[fx.Node, Sequence[fx.Node]]", read.args)
         sizes = self._row_sizes(values[source], varies[source])
-        found = {index: values[index] for index in indices}
+        found = {index: values[index].long() for index in indices}
         for index, size in zip(indices, sizes, strict=False):
             found[index] = found[index].clamp(-size, size - 1)
         return found

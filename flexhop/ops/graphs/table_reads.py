@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,10 +65,12 @@ class _Writer:
 
         If it is part of an index, that needs no check for each score.
         """
-        dtype, ends = node.meta["val"].dtype, self._bounds(node)
-        if dtype.is_floating_point or dtype == torch.bool or not all(map(math.isfinite, ends)):
+        dtype, (low, high) = node.meta["val"].dtype, self._bounds(node)
+        if dtype.is_floating_point or dtype == torch.bool:
             return entry
-        return self._call(aten.clamp.default, entry, *map(int, ends))
+        if low <= torch.iinfo(dtype).min or high >= torch.iinfo(dtype).max:
+            return entry
+        return self._call(aten.clamp.default, entry, int(low), int(high))
 
     def _subtracts_table(self, node: fx.Node) -> bool:
         """Whether an operator subtracts what a table holds the negatives of."""

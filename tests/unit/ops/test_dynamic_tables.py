@@ -124,22 +124,27 @@ def test_packed_sequences_read_tables_of_tokens():
     assert all(node.meta["val"].dim() == 1 for node in mask)
 
 
-def test_packed_sequences_read_tables_of_distances():
-    """T5's buckets, in sequences that are shorter than the packed tensor."""
+def t5_buckets(far, narrow):
+    steps = (torch.log1p(far.float()) * 3).to(torch.int32)
+    return torch.where(far < 4, far, 4 + steps)
 
-    def attend(query, key, value, offsets, weights):
+
+@pytest.mark.parametrize("bucket", [t5_buckets, lambda far, narrow: narrow[narrow[far].int()].int()])
+def test_packed_sequences_read_tables_of_distances(bucket):
+    """Sequences are shorter than the packed tensor, and so are the tables that mods read."""
+
+    def attend(query, key, value, offsets, weights, narrow):
         def bias(s, b, h, q, k):
-            far = (q - k).abs()
-            steps = (torch.log1p(far.float()) * 3).to(torch.int32)
-            return s + weights[torch.where(far < 4, far, 4 + steps), h]
+            return s + torch.sigmoid(weights[bucket((q - k).abs(), narrow), h])
 
         return flexhop.varlen_attention(query, key, value, offsets, score_mod=bias)
 
     compiled = Recorded(attend)
+    narrow = torch.arange(70).flip(0).to(torch.int8)
     for lengths in ((20, 41, 3, 5), (60, 7, 1, 30, 2), (9, 70)):
         total = sum(lengths)
         operands = [torch.randn(total, HEADS, 8, requires_grad=True) for _ in range(3)]
         offsets = torch.tensor([0, *lengths]).cumsum(0)
-        weights = torch.randn(17, HEADS, requires_grad=True)  # as many as 70 keys need
-        check(attend, compiled, [*operands, offsets, weights])
+        weights = torch.randn(200, HEADS, requires_grad=True)
+        check(attend, compiled, [*operands, offsets, weights, narrow])
     assert any(len(shape) == 2 and shape[0] == HEADS for shape in compiled.shapes())
