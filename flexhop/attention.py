@@ -23,8 +23,7 @@ from flexhop.ops.call import Call, MaskFacts, Mistake, note_mistake, note_wrong_
 from flexhop.ops.dispatch import run_cached_operator, run_operator
 from flexhop.ops.dropout import place
 from flexhop.ops.dropout_seed import NO_DROPOUT, Dropout
-from flexhop.ops.replicated import shared_seed
-from flexhop.ops.sharding import SLOT, view_of
+from flexhop.ops.replicated import SLOT, shared_seed, view_of
 from flexhop.ops.sinks import add_sinks, sinks_mistake
 from flexhop.ops.uncompiled.repeats import ask
 from flexhop.options import FlexKernelOptions, KernelOptions

@@ -23,7 +23,7 @@ from flexhop.ops.cached import cached_attention
 from flexhop.ops.cached_call import prepare_cached
 from flexhop.ops.derivatives.operator import attention_derivative
 from flexhop.ops.forward import attention
-from flexhop.ops.sharding import SLOT
+from flexhop.ops.replicated import SLOT
 from flexhop.options import debug
 from flexhop.options.progress import PROGRESS
 

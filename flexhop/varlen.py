@@ -13,7 +13,7 @@ from flexhop.attention import AuxOutput, AuxRequest, Options, attend
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.call import Mistake, note_mistake, note_rank, note_wrong_type
 from flexhop.ops.dropout_seed import Dropout
-from flexhop.ops.sharding import SLOT
+from flexhop.ops.replicated import SLOT
 from flexhop.sequences.ranges import Packing, pack_mask, window_mistake
 from flexhop.sequences.row_tables import RowTables, Window, local_score_mod
 

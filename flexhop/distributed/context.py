@@ -22,8 +22,7 @@ from flexhop.ops.args import AttentionArgs
 from flexhop.ops.call import Call, agree_on_shapes, note_mistake
 from flexhop.ops.dispatch import run_operator
 from flexhop.ops.dropout_seed import Dropout
-from flexhop.ops.replicated import shared_seed, sum_gradient
-from flexhop.ops.sharding import SLOT, VIEW, view_of
+from flexhop.ops.replicated import SLOT, VIEW, shared_seed, sum_gradient, view_of
 from flexhop.sequences.ranges import Packing
 from flexhop.sequences.row_tables import RowTables, local_mask_mod, range_mask
 
@@ -241,7 +240,7 @@ class context_parallel:
 
 
 def _holders(source: Any) -> tuple[Any, ...]:
-    """The object that carries the view of a source; see ops.sharding.view_of."""
+    """The object that carries the view of a source; see ops.replicated.view_of."""
     if source is None:
         return ()
     if isinstance(source, PackedSequences):

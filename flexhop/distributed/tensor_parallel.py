@@ -19,8 +19,7 @@ from flexhop.distributed.views import View
 from flexhop.mods.functions import MaskMod, ScoreMod
 from flexhop.ops.args import score_examples
 from flexhop.ops.call import Mistake, note_mistake
-from flexhop.ops.replicated import sum_gradient, with_local_captures
-from flexhop.ops.sharding import SLOT, VIEW
+from flexhop.ops.replicated import SLOT, VIEW, sum_gradient, with_local_captures
 from flexhop.sequences.ranges import RangeMask
 
 BATCH, HEAD = 0, 1

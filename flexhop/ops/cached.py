@@ -23,7 +23,7 @@ from flexhop.ops.args import (
 )
 from flexhop.ops.cached_call import gradient_refusal
 from flexhop.ops.cached_eager import attend_cached
-from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
+from flexhop.ops.forward import fake_results, real_results, refuse_mutation
 from flexhop.ops.graphs.subgraphs import needs_grad
 from flexhop.ops.graphs.tables import with_tables
 from flexhop.ops.uncompiled.option import OPTION, run_alone

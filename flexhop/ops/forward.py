@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexhop.compat.compilation import forms_of, once
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators import hop, transforms
 from flexhop.compat.operators.autograd import cast, restore, save
-from flexhop.errors import VmapError
+from flexhop.compat.operators.overloads import has_input_mutation
+from flexhop.errors import CaptureMutationError, VmapError
+from flexhop.ops import wide_lse
 from flexhop.ops.args import (
     AttentionArgs,
     AttentionDoor,
     BackwardArgs,
+    CachedArgs,
     index_examples,
     learned_captures,
     operands_of,
@@ -27,11 +31,13 @@ from flexhop.ops.call import check_gradients
 from flexhop.ops.derivatives.operator import push_attention
 from flexhop.ops.eager import accumulate_dtype, attend
 from flexhop.ops.folding import batch_captures, each_batch, into_batch, unfolded_mod
-from flexhop.ops.forward_rules import fake_results, real_results, refuse_mutation
 from flexhop.ops.graphs.subgraphs import hoist_tangents, needs_grad, trace_joint
 from flexhop.ops.graphs.tables import push_tables, with_tables
+from flexhop.ops.layout import empty_ordered, ordered
 from flexhop.ops.replicated import sum_over_all
 from flexhop.ops.uncompiled.option import OPTION, run_alone
+
+Results = tuple[Tensor, Tensor, Tensor]
 
 attention = hop.Operator(
     "flexhop_attention", AttentionArgs, ("score_mod", "mask_mod"),
@@ -243,3 +249,45 @@ def _count(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int
 
 
 hop.register_flops(attention, _count)
+
+
+# Dispatch rules that the operator of caches shares; operands have these names in common.
+
+
+def real_results(args: AttentionArgs | CachedArgs, found: Results) -> Results:
+    """(out, lse, max_scores) of the reference, as the operator stores them."""
+    out, lse, max_scores = found
+    if not args.options.get("return_max"):
+        max_scores = max_scores.new_empty(0)
+    return ordered(out, args.query), lse.contiguous(), max_scores
+
+
+def fake_results(args: AttentionArgs | CachedArgs) -> Results:
+    """Tensors with the shapes, dtypes and strides of the results."""
+    batch, heads, length, _ = args.query.shape
+    out = empty_ordered((batch, heads, length, args.value.size(-1)), args.query)
+    dtype = accumulate_dtype(args.query.dtype)
+    wide = wide_lse.dtype_of(args.options, dtype)
+    lse = args.query.new_empty((batch, heads, length), dtype=wide)
+    size = (batch, heads, length) if args.options.get("return_max") else 0
+    max_scores = args.query.new_empty(size, dtype=dtype)
+    return out, lse, max_scores
+
+
+def refuse_mutation(
+    mods: Mapping[str, Any], examples: Sequence[Sequence[Any]], pre_dispatch: bool
+) -> None:
+    """Raise if a mod writes to a capture; functionalization would silently drop the write.
+
+    Raises:
+        CaptureMutationError: one of the named mods writes to one of its example inputs.
+    """
+    for (name, mod), example in zip(mods.items(), examples, strict=True):
+        key = (refuse_mutation, forms_of(example), pre_dispatch)
+        if once(key, mod, lambda mod=mod, example=example: _writes(mod, example, pre_dispatch)):
+            raise CaptureMutationError(mod=name, location="its body")
+
+
+def _writes(mod: Any, example: Sequence[Any], pre_dispatch: bool) -> bool:
+    with IndexMode():
+        return has_input_mutation(mod, example, pre_dispatch)

@@ -1,13 +1,14 @@
-"""Replicated captured tensors, whose gradients are summed over a mesh.
+"""What entry points know of flexhop.distributed: its active context, and replicated tensors.
 
-Compiled calls sum the gradients that the backward operator returns (ops/forward.py). In eager
+The room that fills the slot of the context is above this one. Gradients of replicated captured
+tensors are summed over a mesh. Compiled calls sum the gradients that the backward operator returns (ops/forward.py). In eager
 calls autograd differentiates, so captured tensors are replaced while a mod runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from flexhop.compat import collectives, dtensors
 from flexhop.compat.mods.indexing import IndexMode
 from flexhop.compat.operators.hop import pytree
-from flexhop.ops.args import score_examples
+from flexhop.ops.args import AttentionArgs, score_examples
+from flexhop.ops.call import Call
 
 
 class _SumGradient(torch.autograd.Function):
@@ -166,3 +168,55 @@ class _Replace(TorchFunctionMode):
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+VIEW = "flexhop_view"  # attribute of masks and offsets for which an active context has a view
+
+
+class Context(Protocol):
+    """The interface of a context to the entry points."""
+
+    def run(
+        self, args: AttentionArgs, call: Call, block_mask: Any, wants_lse: bool
+    ) -> tuple[Tensor, Any, Tensor]:
+        """Attention of one rank's queries to all keys; lse only if it is used."""
+        ...
+
+    def packed(self, packing: Any, mask_mod: Any) -> tuple[Any, Any]:
+        """Row tables and a mask for packed sequences of the whole batch."""
+        ...
+
+    def sum_gradient(self, tensor: Tensor) -> Tensor:
+        """The tensor, with its gradient summed over the mesh."""
+        ...
+
+    def seed(self, dropout: Any, query: Tensor) -> tuple[Tensor, ...]:
+        """The dropout operand, the same on all ranks; () without dropout."""
+        ...
+
+
+class Slot:
+    """Holds the active context, if there is one.
+
+    attend_dtensors: how entry points handle DTensors; set by the plugin.
+    """
+
+    current: Context | None = None
+    attend_dtensors: Callable[..., Any]
+
+
+SLOT = Slot()
+
+
+def view_of(block_mask: Any) -> Any:
+    """The active context's view of a mask, or None.
+
+    FSDP rebuilds the arguments of a layer, including masks, but keeps their tensors. The view is
+    therefore also stored on one of them.
+    """
+    found = getattr(block_mask, VIEW, None)
+    return (
+        found
+        if found is not None
+        else getattr(getattr(block_mask, "kv_num_blocks", None), VIEW, None)
+    )

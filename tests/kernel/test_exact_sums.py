@@ -165,7 +165,7 @@ def copies(monkeypatch):
     return given
 
 
-SMALL = {"bucket": 2, "kind": 64}  # copies; buckets become a table by 7 q + k before the kernel
+SMALL = {"bucket": 128, "kind": 64}  # copies
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -16,9 +16,9 @@ from torch import fx
 from flexhop.analysis import Analysis, Form, Writer, analyse, copied
 from flexhop.compat.kernels import inductor
 from flexhop.mods.bounded import BOUNDED
+from flexhop.ops.graphs.own_positions import packed_distance
 
 aten = torch.ops.aten
-_COMPARED = {getattr(aten, name).Tensor for name in ("sub", "gt", "ge", "lt", "le", "eq", "ne")}
 
 
 def lower_bounded(position: Any, last: Any, equals: Any) -> Any:
@@ -39,8 +39,8 @@ def without_bounded(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphM
     module, copies = copied(owner)
     writer = Writer(found, copies)
     for node in owner.graph.nodes:
-        if node.target in _COMPARED and not node.kwargs and not bounded.isdisjoint(node.args):
-            _measure(writer, found, node, copies[node])
+        if (distance := packed_distance(found, node)) is not None:
+            _measure(writer, found, copies[node], distance)
         if node in bounded:
             position, last = copies[node].args[:2]
             raised = writer.call(copies[node], aten.clamp_min.default, position, 0)
@@ -50,17 +50,8 @@ def without_bounded(owner: fx.GraphModule, inputs: tuple[str, ...]) -> fx.GraphM
     return module
 
 
-def _measure(writer: Writer, found: Analysis, node: fx.Node, copy: fx.Node) -> None:
-    """Compute a difference or comparison of positions from kv_idx and q_idx, if it is theirs."""
-    operands: Any = node.args
-    if not all(isinstance(operand, fx.Node) for operand in operands):
-        return  # a number
-    forms = [found.forms.form(found.known[operand]) for operand in operands]
-    if forms[0] is None or forms[1] is None:
-        return
-    distance = found.forms.distance(forms[0].plus(forms[1], -1))
-    if distance is None:
-        return
+def _measure(writer: Writer, found: Analysis, copy: fx.Node, distance: tuple[int, int]) -> None:
+    """Compute a difference or comparison of positions from kv_idx and q_idx."""
     first, second = (found.mod.inputs[name] for name in ("qk" if distance[0] > 0 else "kq"))
     sides = writer.write(copy, Form({first: 1}, distance[1])), writer.copies[second]
-    writer.replace(copy, writer.call(copy, node.target, *sides))
+    writer.replace(copy, writer.call(copy, copy.target, *sides))

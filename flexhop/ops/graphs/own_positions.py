@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flexhop.analysis import copied, name_of
+from flexhop.analysis import Analysis, copied, name_of
 from flexhop.mods.bounded import BOUNDED
 
 aten = torch.ops.aten
+_COMPARED = {getattr(aten, name).Tensor for name in ("sub", "gt", "ge", "lt", "le", "eq", "ne")}
 _SEARCHES = (torch.bucketize, torch.searchsorted, torch.isin)
 # These may belong to a distance, such as q_idx - kv_idx, or say where a range ends.
 _LINEAR = frozenset({
@@ -74,6 +75,28 @@ def _positions(mod: fx.GraphModule) -> list[fx.Node]:
     """Calls of `bounded` that know an equal value of the key."""
     calls = mod.graph.find_nodes(op="call_function", target=BOUNDED)
     return [node for node in calls if node.args[2]]
+
+
+def packed_distance(found: Analysis, node: fx.Node) -> tuple[int, int] | None:
+    """The sign of q_idx - kv_idx, and what is added, in a difference or comparison of positions.
+
+    None for other nodes, and for positions of sequences that are cut differently.
+
+    Args:
+        found: with BOUNDED among what is `held`.
+        node: of the analysed graph, or of its mod.
+    """
+    operands: Any = node.args
+    is_compared = node.target in _COMPARED and not node.kwargs
+    if not is_compared or not all(isinstance(operand, fx.Node) for operand in operands):
+        return None
+    if all(operand.target is not BOUNDED for operand in operands):
+        return None
+    known = (found.known.get(operand, operand) for operand in operands)
+    first, second = map(found.forms.form, known)
+    if first is None or second is None:
+        return None
+    return found.forms.distance(first.plus(second, -1))
 
 
 class _Redirected:

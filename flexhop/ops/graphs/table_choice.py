@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -21,6 +21,7 @@ from flexhop.analysis import (
 )
 from flexhop.ops.args import Capture
 from flexhop.ops.graphs.beyond import is_beyond_kernels, numbers_in
+from flexhop.ops.graphs.own_positions import packed_distance
 from flexhop.ops.graphs.subgraphs import may_derive
 from flexhop.ops.graphs.table_costs import LEAST_SAVED_TRAINED, Kernels, Training
 from flexhop.ops.graphs.table_entries import (
@@ -151,7 +152,8 @@ class Choice:
         table = self._table_of(node)
         if table is None:
             return True
-        needed = self._needs(table) or (takes_many_reads(table) and not self.wanted.only_needed)
+        has_many = takes_many_reads(table, self._is_of_inputs) and not self.wanted.only_needed
+        needed = self._needs(table) or has_many
         if not needed and paths_below(node) > _MOST_PATHS:
             return False
         saved, least = self._saved(table)
@@ -262,16 +264,29 @@ class Choice:
         def instructions(node: fx.Node) -> float:
             return read if node in made else of(node)
 
-        seen = reached_beside(root, made)
+        seen = reached_beside(root, made, self._is_of_inputs)
         axes = (axis for node in seen if node in made for axis in made[node].axes)
         sums = sum(_SUM for axis in axes if isinstance(axis, Coordinate))
         return self.found.instructions(seen, instructions) + sums
 
+    def _is_of_inputs(self, node: fx.Node) -> bool:
+        """Whether kernels compute a node from q_idx and kv_idx, whatever its operands are."""
+        return packed_distance(self.found, node) is not None
 
-def reached_beside(root: fx.Node, tables: Mapping[fx.Node, Table]) -> Collection[fx.Node]:
-    """The nodes that a node needs, if tables, by node, stand for theirs."""
+
+def reached_beside(
+    root: fx.Node,
+    tables: Mapping[fx.Node, Table],
+    ends: Callable[[fx.Node], bool] = lambda node: False,
+) -> Collection[fx.Node]:
+    """The nodes that a node needs, if tables, by node, stand for theirs.
+
+    ends: whether the operands of a node are not followed.
+    """
 
     def sources(node: fx.Node) -> list[fx.Node]:
+        if ends(node):
+            return []
         if node not in tables:
             return node.all_input_nodes
         places = (axis for axis in tables[node].axes if isinstance(axis, Coordinate))

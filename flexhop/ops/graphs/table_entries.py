@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -319,16 +319,25 @@ def is_needed(table: Table) -> bool:
     return any(elements_of(row) > LONGEST_ROW for row in rows)
 
 
-def takes_many_reads(table: Table) -> bool:
-    """Whether a kernel could compute a table's node only in many reads, one after another."""
-    return _reads(_parts(table)) > _MOST_READS
+def takes_many_reads(table: Table, ends: Callable[[fx.Node], bool]) -> bool:
+    """Whether a kernel could compute a table's node only in many reads, one after another.
+
+    ends: whether the operands of a node are not needed.
+    """
+    return _reads(_parts(table, ends)) > _MOST_READS
 
 
-def _parts(table: Table) -> Collection[fx.Node]:
+def _parts(
+    table: Table, ends: Callable[[fx.Node], bool] = lambda node: False
+) -> Collection[fx.Node]:
     """The nodes that a table's node needs. What the index needs is read either way."""
     axes = (axis for axis in table.axes if isinstance(axis, Coordinate))
     kept = {atom for axis in axes for atom, _ in axis.terms}
-    return reached(table.node, lambda n: [x for x in n.all_input_nodes if x not in kept])
+
+    def sources(node: fx.Node) -> list[fx.Node]:
+        return [] if ends(node) else [x for x in node.all_input_nodes if x not in kept]
+
+    return reached(table.node, sources)
 
 
 def is_search(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from flexhop.compat.mods.wrapped import are_tensors, is_quiet
 from flexhop.mods.closures import Described, Places, describe
 from flexhop.mods.functions import noop_mask, noop_score
 from flexhop.ops.call import is_determinism_required
-from flexhop.ops.sharding import SLOT
+from flexhop.ops.replicated import SLOT
 from flexhop.ops.uncompiled.bare import Plan, Repeat
 from flexhop.ops.uncompiled.option import wants_kernels
 from flexhop.options import KernelOptions
