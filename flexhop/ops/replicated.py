@@ -1,8 +1,9 @@
 """What entry points know of flexhop.distributed: its active context, and replicated tensors.
 
 The room that fills the slot of the context is above this one. Gradients of replicated captured
-tensors are summed over a mesh. Compiled calls sum the gradients that the backward operator returns (ops/forward.py). In eager
-calls autograd differentiates, so captured tensors are replaced while a mod runs.
+tensors are summed over a mesh: compiled calls sum those that the backward operator returns
+(ops/forward.py); in eager calls autograd differentiates, so captured tensors are replaced while a
+mod runs.
 """
 
 from __future__ import annotations
