@@ -39,11 +39,14 @@ from flexhop.lowering.problem import ModFacts, Problem
 from flexhop.options import KernelOptions
 
 _LARGEST_WIDTH = 256
-# Instructions of score_mod per score above which the portable kernel is faster, up to 128 columns
-# and beyond. Functions of the score are nearly equal at 64 columns (`softplus` took the portable
-# kernel 0.91 to 0.95 of the time, `sin` 0.93 to 1.01, `gelu` 1.00), distances in space are not:
-# 1.7 to 2.4 times with two or three coordinates.
+# Instructions of score_mod per score above which the portable kernel is faster, at 128 columns and
+# at other widths.
 _COSTLY_SCORE_128, _COSTLY_SCORE = 24, 20
+# Likewise at 64 columns, unless score_mod follows distances: it took 0.90 of the time for a cap in
+# a tensor (15), 0.93 for `sin`, 0.95 for `softplus` (14), and 1.00 for `gelu` (17). If score_mod
+# depends on keys, the first number counts below 128 columns: distances in space of two or three
+# coordinates (10 to 15) took the portable kernel 1.5 to 2.4 times as long.
+_COSTLY_SCORE_64 = 13
 # Columns up to which the portable kernel is faster if score_mod reads rows of keys: 1.04 (128
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
 _WIDTH_OF_ROWS = 128
@@ -166,7 +169,12 @@ def _reads_rows(problem: Problem) -> bool:
 
 
 def _most_instructions(problem: Problem) -> int:
-    return _COSTLY_SCORE_128 if wider(problem) <= 128 else _COSTLY_SCORE
+    columns, mods = wider(problem), problem.mods
+    if columns == 128 or (columns < 128 and mods.score_uses_keys):
+        return _COSTLY_SCORE_128
+    if columns == 64 and not _follows_distances(mods):
+        return _COSTLY_SCORE_64
+    return _COSTLY_SCORE
 
 
 def _spares_little(problem: Problem) -> bool:

@@ -682,10 +682,18 @@ def test_sections_of_the_backward_kernel_have_a_few_heads_or_an_eighth_of_the_ca
 
 
 @pytest.mark.parametrize(
-    ("width", "cost", "most"), [(64, 25.0, 24), (128, 25.0, 24), (256, 21.0, 20)]
+    ("width", "cost", "most", "facts"),
+    [
+        (64, 14.0, 13, {}),
+        (64, 25.0, 24, {"score_uses_keys": True}),
+        (96, 25.0, 24, {}),
+        (128, 25.0, 24, {}),
+        (256, 21.0, 20, {"score_uses_keys": True}),
+    ],
 )
-def test_where_the_portable_forward_kernel_is_faster(width, cost, most):
-    call = problem(head_dim=width, value_head_dim=width, has_score_mod=True, score_cost=cost)
+def test_where_the_portable_forward_kernel_is_faster(width, cost, most, facts):
+    facts = facts | {"has_score_mod": True, "score_cost": cost}
+    call = problem(head_dim=width, value_head_dim=width, **facts)
     reason = (
         f"score_mod takes about {cost:.0f} instructions per score: above {most} the portable "
         "kernel is faster"
