@@ -121,6 +121,7 @@ class _Redirected:
             if name in _PER_QUERY:
                 self.known[node] = None
         self.uses = {position}  # values that depend on the position
+        self.before = position  # where to write
 
     def redirect(self) -> None:
         """Use the key's own position in what does not depend on the query besides."""
@@ -128,6 +129,8 @@ class _Redirected:
             if self.uses.isdisjoint(node.all_input_nodes):
                 continue
             self.uses.add(node)
+            # What is equal for keys may come later than what it is computed from for queries.
+            self.before = node
             new = self.of_key(node) if self._is_of_position(node) else None
             if new is not None:
                 node.replace_all_uses_with(new)
@@ -154,5 +157,5 @@ class _Redirected:
             return None
         if all(source is value for source, value in values.items()):
             return node
-        with self.graph.inserting_before(node):
+        with self.graph.inserting_before(self.before):
             return self.graph.node_copy(node, lambda source: values[source] or source)

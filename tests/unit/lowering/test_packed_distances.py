@@ -13,6 +13,7 @@ from flexhop.lowering.mods.lower import read_mods
 from flexhop.lowering.mods.packed_distances import without_bounded
 from flexhop.mods.bounded import BOUNDED, bounded
 from flexhop.ops.args import unpack_sites
+from flexhop.ops.graphs.own_positions import read_at_own_positions
 from flexhop.ops.graphs.subgraphs import trace_joint, trace_mask, trace_score
 from flexhop.sequences.row_tables import (
     RowTables,
@@ -181,3 +182,24 @@ def test_bounded_positions_under_vmap():
     assert torch.equal(columns, place.T.clamp(min=0).minimum(last[0]))
     only_last = vmap(bounded, (None, 0))(place[0, 0], last)
     assert torch.equal(only_last, place[0, 0].clamp(min=0).minimum(last))
+
+
+def test_what_equals_a_query_s_value_may_be_computed_later():
+    """Derivatives reorder graphs: a read of the sequence comes before that of the key's."""
+    written = torch.fx.Graph()
+    given = [written.placeholder(name) for name in ("score", "b", "h", "q", "k", "of", "weights")]
+    _, _, _, query, key, of, weights = given
+
+    def read(source, place):
+        return written.call_function(aten.index.Tensor, (source, [place]))
+
+    number = read(of, query)
+    early = read(weights, number)
+    own, last = read(of, key), read(of, query)
+    place = written.call_function(BOUNDED, (key, last, [own, number, own]))
+    written.output(written.call_function(aten.atan2.default, (place, early)))
+    found = read_at_own_positions(torch.fx.GraphModule({}, written), SCORE)
+    found.graph.lint()
+    own_place, weight = found.graph.output_node().args[0].args
+    assert str(own_place.args) == "(of, [k])"
+    assert weight.args[1] == [own_place]
