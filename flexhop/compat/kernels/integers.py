@@ -4,10 +4,9 @@ Inductor calls PyTorch's own operator for powers with integer exponents, which a
 for each score: `2**distance` in radial attention. Results are PyTorch's: products wrap, and a
 negative exponent gives 0 unless the base is 1 or -1.
 
-LLVM divides a signed integer by a number in three or four instructions, because it does not know
-that the integer is not negative. With a product of 64 bits, a quotient is its upper half, perhaps
-shifted: a step that reads a table by two quotients and two remainders, 64 columns, sm_90, has 875
-instructions instead of 1523.
+LLVM divides a signed integer in three or four instructions. A quotient of one that is not negative
+is the upper half of a product: a step that reads a table by two quotients and two remainders has
+875 instructions instead of 1523.
 """
 
 from __future__ import annotations
@@ -142,8 +141,8 @@ def note_quotient(node: fx.Node, divisor: int, most: Any) -> fx.Node:
 def _reciprocal(divisor: int, most: int) -> tuple[int, int] | None:
     """Factor and shift with `n // divisor == n * factor >> shift` for n of 0 to `most`, or None.
 
-    The factor is rounded up, by `off / divisor`. So the product is too large by n * off / divisor,
-    which must not reach the next integer: with a remainder of divisor - 1, 1 / divisor is left.
+    The factor is rounded up, so the quotient is too large by n * off / divisor / 2**shift. That
+    must stay below 1 / divisor.
     """
     for shift in range(32, 31 + divisor.bit_length()):  # factors of 31 bits
         off = -(1 << shift) % divisor

@@ -43,9 +43,8 @@ _LARGEST_WIDTH = 256
 # at other widths.
 _COSTLY_SCORE_128, _COSTLY_SCORE = 24, 20
 # Likewise at 64 columns, unless score_mod follows distances: it took 0.90 of the time for a cap in
-# a tensor (15), 0.93 for `sin`, 0.95 for `softplus` (14), and 1.00 for `gelu` (17). If score_mod
-# depends on keys, the first number counts below 128 columns: distances in space of two or three
-# coordinates (10 to 15) took the portable kernel 1.5 to 2.4 times as long.
+# a tensor (15), 0.93 for `sin`, 0.95 for `softplus` (14), and 1.00 for `gelu` (17). For a mod
+# of keys, the first number counts: distances in space (10 to 15) took it 1.5 to 2.4 times as long.
 _COSTLY_SCORE_64 = 13
 # Columns up to which the portable kernel is faster if score_mod reads rows of keys: 1.04 (128
 # columns, causal) to 1.6 times (64, no mask); at 256 half as fast.
