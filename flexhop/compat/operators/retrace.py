@@ -54,10 +54,6 @@ def trace_callable(function: Callable[..., Any], inputs: Sequence[Any]) -> torch
     return spell_constants(graph)
 
 
-def _zeros(size: Sequence[Any], *, memory_format: Any = None, **options: Any) -> Any:
-    return torch.ops.aten.zeros.default(size, **options)
-
-
 def retraced(
     function: Callable[..., Any],
     example: Sequence[Any],
